@@ -1,0 +1,1 @@
+"""Verification of distributed Mixture-of-Experts training against a single device."""
