@@ -1,0 +1,176 @@
+"""The fields of a case: a recipe (what determines the answer) under a layout (what must not change it)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Degree = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Precision = Literal["float64", "float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A part of a case: immutable, every field known, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class MoE(Section):
+    """A mixture-of-experts block. Sizes in elements, rates and coefficients dimensionless."""
+
+    num_experts: Count
+    top_k: Count
+    expert_hidden: Count
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    route_scale: float = 1.0
+    num_groups: Count = 1
+    top_groups: Count = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_hidden: Annotated[int, Field(ge=0)] = 0
+    shared_gate: bool = False
+    balance_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    balance_scope: Literal["sequence", "batch"] = "sequence"
+    z_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    selection_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    idle_experts: Annotated[int, Field(ge=0)] = 0
+
+
+class ReferenceModel(Section):
+    """The reference decoder-only transformer, or a preset with some fields changed."""
+
+    preset: str | None = None
+    vocab_size: Count
+    hidden: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    ffn_hidden: Count
+    num_dense_layers: Annotated[int, Field(ge=0)] = 0
+    moe: MoE | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    attention_bias: bool = False
+    qk_norm: bool = False
+    mlp_bias: bool = False
+    rope_theta: Annotated[float, Field(gt=0.0)] = 10000.0
+    tie_embedding: bool = False
+    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+
+
+class ForeignModel(Section):
+    """A user's own model: `factory(**arguments)` returns an `nn.Module` with `model(tokens) -> logits`.
+
+    `loss`, if given, is called as `loss(model, tokens, targets)` and returns the loss summed over the valid
+    tokens (`targets != -100`); otherwise the cross entropy of the logits is summed.
+    """
+
+    factory: Target
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    loss: Target | None = None
+    vocab_size: Count
+
+
+class Data(Section):
+    """The synthetic global batch of every step: `batch` rows of `seq_len` tokens."""
+
+    batch: Count = 8
+    seq_len: Count = 16
+    min_valid: Fraction = 1.0
+
+
+class Optimizer(Section):
+    """The optimizer, with the clip of the global gradient norm before each step."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0.0)] = 1e-3
+    momentum: Fraction = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+
+
+class Recipe(Section):
+    """Everything that determines the right answer."""
+
+    name: str
+    model: ReferenceModel | ForeignModel
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    precision: Precision = "float64"
+    steps: Count = 2
+    seed: int = 0
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not."""
+        content = self.model_dump(mode="json", exclude={"name": True, "model": {"preset"}})
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class Layout(Section):
+    """Everything that must not change the answer."""
+
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    cp: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
+    etp: Degree = 1
+    pp: Degree = 1
+    data_parallel: Literal["ddp", "fsdp1", "fsdp2"] = "fsdp2"
+    fsdp1_strategy: Literal["full_shard", "shard_grad_op"] = "full_shard"
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    context_parallel: Literal["allgather", "alltoall"] = "allgather"
+    experts: Literal["loop", "grouped_mm"] = "loop"
+    micro_batches: Count = 1
+    recompute: bool = False
+    optimizer: Literal["foreach", "fused", "loop"] = "foreach"
+    parallelize: Target | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks; ep and etp borrow ranks from the other axes and add none."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+
+class Tolerance(Section):
+    """What may differ: `calibrated` (measured noise times a factor), `exact` (bitwise), or `fixed`."""
+
+    kind: Literal["calibrated", "exact", "fixed"] = "calibrated"
+    factor: Annotated[float, Field(ge=1.0)] = 8.0
+    rtol: Annotated[float, Field(ge=0.0)] | None = None
+    atol: Annotated[float, Field(ge=0.0)] | None = None
+
+
+class Checks(Section):
+    """How the layout is compared with its golden."""
+
+    tolerance: Tolerance = Tolerance()
+    steps: Literal["free", "forced"] = "free"
+    repeat: bool = True
+    skip: tuple[str, ...] = ()
+    timeout: Annotated[float, Field(gt=0.0)] = 120.0
+
+
+class Case(Section):
+    """One recipe under one layout, with the checks to make. `file` is where it was read from."""
+
+    name: str
+    description: str = ""
+    file: str = ""
+    recipe: Recipe
+    layout: Layout = Layout()
+    checks: Checks = Checks()

@@ -1,0 +1,1 @@
+"""Piece against golden: difference, bound, finding."""

@@ -1,0 +1,112 @@
+"""What a run says: the verdicts, checks and findings of its cases, as plain data without torch.
+
+`RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
+`SCHEMA_VERSION` grows whenever one of them changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+Verdict = Literal["pass", "mismatch", "error", "skipped"]
+
+
+class Record(BaseModel):
+    """Immutable data with known fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Worst(Record):
+    """The logical tensor of a check whose error is the largest share of its bound.
+
+    `error` and `bound` are relative to the golden's norm unless the check says otherwise; a bound of 0 is
+    bitwise equality.
+    """
+
+    tensor: str
+    error: float
+    bound: float
+    step: int = -1
+
+
+class CheckResult(Record):
+    """One check of one case: how many logical tensors were compared, and the worst of them."""
+
+    name: str
+    verdict: Verdict
+    tensors: int
+    worst: Worst | None = None
+    note: str = ""
+
+
+class Finding(Record):
+    """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
+
+    `rank` is the rank with the largest difference and `ranks` all that differ; `index` is the global index
+    of the largest difference in the logical tensor. `scale` is the factor k that minimizes
+    |actual - k * expected|, `cosine` the angle between the two.
+    """
+
+    check: str
+    tensor: str
+    step: int
+    rank: int
+    ranks: tuple[int, ...] = ()
+    coordinates: dict[str, int] = Field(default_factory=dict)
+    error: float
+    bound: float
+    scale: float | None = None
+    cosine: float | None = None
+    index: tuple[int, ...] = ()
+    expected: float | None = None
+    actual: float | None = None
+    cause: str = ""
+    where: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+class RankReport(Record):
+    """What is known of one rank of a launch that failed."""
+
+    rank: int
+    state: Literal["raised", "killed", "hung", "stopped", "lost"]
+    summary: str
+    host: str = ""
+    pid: int = 0
+    stack: str = ""
+    last_collective: str = ""
+
+
+class CaseResult(Record):
+    """The verdict of one case. `seconds` is wall time on the ranks, without the launch."""
+
+    name: str
+    file: str
+    verdict: Verdict
+    reason: str = ""
+    ranks: int
+    seconds: float
+    recipe: str = ""
+    layout: str = ""
+    checks: tuple[CheckResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    rank_reports: tuple[RankReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class RunResult(Record):
+    """A whole run: what was asked, on what, and what came of each case."""
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: Literal["pass", "mismatch", "error"]
+    environment: dict[str, str]
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    launches: int = 0
+    cases: tuple[CaseResult, ...]

@@ -1,0 +1,1 @@
+"""The store of what one device computed, read slice by slice."""

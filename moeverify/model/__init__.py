@@ -1,0 +1,1 @@
+"""The reference transformer: plain torch that knows no parallelism."""

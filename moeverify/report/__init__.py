@@ -1,0 +1,1 @@
+"""Verdicts in, text, JSON, JUnit and HTML out; no torch."""

@@ -1,0 +1,1 @@
+"""Runs cases: golden, launch, collect, judge."""

@@ -1,0 +1,1 @@
+"""One seeded training run: data, loss, optimizer, clipping, under any layout."""
