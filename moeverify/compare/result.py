@@ -110,3 +110,14 @@ class RunResult(Record):
     seconds: float = 0.0
     launches: int = 0
     cases: tuple[CaseResult, ...]
+
+
+class Event(Record):
+    """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over."""
+
+    kind: Literal["launch", "golden", "case-start", "case-end"]
+    num_done: int = 0
+    num_total: int = 0
+    case: str = ""
+    detail: str = ""
+    result: CaseResult | None = None
