@@ -18,7 +18,7 @@ Precision = Literal["float64", "float32", "bfloat16"]
 class Section(BaseModel):
     """A part of a case: immutable, every field known, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class MoE(Section):
@@ -120,14 +120,17 @@ class Recipe(Section):
 
 
 class Layout(Section):
-    """Everything that must not change the answer."""
+    """Everything that must not change the answer.
+
+    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`.
+    """
 
     dp_replicate: Degree = 1
     dp_shard: Degree = 1
     cp: Degree = 1
     tp: Degree = 1
     ep: Degree = 1
-    etp: Degree = 1
+    etp: Degree | None = None
     pp: Degree = 1
     data_parallel: Literal["ddp", "fsdp1", "fsdp2"] = "fsdp2"
     fsdp1_strategy: Literal["full_shard", "shard_grad_op"] = "full_shard"
@@ -144,6 +147,27 @@ class Layout(Section):
     def world_size(self) -> int:
         """Return the number of ranks; ep and etp borrow ranks from the other axes and add none."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Return over how many groups of ranks the rows of the global batch are divided."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def expert_tp(self) -> int:
+        """Return over how many ranks each expert's weights are divided: `etp`, with its default resolved."""
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
+
+    @property
+    def borrowable_ranks(self) -> int:
+        """Return how many ranks `ep` may regroup, within one pipeline stage and one replica.
+
+        With `expert_tp` 1 the tensor-parallel ranks are lent too. Under DDP the replicas are what is lent.
+        """
+        data = self.dp_replicate * self.dp_shard if self.data_parallel == "ddp" else self.dp_shard
+        return data * self.cp * (self.tp if self.expert_tp == 1 else 1)
 
 
 class Tolerance(Section):

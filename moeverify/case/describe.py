@@ -1,0 +1,68 @@
+"""A layout and a recipe in a few words, for tables and reports."""
+
+from __future__ import annotations
+
+from moeverify.case.schema import ForeignModel, Layout, MoE, Recipe
+
+
+def describe_layout(layout: Layout) -> str:
+    """Return for example `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
+    parts = [_describe_data(layout)] if layout.data_ranks > 1 else []
+    if layout.pp > 1:
+        parts.append(f"pp {layout.pp}")
+    if layout.tp > 1:
+        parts.append(f"tp {layout.tp}")
+    if layout.sequence_parallel:
+        parts.append("sequence parallel")
+    if layout.loss_parallel:
+        parts.append("loss parallel")
+    if layout.cp > 1:
+        parts.append(f"cp {layout.cp} {layout.context_parallel}")
+    if layout.ep > 1:
+        parts.append(f"ep {layout.ep}")
+    if layout.ep > 1 and layout.expert_tp > 1:
+        parts.append(f"etp {layout.expert_tp}")
+    parts = parts or ["one device"]
+    if layout.experts != "loop":
+        parts.append(layout.experts)
+    if layout.micro_batches > 1:
+        parts.append(f"{layout.micro_batches} micro-batches")
+    if layout.recompute:
+        parts.append("recompute")
+    if layout.optimizer != "foreach":
+        parts.append(f"{layout.optimizer} optimizer")
+    if layout.parallelize is not None:
+        parts.append(layout.parallelize)
+    return " + ".join(parts)
+
+
+def _describe_data(layout: Layout) -> str:
+    kind = layout.data_parallel
+    name = (
+        kind if kind != "fsdp1" or layout.fsdp1_strategy == "full_shard" else f"fsdp1 {layout.fsdp1_strategy}"
+    )
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        return f"{'hsdp' if kind == 'fsdp2' else f'{name} hybrid'} {layout.dp_replicate}x{layout.dp_shard}"
+    if layout.dp_replicate > 1 and kind != "ddp":
+        return f"{name} {layout.dp_replicate}x1"
+    return f"{name} {layout.data_ranks}"
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """Return for example `gpt: 4 layers, hidden 1024, dense, adamw, float64, 2 steps of 8x16 tokens`."""
+    steps = f"{recipe.steps} step{'s' if recipe.steps > 1 else ''}"
+    size = f"{recipe.data.batch}x{recipe.data.seq_len}"
+    return f"{_describe_model(recipe)}, {recipe.optimizer.name}, {recipe.precision}, {steps} of {size} tokens"
+
+
+def _describe_model(recipe: Recipe) -> str:
+    model = recipe.model
+    if isinstance(model, ForeignModel):
+        return model.factory
+    head = f"{model.preset}: " if model.preset else ""
+    layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
+    return f"{head}{layers}, hidden {model.hidden}, {_describe_experts(model.moe)}"
+
+
+def _describe_experts(moe: MoE | None) -> str:
+    return "dense" if moe is None else f"{moe.num_experts} experts top-{moe.top_k}"

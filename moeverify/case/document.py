@@ -1,0 +1,185 @@
+"""YAML text in, entries with line numbers out; every way in which a file can be unreadable is a problem."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from moeverify.case.entry import Entry, Place, Scalar
+from moeverify.case.suggest import find_nearest
+from moeverify.errors import Problem
+
+Report = Callable[[Problem], None]
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null"))
+
+
+def read_document(path: Path, report: Report) -> Entry | None:
+    """Return the mapping that the YAML file `path` holds, or None after reporting why there is none."""
+    file = str(path)
+    text = _read_text(path, report)
+    entry = parse_text(text, file, report) if text is not None else None
+    if entry is None or entry.is_mapping:
+        return entry
+    if entry.content is None:
+        report(Problem("this file is empty", file, remedy="write `recipe:` and `layout:`"))
+    else:
+        kind = "a list" if isinstance(entry.content, list) else "a single value"
+        message = f"expected a mapping of fields, got {kind}"
+        report(Problem(message, file, entry.place.line, remedy="write `name: value` lines"))
+    return None
+
+
+def _read_text(path: Path, report: Report) -> str | None:
+    file = str(path)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        report(Problem("there is no such file", file, remedy=_list_siblings(path)))
+        return None
+    except OSError as error:
+        report(Problem(f"this file cannot be read: {error.strerror or error}", file))
+        return None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        message = f"this file is not UTF-8 text (byte 0x{raw[error.start]:02x})"
+        report(Problem(message, file, line, remedy="save it as UTF-8"))
+        return None
+
+
+def parse_text(text: str, file: str, report: Report, *, has_lines: bool = True) -> Entry | None:
+    """Return the one value that `text` holds (null if it is empty), or None after reporting why not."""
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReusedAnchorWarning)
+            node = yaml.compose(text)
+    except MarkedYAMLError as error:
+        report(_translate(error, file, has_lines))
+        return None
+    except YAMLError as error:
+        position = getattr(error, "position", None)
+        line = text[:position].count("\n") + 1 if position is not None and has_lines else None
+        character = f" U+{ord(text[position]):04X}" if position is not None and position < len(text) else ""
+        report(
+            Problem(f"a control character{character} is not allowed in YAML", file, line, remedy="delete it")
+        )
+        return None
+    except RecursionError:
+        report(Problem("this is nested too deeply", file))
+        return None
+    if node is None:
+        return Entry(None, Place(file, 1 if has_lines else None))
+    return _Builder(yaml, file, report, has_lines).build(node, "", _line_of(node), ())
+
+
+def _line_of(node: Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+class _Builder:
+    """Turns YAML nodes into entries and reports what YAML allows but a case does not."""
+
+    def __init__(self, yaml: YAML, file: str, report: Report, has_lines: bool) -> None:
+        self.yaml = yaml
+        self.file = file
+        self.report = report
+        self.has_lines = has_lines
+
+    def build(self, node: Node, path: str, line: int, parents: tuple[int, ...]) -> Entry:
+        """Return the entry of `node` at the dotted `path`; `line` is that of its key."""
+        place = Place(self.file, line if self.has_lines else None)
+        if id(node) in parents:
+            self._reject("this alias contains itself", path, line, "write the value out")
+            return Entry(None, place)
+        inside = (*parents, id(node))
+        if isinstance(node, MappingNode):
+            return Entry(self._build_fields(node, path, inside), place)
+        if isinstance(node, SequenceNode):
+            items = [
+                self.build(item, f"{path}[{index}]", _line_of(item), inside)
+                for index, item in enumerate(node.value)
+            ]
+            return Entry(items, place)
+        return Entry(self._read_scalar(node, path, line), place)
+
+    def _build_fields(self, node: MappingNode, path: str, inside: tuple[int, ...]) -> dict[str, Entry]:
+        fields: dict[str, Entry] = {}
+        for key, value in node.value:
+            line = _line_of(key)
+            if not isinstance(key, ScalarNode):
+                self._reject("a field's name must be text", path, line, "write `name: value`")
+                continue
+            name = str(key.value)
+            inner = f"{path}.{name}" if path else name
+            if key.tag == _TAG + "merge":
+                self._reject("merge keys are not supported", inner, line, "use `base:` in the recipe")
+                continue
+            if name in fields:
+                first = fields[name].place.line
+                where = f" (first on line {first})" if first is not None else ""
+                self._reject(f"the field `{name}` is given twice{where}", inner, line, "delete one of them")
+                continue
+            fields[name] = self.build(value, inner, line, inside)
+        return fields
+
+    def _read_scalar(self, node: Node, path: str, line: int) -> Scalar:
+        tag = str(node.tag)
+        if tag not in _SCALARS:
+            kind = tag.removeprefix(_TAG)
+            self._reject(
+                f"a value of the YAML type `{kind}` is not supported",
+                path,
+                line,
+                "write it in quotes, as text",
+            )
+            return None
+        try:
+            value: Scalar = self.yaml.constructor.construct_object(node)
+        except (YAMLError, ValueError):
+            self._reject(
+                f"`{str(node.value)[:60]}` cannot be read as `{tag.removeprefix(_TAG)}`", path, line, ""
+            )
+            return None
+        return value
+
+    def _reject(self, message: str, path: str, line: int, remedy: str) -> None:
+        self.report(Problem(message, self.file, line if self.has_lines else None, path, remedy))
+
+
+def _translate(error: MarkedYAMLError, file: str, has_lines: bool) -> Problem:
+    """Return the syntax error of the YAML reader in the words of a case file."""
+    message = (error.problem or "this is no YAML").strip()
+    mark = error.problem_mark or error.context_mark
+    line = int(mark.line) + 1 if mark is not None else None
+    remedy = ""
+    if "'\\t'" in message:
+        message, remedy = "a tab cannot indent YAML", "use spaces"
+    elif "another document" in message:
+        message, remedy = "a second document begins here (`---`)", "write one case a file"
+    elif "<stream end>" in message:
+        message = f"the text ends too early: {message}"
+    elif "mapping values are not allowed" in message:
+        message, remedy = (
+            "a second `:` in one value, or wrong indentation",
+            "put the value in quotes, or align the line",
+        )
+    else:
+        message = f"broken YAML: {message}"
+    if error.context and not remedy:
+        message += f" ({error.context.strip()})"
+    return Problem(message, file, line if has_lines else None, remedy=remedy)
+
+
+def _list_siblings(path: Path) -> str:
+    siblings = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    nearest = find_nearest(path.stem, [sibling.stem for sibling in siblings])
+    return f"did you mean `{path.with_name(nearest + '.yaml')}`?" if nearest else ""

@@ -1,0 +1,109 @@
+"""What a user wrote, as a tree in which every value knows its file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Scalar = str | int | float | bool | None
+Content = Scalar | dict[str, "Entry"] | list["Entry"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file (or `--set`) and a line of it, counted from 1; `line` is None where lines mean nothing."""
+
+    file: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value with the place of its key: a scalar, a mapping of names to entries, or a list of entries."""
+
+    content: Content
+    place: Place = Place()
+
+    @property
+    def is_mapping(self) -> bool:
+        """Return whether this is a mapping, so that `fields` holds all of it."""
+        return isinstance(self.content, dict)
+
+    @property
+    def fields(self) -> dict[str, Entry]:
+        """Return the entries of a mapping by name; empty for anything else."""
+        return self.content if isinstance(self.content, dict) else {}
+
+    def without(self, *names: str) -> Entry:
+        """Return this mapping less the fields `names`."""
+        return Entry({name: entry for name, entry in self.fields.items() if name not in names}, self.place)
+
+    def plain(self) -> Any:
+        """Return the value alone: dicts, lists and scalars."""
+        if isinstance(self.content, dict):
+            return {name: entry.plain() for name, entry in self.content.items()}
+        if isinstance(self.content, list):
+            return [entry.plain() for entry in self.content]
+        return self.content
+
+    def has(self, path: Sequence[str]) -> bool:
+        """Return whether the field at `path` was written."""
+        entry = self
+        for name in path:
+            if name not in entry.fields:
+                return False
+            entry = entry.fields[name]
+        return True
+
+    def locate(self, path: Sequence[str]) -> Place:
+        """Return the place of the field at `path`, or of its nearest ancestor that was written."""
+        entry = self
+        for name in path:
+            if name not in entry.fields:
+                break
+            entry = entry.fields[name]
+        return entry.place
+
+
+def build_entry(value: Any, place: Place) -> Entry:
+    """Return `value` (dicts, lists and scalars) as a tree whose every entry is at `place`."""
+    if isinstance(value, dict):
+        return Entry({name: build_entry(item, place) for name, item in value.items()}, place)
+    if isinstance(value, list | tuple):
+        return Entry([build_entry(item, place) for item in value], place)
+    return Entry(value, place)
+
+
+def merge(base: Entry, change: Entry) -> Entry:
+    """Return `base` with the fields of `change` put over it; mappings merge, all else is replaced."""
+    if not (base.is_mapping and change.is_mapping):
+        return change
+    fields = dict(base.fields)
+    for name, entry in change.fields.items():
+        fields[name] = merge(fields[name], entry) if name in fields else entry
+    return Entry(fields, change.place)
+
+
+def show(entry: Entry) -> str:
+    """Return how to name the value of `entry` in a message."""
+    content = entry.content
+    if content is None:
+        return "nothing"
+    if isinstance(content, dict):
+        return "a mapping"
+    if isinstance(content, list):
+        return f"a list of {len(content)}"
+    if isinstance(content, bool):
+        return f"`{str(content).lower()}`"
+    text = str(content)
+    quoted = f"`{text[:60]}...`" if len(text) > 60 else f"`{text}`"
+    return f"the text {quoted}" if isinstance(content, str) and _reads_as_number(text) else quoted
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

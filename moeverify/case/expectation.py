@@ -1,0 +1,121 @@
+"""What a field of the schema accepts: a test of a value, and the words for a message."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from moeverify.case.entry import Entry
+from moeverify.case.schema import Case, Section
+
+_CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Rejected(Exception):
+    """A value is not what its field accepts."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What one field that is no section accepts; `choices` are the allowed words, if it is a choice."""
+
+    adapter: TypeAdapter[Any]
+    words: str
+    choices: tuple[str, ...]
+    stand_in: Any
+
+    def read(self, entry: Entry) -> Any:
+        """Return the value of `entry` as the schema holds it.
+
+        Raises: Rejected.
+        """
+        try:
+            return self.adapter.validate_json(json.dumps(entry.plain()))
+        except ValidationError:
+            raise Rejected from None
+
+
+@functools.cache
+def expect(section: type[Section], name: str) -> Expectation:
+    """Return what the field `name` of `section` accepts."""
+    hint = get_type_hints(section, include_extras=True)[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=_CONFIG)
+    schema = adapter.json_schema()
+    field = section.model_fields[name]
+    stand_in = _invent(schema) if field.is_required() else field.get_default(call_default_factory=True)
+    return Expectation(
+        adapter, describe(schema), tuple(str(word) for word in schema.get("enum", ())), stand_in
+    )
+
+
+@functools.cache
+def find_sections(section: type[Section], name: str) -> tuple[type[Section], ...]:
+    """Return the sections that the field `name` of `section` may hold; none if it holds a plain value."""
+    hint = get_type_hints(section, include_extras=True)[name]
+    options = get_args(hint) or (hint,)
+    return tuple(item for item in options if isinstance(item, type) and issubclass(item, Section))
+
+
+def is_nullable(section: type[Section], name: str) -> bool:
+    """Return whether the field `name` of `section` may be null."""
+    return type(None) in get_args(get_type_hints(section)[name])
+
+
+@functools.cache
+def index_fields() -> Mapping[str, tuple[str, ...]]:
+    """Return, for each name of a field that a user may write, the dotted paths at which it may stand."""
+    index: dict[str, list[str]] = {}
+
+    def walk(section: type[Section], prefix: str) -> None:
+        for name in section.model_fields:
+            path = prefix + name
+            if path in {"file", "recipe.model.preset"}:
+                continue
+            paths = index.setdefault(name, [])
+            if path not in paths:
+                paths.append(path)
+            for inner in find_sections(section, name):
+                walk(inner, path + ".")
+
+    walk(Case, "")
+    index["preset"] = ["recipe.model.preset"]
+    index["base"] = ["recipe.base"]
+    return MappingProxyType({name: tuple(paths) for name, paths in index.items()})
+
+
+def describe(schema: Mapping[str, Any]) -> str:
+    """Return the words for what a JSON schema of one field accepts."""
+    if "enum" in schema:
+        return "one of " + ", ".join(f"`{word}`" for word in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(describe(option) for option in schema["anyOf"])
+    kind = str(schema.get("type"))
+    if kind in {"integer", "number"}:
+        return ("a whole number" if kind == "integer" else "a number") + _describe_range(schema)
+    if kind == "array":
+        items = schema.get("prefixItems", [])
+        return f"a list of {len(items)}, each {describe(items[0])}" if items else "a list"
+    if "pattern" in schema:
+        return "`package.module:function`"
+    words = {"boolean": "`true` or `false`", "null": "nothing", "object": "a mapping", "string": "text"}
+    return words.get(kind, "a value")
+
+
+def _describe_range(schema: Mapping[str, Any]) -> str:
+    low, high, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
+    if above is not None:
+        return f" above {above:g}"
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    return f" of at least {low:g}" if low is not None else ""
+
+
+def _invent(schema: Mapping[str, Any]) -> Any:
+    """Return a value that the field accepts, to build the section with although the user's is wrong."""
+    return "missing:missing" if schema.get("type") == "string" else schema.get("minimum", 1)

@@ -1,0 +1,250 @@
+"""The model families that users run, at their true sizes, and for each a tiny sibling of the same structure.
+
+Plain data: a preset is the fields of `ReferenceModel`. Sizes are those of the published configurations.
+Where every layer has experts, `ffn_hidden` is what a dense layer of that family would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+_MIXTRAL_8X7B: Fields = {
+    "vocab_size": 32000,
+    "hidden": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "ffn_hidden": 14336,
+    "rope_theta": 1e6,
+    "moe": {"num_experts": 8, "top_k": 2, "expert_hidden": 14336, "balance_coef": 0.02},
+}
+
+_QWEN2_57B: Fields = {
+    "vocab_size": 151936,
+    "hidden": 3584,
+    "num_layers": 28,
+    "num_heads": 28,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "ffn_hidden": 18944,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "attention_bias": True,
+    "moe": {
+        "num_experts": 64,
+        "top_k": 8,
+        "expert_hidden": 2560,
+        "renormalize": False,
+        "shared_hidden": 20480,
+        "shared_gate": True,
+        "balance_coef": 0.001,
+    },
+}
+
+_QWEN3_30B: Fields = {
+    "vocab_size": 151936,
+    "hidden": 2048,
+    "num_layers": 48,
+    "num_heads": 32,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "ffn_hidden": 6144,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "qk_norm": True,
+    "moe": {"num_experts": 128, "top_k": 8, "expert_hidden": 768, "balance_coef": 0.001},
+}
+
+_GPT: Fields = {
+    "vocab_size": 50257,
+    "hidden": 1024,
+    "num_layers": 4,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "head_dim": 64,
+    "ffn_hidden": 4096,
+    "norm": "layer",
+    "activation": "gelu",
+    "mlp_bias": True,
+}
+
+
+def _change(base: Fields, *, moe: Fields | None = None, **fields: Any) -> Fields:
+    """Return `base` with some fields changed, those of its MoE by `moe`."""
+    experts = {"moe": {**base["moe"], **(moe or {})}} if "moe" in base else {}
+    return {**base, **experts, **fields}
+
+
+_TRUE: Mapping[str, Fields] = {
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "mixtral-8x22b": _change(
+        _MIXTRAL_8X7B,
+        hidden=6144,
+        num_layers=56,
+        num_heads=48,
+        ffn_hidden=16384,
+        moe={"expert_hidden": 16384, "balance_coef": 0.001},
+    ),
+    "mixtral-8x2b": _change(
+        _MIXTRAL_8X7B,
+        hidden=2048,
+        num_layers=24,
+        num_heads=16,
+        ffn_hidden=5440,
+        moe={"expert_hidden": 5440, "balance_coef": 0.001},
+    ),
+    "qwen2-57b-a14b": _QWEN2_57B,
+    "qwen3-30b-a3b": _QWEN3_30B,
+    "qwen3-235b-a22b": _change(
+        _QWEN3_30B, hidden=4096, num_layers=94, num_heads=64, ffn_hidden=12288, moe={"expert_hidden": 1536}
+    ),
+    "gpt": _GPT,
+}
+
+# The tiny siblings keep the routing and every switch of their family, its ratio of heads to kv heads and of
+# the head width to hidden / heads. Widths divide by 2 and 4 so that small layouts fit, and the weights are
+# large enough for the router to have opinions.
+_SMALL: Fields = {"vocab_size": 128, "num_layers": 2, "init_std": 0.1}
+
+_TINY: Mapping[str, Fields] = {
+    "tiny-mixtral-8x7b": _change(
+        _TRUE["mixtral-8x7b"],
+        **{**_SMALL, "hidden": 32, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
+        moe={"expert_hidden": 64},
+    ),
+    "tiny-mixtral-8x22b": _change(
+        _TRUE["mixtral-8x22b"],
+        **{**_SMALL, "hidden": 48, "num_heads": 12, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
+        moe={"expert_hidden": 64},
+    ),
+    "tiny-mixtral-8x2b": _change(
+        _TRUE["mixtral-8x2b"],
+        **{**_SMALL, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_hidden": 64},
+        moe={"expert_hidden": 64},
+    ),
+    "tiny-qwen2-57b-a14b": _change(
+        _TRUE["qwen2-57b-a14b"],
+        **{**_SMALL, "hidden": 56, "num_heads": 14, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
+        moe={"num_experts": 16, "top_k": 2, "expert_hidden": 32, "shared_hidden": 64},
+    ),
+    "tiny-qwen3-30b-a3b": _change(
+        _TRUE["qwen3-30b-a3b"],
+        **{**_SMALL, "hidden": 64, "num_heads": 16, "num_kv_heads": 2, "head_dim": 8, "ffn_hidden": 64},
+        moe={"num_experts": 16, "top_k": 2, "expert_hidden": 32},
+    ),
+    "tiny-qwen3-235b-a22b": _change(
+        _TRUE["qwen3-235b-a22b"],
+        **{**_SMALL, "hidden": 64, "num_heads": 32, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
+        moe={"num_experts": 16, "top_k": 2, "expert_hidden": 32},
+    ),
+    "tiny-gpt": {
+        **_GPT,
+        **_SMALL,
+        "num_layers": 3,
+        "hidden": 32,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "ffn_hidden": 128,
+    },
+    # The routing of DeepSeek-V3 and its first dense layer, with ordinary attention in the place of MLA.
+    "tiny-deepseek-v3-routing": {
+        **_SMALL,
+        "num_layers": 3,
+        "hidden": 32,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "ffn_hidden": 96,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-6,
+        "moe": {
+            "num_experts": 16,
+            "top_k": 4,
+            "expert_hidden": 16,
+            "score": "sigmoid",
+            "route_scale": 2.5,
+            "num_groups": 4,
+            "top_groups": 2,
+            "group_score": "top2_sum",
+            "shared_hidden": 16,
+            "balance_coef": 1e-4,
+            "selection_bias_rate": 1e-3,
+        },
+    },
+}
+
+_STRESS: Mapping[str, Fields] = {
+    # Every switch that can hide a bug is on: groups, a shared expert with its gate, all biases, both
+    # auxiliary losses, a moving selection bias, an expert without tokens.
+    "stress": {
+        "vocab_size": 96,
+        "hidden": 32,
+        "num_layers": 3,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "ffn_hidden": 64,
+        "num_dense_layers": 1,
+        "attention_bias": True,
+        "qk_norm": True,
+        "mlp_bias": True,
+        "init_std": 0.1,
+        "moe": {
+            "num_experts": 16,
+            "top_k": 3,
+            "expert_hidden": 32,
+            "score": "sigmoid",
+            "route_scale": 1.5,
+            "num_groups": 4,
+            "top_groups": 2,
+            "group_score": "top2_sum",
+            "router_bias": True,
+            "expert_bias": True,
+            "shared_hidden": 32,
+            "shared_gate": True,
+            "balance_coef": 0.02,
+            "z_coef": 1e-3,
+            "selection_bias_rate": 1e-2,
+            "idle_experts": 1,
+        },
+    },
+    # What `stress` cannot be at the same time: a tied embedding, k = 1, softmax, LayerNorm, gelu, as many
+    # kv heads as heads. Weights are not renormalized: a lone renormalized weight is 1 and has no gradient.
+    "stress-tied": {
+        "vocab_size": 96,
+        "hidden": 32,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 4,
+        "ffn_hidden": 64,
+        "norm": "layer",
+        "activation": "gelu",
+        "mlp_bias": True,
+        "tie_embedding": True,
+        "init_std": 0.1,
+        "moe": {
+            "num_experts": 12,
+            "top_k": 1,
+            "expert_hidden": 32,
+            "renormalize": False,
+            "expert_bias": True,
+            "balance_coef": 0.02,
+            "z_coef": 1e-3,
+            "idle_experts": 2,
+        },
+    },
+}
+
+PRESETS: Mapping[str, Fields] = {**_TRUE, **_TINY, **_STRESS}
+
+# Asked for by name, they get a reason instead of a model with another attention under their name.
+NOT_YET: Mapping[str, str] = dict.fromkeys(
+    ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
+    "needs multi-head latent attention (MLA), which the reference model does not have yet",
+)

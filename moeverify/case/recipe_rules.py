@@ -1,0 +1,172 @@
+"""What must hold inside a recipe, whatever the layout, and inside the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.case.rule import Rule, blame, experts, reading, reference_model
+from moeverify.case.schema import Case, Optimizer, Tolerance
+from moeverify.errors import Problem
+
+_MODEL = "recipe.model"
+_MOE = "recipe.model.moe"
+
+
+@reading(f"{_MODEL}.head_dim")
+def head_width(case: Case) -> Iterator[Problem]:
+    """RoPE rotates pairs of a head's elements."""
+    model = reference_model(case)
+    if model is not None and model.head_dim % 2:
+        remedy = f"write an even number, such as {model.head_dim + 1}"
+        yield blame(f"{_MODEL}.head_dim", f"head_dim {model.head_dim} is odd, and RoPE rotates pairs", remedy)
+
+
+@reading(f"{_MODEL}.num_heads", f"{_MODEL}.num_kv_heads")
+def grouped_queries(case: Case) -> Iterator[Problem]:
+    """Each kv head serves the same number of heads."""
+    model = reference_model(case)
+    if model is not None and model.num_heads % model.num_kv_heads:
+        message = f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
+        yield blame(f"{_MODEL}.num_kv_heads", message, f"write a divisor of {model.num_heads}")
+
+
+@reading(f"{_MODEL}.num_dense_layers", f"{_MODEL}.num_layers")
+def dense_layers(case: Case) -> Iterator[Problem]:
+    """The dense layers are the first of all layers."""
+    model = reference_model(case)
+    if model is not None and model.num_dense_layers > model.num_layers:
+        message = f"num_dense_layers {model.num_dense_layers} is above num_layers {model.num_layers}"
+        yield blame(f"{_MODEL}.num_dense_layers", message, f"write at most {model.num_layers}")
+
+
+@reading(f"{_MOE}.top_k", f"{_MOE}.num_experts", f"{_MOE}.idle_experts", _MODEL + ".num_layers")
+def reachable_experts(case: Case) -> Iterator[Problem]:
+    """A token needs top_k experts that may be chosen."""
+    moe = experts(case)
+    if moe is None or moe.top_k <= moe.num_experts - moe.idle_experts:
+        return
+    idle = f" less idle_experts {moe.idle_experts}" if moe.idle_experts else ""
+    message = f"top_k {moe.top_k} is above num_experts {moe.num_experts}{idle}"
+    if moe.idle_experts >= moe.num_experts:
+        yield blame(f"{_MOE}.idle_experts", message, f"leave at least {moe.top_k} experts that get tokens")
+    else:
+        yield blame(f"{_MOE}.top_k", message, f"write at most {moe.num_experts - moe.idle_experts}")
+
+
+@reading(f"{_MOE}.num_groups", f"{_MOE}.top_groups", f"{_MOE}.num_experts")
+def expert_groups(case: Case) -> Iterator[Problem]:
+    """Groups are of one size, and at most all of them are kept."""
+    moe = experts(case)
+    if moe is None:
+        return
+    if moe.num_experts % moe.num_groups:
+        message = f"num_experts {moe.num_experts} is not divisible by num_groups {moe.num_groups}"
+        yield blame(f"{_MOE}.num_groups", message, f"write a divisor of {moe.num_experts}")
+    if moe.top_groups > moe.num_groups:
+        message = f"top_groups {moe.top_groups} is above num_groups {moe.num_groups}"
+        yield blame(f"{_MOE}.top_groups", message, f"write at most {moe.num_groups}, or set num_groups")
+
+
+@reading(*(f"{_MOE}.{name}" for name in ("num_groups", "top_groups", "num_experts", "top_k", "idle_experts")))
+def reachable_in_groups(case: Case) -> Iterator[Problem]:
+    """The kept groups hold top_k experts that may be chosen, even if all idle ones are among them."""
+    moe = experts(case)
+    if moe is None or moe.num_experts % moe.num_groups or not 1 < moe.num_groups > moe.top_groups:
+        return
+    kept = moe.num_experts // moe.num_groups * moe.top_groups
+    if kept - moe.idle_experts < moe.top_k <= moe.num_experts - moe.idle_experts:
+        idle = f", of which {moe.idle_experts} may be idle" if moe.idle_experts else ""
+        message = f"top_groups {moe.top_groups} keep {kept} experts{idle}, too few for top_k {moe.top_k}"
+        yield blame(
+            f"{_MOE}.top_k", message, f"write at most {max(kept - moe.idle_experts, 0)}, or raise top_groups"
+        )
+
+
+@reading(f"{_MOE}.group_score", f"{_MOE}.num_groups", f"{_MOE}.num_experts")
+def group_scores(case: Case) -> Iterator[Problem]:
+    """A sum of two scores needs two experts in a group."""
+    moe = experts(case)
+    if moe is not None and moe.group_score == "top2_sum" and moe.num_groups > 1:
+        size = moe.num_experts // moe.num_groups
+        if size < 2:
+            message = f"group_score `top2_sum` needs 2 experts a group, and there are {size}"
+            yield blame(f"{_MOE}.group_score", message, "write `max`, or fewer groups")
+
+
+@reading(f"{_MOE}.shared_gate", f"{_MOE}.shared_hidden")
+def shared_gates(case: Case) -> Iterator[Problem]:
+    """A gate needs a shared expert behind it."""
+    moe = experts(case)
+    if moe is not None and moe.shared_gate and not moe.shared_hidden:
+        yield blame(
+            f"{_MOE}.shared_gate", "shared_gate needs a shared expert", "set shared_hidden, or remove it"
+        )
+
+
+def _only_for(name: str, *owners: str) -> Rule:
+    """Return the rule that the optimizer's field `name` is set for its `owners` only."""
+
+    @reading(f"recipe.optimizer.{name}", "recipe.optimizer.name")
+    def rule(case: Case) -> Iterator[Problem]:
+        optimizer, default = case.recipe.optimizer, getattr(Optimizer(), name)
+        if optimizer.name not in owners and getattr(optimizer, name) != default:
+            message = f"`{name}` has no effect on the optimizer `{optimizer.name}`"
+            written = list(default) if isinstance(default, tuple) else default
+            remedy = f"remove it (or write the default {written} over a base), or use {' or '.join(owners)}"
+            yield blame(f"recipe.optimizer.{name}", message, remedy)
+
+    return rule
+
+
+@reading("recipe.optimizer.name", "recipe.optimizer.betas")
+def memory(case: Case) -> Iterator[Problem]:
+    """Adam divides by 1 - beta^step."""
+    optimizer = case.recipe.optimizer
+    if optimizer.name != "sgd" and max(optimizer.betas) >= 1.0:
+        message = "a beta of 1 never forgets, and divides by zero"
+        yield blame("recipe.optimizer.betas", message, "write numbers below 1")
+
+
+def _fixed_by(name: str) -> Rule:
+    """Return the rule that the number `name` belongs to a fixed tolerance, and is needed there."""
+
+    @reading(f"checks.tolerance.{name}", "checks.tolerance.kind")
+    def rule(case: Case) -> Iterator[Problem]:
+        tolerance = case.checks.tolerance
+        is_given = getattr(tolerance, name) is not None
+        if is_given and tolerance.kind != "fixed":
+            message = f"`{name}` has no effect on the tolerance `{tolerance.kind}`"
+            yield blame(f"checks.tolerance.{name}", message, "write `kind: fixed`, or remove it")
+        elif tolerance.kind == "fixed" and not is_given:
+            message = f"the tolerance `fixed` needs `{name}`"
+            yield blame("checks.tolerance.kind", message, f"write `{name}: 0.0` or more")
+
+    return rule
+
+
+@reading("checks.tolerance.factor", "checks.tolerance.kind")
+def tolerance_factor(case: Case) -> Iterator[Problem]:
+    """Only measured noise is multiplied."""
+    tolerance = case.checks.tolerance
+    if tolerance.kind != "calibrated" and tolerance.factor != Tolerance().factor:
+        message = f"`factor` has no effect on the tolerance `{tolerance.kind}`"
+        yield blame("checks.tolerance.factor", message, "write `kind: calibrated`, or remove it")
+
+
+RECIPE_RULES = (
+    head_width,
+    grouped_queries,
+    dense_layers,
+    reachable_experts,
+    expert_groups,
+    reachable_in_groups,
+    group_scores,
+    shared_gates,
+    _only_for("momentum", "sgd"),
+    _only_for("betas", "adam", "adamw"),
+    _only_for("eps", "adam", "adamw"),
+    memory,
+    _fixed_by("rtol"),
+    _fixed_by("atol"),
+    tolerance_factor,
+)

@@ -1,0 +1,140 @@
+"""The recipe that a case means: its base, its changes, its preset, and what it is called.
+
+A recipe's name is the key of its golden, so a recipe that was changed on the way never keeps the name that it
+started from, unless the change changed nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeverify.case.entry import Entry, Place, build_entry, merge, show
+from moeverify.case.override import FILE
+from moeverify.case.presets import NOT_YET, PRESETS
+from moeverify.case.recipe_file import merge_recipe, read_recipe
+from moeverify.case.schema import Recipe
+from moeverify.case.section import Ledger, build_section
+from moeverify.case.suggest import suggest
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_WORDS = "letters, digits, `-`, `_` and `.`"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recipe as it was written: its fields, its name, and the fields that this name stands for."""
+
+    entry: Entry
+    label: str
+    original: Entry
+
+
+def resolve_recipe(
+    written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
+) -> Source:
+    """Return the recipe that the field `recipe` of a case means; `before` is the field without overrides.
+
+    `folder` is where the case file is: recipe files are in its `recipes/`.
+    """
+    folder = folder / "recipes"
+    if isinstance(written.content, str):
+        entry = _read_base(written, folder, "recipe", ledger)
+        return Source(entry, written.content, entry)
+    if not written.is_mapping:
+        remedy = "name a file of `recipes/`, or write the fields"
+        ledger.reject(
+            written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
+        )
+        return Source(Entry({}), case_name, Entry({}))
+    name = _read_name(written, ledger)
+    base_field = written.fields.get("base")
+    if base_field is None:
+        original = (
+            before if before is not None and before.is_mapping and "base" not in before.fields else written
+        )
+        return Source(written.without("name"), name or case_name, original.without("name"))
+    base = _read_base(base_field, folder, "recipe.base", ledger)
+    entry = merge_recipe(base, written.without("base", "name"))
+    if name is None:
+        return Source(entry, str(base_field.content), base)
+    named_before = before is not None and "base" in before.fields and "name" in before.fields
+    original = (
+        merge_recipe(base, before.without("base", "name")) if before is not None and named_before else entry
+    )
+    return Source(entry, name, original)
+
+
+def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
+    """Return the recipe of `source` under its final name, and its fields with those of its preset."""
+    entry = expand_preset(source.entry, ledger)
+    recipe = build_section(Recipe, entry, "recipe", ledger, name=source.label)
+    if source.entry == source.original:
+        return recipe, entry
+    aside = Ledger()
+    original = build_section(Recipe, expand_preset(source.original, aside), "recipe", aside, name="")
+    fingerprint = recipe.fingerprint()
+    if not aside.problems and original.fingerprint() == fingerprint:
+        return recipe, entry
+    return recipe.model_copy(update={"name": f"{source.label}+{fingerprint[:8]}"}), entry
+
+
+def expand_preset(recipe: Entry, ledger: Ledger) -> Entry:
+    """Return `recipe` with the fields of its model's preset under those that change it."""
+    model = recipe.fields.get("model")
+    named = model.fields.get("preset") if model is not None else None
+    if model is None or named is None or named.content is None or "factory" in model.fields:
+        return recipe
+    fields = _find_preset(named, ledger)
+    if fields is None:
+        ledger.broken.add("recipe.model")
+        return Entry({**recipe.fields, "model": model.without("preset")}, recipe.place)
+    expanded = merge(build_entry(dict(fields), named.place), model)
+    return Entry({**recipe.fields, "model": expanded}, recipe.place)
+
+
+def _find_preset(named: Entry, ledger: Ledger) -> Mapping[str, object] | None:
+    path = "recipe.model.preset"
+    name = named.content
+    if not isinstance(name, str):
+        ledger.reject(named, path, f"expected the name of a preset, got {show(named)}", suggest("", PRESETS))
+        return None
+    reason = NOT_YET.get(name.removeprefix("tiny-"))
+    if reason is not None:
+        remedy = "for its routing with ordinary attention write `tiny-deepseek-v3-routing`"
+        ledger.reject(named, path, f"the preset `{name}` {reason}", remedy)
+        return None
+    if name not in PRESETS:
+        ledger.reject(named, path, f"unknown preset `{name}`", suggest(name, PRESETS))
+        return None
+    return PRESETS[name]
+
+
+def _read_name(written: Entry, ledger: Ledger) -> str | None:
+    field = written.fields.get("name")
+    if field is None:
+        return None
+    if not isinstance(field.content, str) or not NAME.fullmatch(field.content):
+        ledger.reject(field, "recipe.name", f"expected a name of {NAME_WORDS}, got {show(field)}")
+        return None
+    return field.content
+
+
+def _read_base(named: Entry, folder: Path, path: str, ledger: Ledger) -> Entry:
+    """Return the fields of the recipe file that `named` names, or none at all after reporting why."""
+    entry = read_recipe(named, folder, path, ledger.report, ())
+    if entry is None:
+        ledger.broken.add("recipe")
+        return Entry({}, named.place)
+    return entry
+
+
+def override_recipe(written: Entry | None, change: Entry) -> Entry:
+    """Return the field `recipe` of a case with an override put over it; a name becomes a base."""
+    if not change.is_mapping or written is None:
+        return change
+    if isinstance(written.content, str):
+        written = Entry({"base": written}, Place(FILE))
+    return merge_recipe(written, change)

@@ -1,0 +1,144 @@
+"""Which parts of a layout and a recipe go together: what no degree forbids and yet cannot be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.case.degrees import own_model
+from moeverify.case.rule import blame, experts, reading, round_up
+from moeverify.case.schema import Case, ForeignModel
+from moeverify.errors import Problem
+
+_DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@reading("layout.pp")
+def pipeline(case: Case) -> Iterator[Problem]:
+    """Pipelines come later."""
+    if case.layout.pp > 1:
+        yield blame("layout.pp", "pipeline parallelism is not supported yet", "remove pp, or write 1")
+
+
+@reading(*_DATA, "layout.tp", "layout.cp", "layout.parallelize")
+def replicas(case: Case) -> Iterator[Problem]:
+    """DDP holds the whole model on each rank."""
+    layout = case.layout
+    if layout.data_parallel != "ddp" or layout.parallelize is not None:
+        return
+    if layout.dp_shard > 1:
+        ranks = layout.data_ranks
+        remedy = f"write `dp_replicate: {ranks}` and no dp_shard, or `data_parallel: fsdp2`"
+        yield blame("layout.dp_shard", f"ddp shards nothing, so dp_shard cannot be {layout.dp_shard}", remedy)
+    if layout.tp > 1 and layout.data_ranks * layout.cp > 1:
+        yield blame(
+            "layout.data_parallel", "ddp together with tp is not supported", "write `data_parallel: fsdp2`"
+        )
+
+
+@reading(*_DATA, "layout.tp", "layout.cp", "layout.ep", "layout.parallelize")
+def first_fsdp(case: Case) -> Iterator[Problem]:
+    """FSDP1 flattens parameters, so it composes with nothing but itself; tp alone does not need it."""
+    layout = case.layout
+    if layout.data_parallel != "fsdp1" or layout.parallelize is not None:
+        return
+    others = [name for name in ("cp", "ep") if getattr(layout, name) > 1]
+    if layout.tp > 1 and (layout.data_ranks > 1 or others):
+        others.insert(0, "tp")
+    if others:
+        message = f"fsdp1 together with {' and '.join(others)} is not supported"
+        yield blame("layout.data_parallel", message, "write `data_parallel: fsdp2`")
+
+
+@reading("layout.sequence_parallel", "layout.loss_parallel", "layout.tp")
+def tensor_parts(case: Case) -> Iterator[Problem]:
+    """Sequence and loss parallelism are parts of tensor parallelism."""
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(case.layout, name) and case.layout.tp == 1:
+            yield blame(f"layout.{name}", f"{name} needs tp above 1", f"set tp, or remove {name}")
+
+
+@reading("layout.experts", "recipe.precision", "recipe.model.moe")
+def grouped_precision(case: Case) -> Iterator[Problem]:
+    """The grouped matmul of torch has no float64."""
+    if (
+        case.layout.experts == "grouped_mm"
+        and case.recipe.precision == "float64"
+        and experts(case) is not None
+    ):
+        remedy = "write `experts: loop`, or set recipe.precision to float32 or bfloat16"
+        yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
+
+
+@reading(
+    *(f"layout.{name}" for name in ("experts", "etp", "tp", "ep", "parallelize")),
+    "recipe.precision",
+    "recipe.model.hidden",
+    "recipe.model.moe.expert_hidden",
+)
+def grouped_alignment(case: Case) -> Iterator[Problem]:
+    """The grouped matmul of torch takes rows of a multiple of 16 bytes."""
+    moe, model = experts(case), own_model(case)
+    if (
+        case.layout.experts != "grouped_mm"
+        or moe is None
+        or model is None
+        or case.recipe.precision == "float64"
+    ):
+        return
+    unit = 16 // _BYTES[case.recipe.precision]
+    for name, value, shares in (
+        ("model.hidden", model.hidden, 1),
+        ("model.moe.expert_hidden", moe.expert_hidden, case.layout.expert_tp),
+    ):
+        if value % shares == 0 and (value // shares) % unit:
+            per_rank = f" / etp {shares}" if shares > 1 else ""
+            message = (
+                f"grouped_mm needs rows of a multiple of 16 bytes, and recipe.{name} {value}{per_rank} is not"
+            )
+            remedy = f"set it to a multiple of {unit * shares}, such as {round_up(value, unit * shares)}"
+            yield blame("layout.experts", message, remedy)
+
+
+@reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
+def balance_of_parts(case: Case) -> Iterator[Problem]:
+    """A balancing loss over the batch is no sum over its micro-batches, so no layout could be right."""
+    moe = experts(case)
+    if (
+        moe is None
+        or moe.balance_scope != "batch"
+        or moe.balance_coef == 0.0
+        or case.layout.micro_batches == 1
+    ):
+        return
+    message = "with balance_scope `batch` the loss is not the sum over micro_batches"
+    yield blame(
+        "layout.micro_batches", message, "write 1, or set recipe.model.moe.balance_scope to `sequence`"
+    )
+
+
+@reading("layout.cp", "layout.tp", "layout.ep", "layout.parallelize", "recipe.model")
+def foreign_models(case: Case) -> Iterator[Problem]:
+    """A model that moeverify did not write can only be replicated or sharded by parameter."""
+    layout = case.layout
+    if not isinstance(case.recipe.model, ForeignModel) or layout.parallelize is not None:
+        return
+    for name in ("cp", "tp", "ep"):
+        degree = getattr(layout, name)
+        if degree > 1:
+            message = f"{name} {degree} of a model with a `factory` needs your own function"
+            yield blame(
+                f"layout.{name}", message, 'write `parallelize: "package.module:function"`, or remove it'
+            )
+
+
+SUPPORT_RULES = (
+    pipeline,
+    replicas,
+    first_fsdp,
+    tensor_parts,
+    grouped_precision,
+    grouped_alignment,
+    balance_of_parts,
+    foreign_models,
+)

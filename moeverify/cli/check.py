@@ -1,0 +1,26 @@
+"""`moeverify check`: what the case files say, without running anything."""
+
+from __future__ import annotations
+
+from moeverify.cli.arguments import Cases, Overrides, Pattern
+from moeverify.cli.door import open_door
+
+
+def check(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
+    """Validate cases without running them.
+
+    Prints one line a case, or all problems.
+    """
+    with open_door() as door:
+        from moeverify.case.describe import describe_layout, describe_recipe
+        from moeverify.case.load import load_cases
+        from moeverify.report.catalog import CaseLine, render_catalog
+
+        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+        lines = [
+            CaseLine(
+                case.name, case.layout.world_size, describe_layout(case.layout), describe_recipe(case.recipe)
+            )
+            for case in loaded
+        ]
+        render_catalog(lines, door.out)

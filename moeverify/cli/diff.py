@@ -1,0 +1,33 @@
+"""`moeverify diff`: what changed from one run to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.door import open_door
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="RUN_A", help="A folder of --out, or a file of --json.")],
+    after: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
+    factor: Annotated[
+        float,
+        typer.Option("--factor", min=1.0, help="Tell errors and bounds that changed by more than this."),
+    ] = 10.0,
+) -> None:
+    """Say what changed from one run to another.
+
+    Exits with 1 when verdicts differ, or when only one of the runs has a case.
+    """
+    with open_door() as door:
+        from moeverify.report.changes import compare_runs, same_verdicts
+        from moeverify.report.changes_text import render_changes
+        from moeverify.report.machine import read_run
+
+        old, new = read_run(before), read_run(after)
+        changes = compare_runs(old, new, factor=factor)
+        render_changes(changes, old, new, door.out)
+        raise typer.Exit(0 if same_verdicts(changes) else 1)

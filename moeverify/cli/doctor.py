@@ -1,0 +1,21 @@
+"""`moeverify doctor`: what this machine can do, and what that means for verification."""
+
+from __future__ import annotations
+
+import typer
+
+from moeverify.cli.door import BAD_INPUT, open_door
+
+
+def doctor() -> None:
+    """Probe this machine, and say what that means.
+
+    Looks at torch, backends and their known faults, GPUs and optional packages.
+    """
+    with open_door() as door:
+        from moeverify.report.probes import render_probes
+        from moeverify.suite.doctor import examine
+
+        probes = examine()
+        render_probes(probes, door.out)
+        raise typer.Exit(BAD_INPUT if any(probe.status == "fail" for probe in probes) else 0)

@@ -1,0 +1,110 @@
+"""What every command shares: where it prints, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_CODES = {"pass": 0, "mismatch": 1, "error": 3}
+BAD_INPUT = 2
+FAILED = 3
+INTERRUPTED = 130
+READER_GONE = 141  # what a shell shows for a process that SIGPIPE has ended
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a command prints: results to `out`, errors to `err`. Only the first of several ranks prints."""
+
+    out: Console
+    err: Console
+    is_first: bool
+
+
+@contextmanager
+def open_door() -> Iterator[Door]:
+    """Give a command its consoles and turn what it raises into a message and an exit code.
+
+    Raises: typer.Exit.
+    """
+    from moeverify.errors import MoeverifyError, RankFailure
+    from moeverify.report.console import open_console
+    from moeverify.report.problems import render_error
+
+    is_first = find_rank() == 0
+    width = _find_width()
+    door = Door(
+        open_console(sys.stdout, width=width, quiet=not is_first),
+        open_console(sys.stderr, width=width, quiet=not is_first),
+        is_first,
+    )
+    for stream in (sys.stdout, sys.stderr):
+        _print_anything(stream)
+    try:
+        yield door
+        door.out.file.flush()
+    except typer.Exit:
+        raise
+    except MoeverifyError as error:
+        render_error(error, door.err)
+        raise typer.Exit(FAILED if isinstance(error, RankFailure) else BAD_INPUT) from None
+    except KeyboardInterrupt:
+        door.err.print("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        drop_output()
+        raise typer.Exit(READER_GONE) from None
+    except Exception:
+        # Python would exit with 1, which here means that a layout computes something else.
+        traceback.print_exc()
+        door.err.print("error: this is a fault of moeverify itself, or of the code that a case names")
+        raise typer.Exit(FAILED) from None
+
+
+def find_rank() -> int:
+    """Return this process's rank where torchrun or srun started several, else 0."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if _read_integer(size) > 1 and rank in os.environ:
+            return _read_integer(rank)
+    return 0
+
+
+def drop_output() -> None:
+    """Send what is still printed to nowhere, after the reader of a pipe has gone (`moeverify ... | head`)."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def is_continuous_integration() -> bool:
+    """Return whether a CI server runs this, by the variable that all of them set."""
+    return os.environ.get("CI", "").strip().lower() in ("1", "true", "yes")
+
+
+def _read_integer(name: str) -> int:
+    """Return an environment variable as a number, 0 when it is none."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _find_width() -> int | None:
+    """Return the width that the user asks for by COLUMNS, which holds for logs too."""
+    return _read_integer("COLUMNS") or None
+
+
+def _print_anything(stream: TextIO) -> None:
+    """Let a stream of a narrow encoding print what it cannot write as an escape, instead of failing."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")

@@ -1,0 +1,68 @@
+"""Keeps the results of finished cases while a run goes on, so that an early end loses none."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from moeverify.compare.result import CaseResult, Event, RunResult
+
+if TYPE_CHECKING:
+    from moeverify.case.schema import Case
+
+
+class Keeper:
+    """Sees every event on its way to the screen; `results` are those of the cases that are over."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, CaseResult] = {}
+        self._running = ""
+        self._launches = 0
+        self._started = datetime.now(UTC)
+        self._clock = time.monotonic()
+
+    def watch(self, show: Callable[[Event], None]) -> Callable[[Event], None]:
+        """Return a function that takes an event in and passes it on."""
+
+        def on_event(event: Event) -> None:
+            if event.kind == "case-end" and event.result is not None:
+                self.results[event.result.name] = event.result
+                self._running = ""
+            elif event.kind == "case-start":
+                self._running = event.case
+            elif event.kind == "launch":
+                self._launches += 1
+            show(event)
+
+        return on_event
+
+    def make_partial(self, cases: Sequence[Case], error: BaseException) -> RunResult:
+        """Return the run as far as it came; the cases that did not finish are skipped, with the reason."""
+        from moeverify.case.describe import describe_layout
+
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"the run ended early: {error}"
+        results = [
+            self.results.get(case.name)
+            or CaseResult(
+                name=case.name,
+                file=case.file,
+                verdict="skipped",
+                reason=f"{why}{' while this case ran' if case.name == self._running else ''}",
+                ranks=case.layout.world_size,
+                seconds=0.0,
+                recipe=case.recipe.name,
+                layout=describe_layout(case.layout),
+            )
+            for case in cases
+        ]
+        return RunResult(
+            verdict="error",
+            environment={"python": platform.python_version(), "platform": platform.platform()},
+            started=self._started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - self._clock,
+            launches=self._launches,
+            cases=tuple(results),
+        )

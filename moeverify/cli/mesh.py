@@ -1,0 +1,22 @@
+"""`moeverify mesh`: the device mesh of a case, its groups, and each rank's place and data."""
+
+from __future__ import annotations
+
+from moeverify.cli.arguments import Cases, Overrides, Pattern
+from moeverify.cli.door import open_door
+
+
+def mesh(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
+    """Show the device mesh of each case.
+
+    Its axes and groups, and each rank's coordinates and data.
+    """
+    with open_door() as door:
+        from moeverify.case.load import load_cases
+        from moeverify.report.mesh import render
+        from moeverify.suite.mesh import make_picture
+
+        for position, case in enumerate(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)):
+            if position:
+                door.out.print()
+            render(make_picture(case), door.out)

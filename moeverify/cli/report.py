@@ -1,0 +1,38 @@
+"""`moeverify report`: a run that was kept, rendered again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.arguments import HtmlFile, JsonFile, JunitFile, Quiet
+from moeverify.cli.door import BAD_INPUT, open_door
+from moeverify.cli.outputs import Outputs
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder of --out, or a file of --json.")],
+    *,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run again, or write it in other formats.
+
+    The exit code says only whether that worked.
+    """
+    with open_door() as door:
+        from moeverify.report.machine import read_run
+        from moeverify.report.text import render_run
+
+        outputs = Outputs(json, junit, html)
+        result = read_run(run)
+        outputs.check()
+        failures = outputs.write(result)
+        render_run(result, door.out, folder=run if run.is_dir() else None, quiet=quiet)
+        for failure in failures:
+            door.err.print(f"error: {failure}", soft_wrap=True)
+        raise typer.Exit(BAD_INPUT if failures else 0)

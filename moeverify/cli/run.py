@@ -1,0 +1,137 @@
+"""`moeverify run`: the golden on one device, the layout on real ranks, the comparison, a verdict."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.arguments import (
+    DEFAULT_GOLDENS,
+    CacheFolder,
+    Cases,
+    Device,
+    DeviceOption,
+    GoldenFolder,
+    HtmlFile,
+    JsonFile,
+    JunitFile,
+    Overrides,
+    Pattern,
+    Quiet,
+)
+from moeverify.cli.door import BAD_INPUT, EXIT_CODES, Door, drop_output, is_continuous_integration, open_door
+from moeverify.cli.outputs import Outputs
+
+if TYPE_CHECKING:
+    from moeverify.case.schema import Case
+    from moeverify.compare.result import RunResult
+    from moeverify.suite.options import RunOptions
+
+
+def run(
+    cases: Cases,
+    *,
+    overrides: Overrides = None,
+    pattern: Pattern = None,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep everything for report, diff and debugging."),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
+        ),
+    ] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            "--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."
+        ),
+    ] = None,
+    require_goldens: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-goldens/--no-require-goldens",
+            help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: CacheFolder = None,
+    goldens: GoldenFolder = DEFAULT_GOLDENS,
+    quiet: Quiet = False,
+) -> None:
+    """Verify each case: its layout against its golden."""
+    with open_door() as door:
+        outputs = Outputs(json, junit, html, out)
+        if door.is_first:
+            outputs.check()
+        from moeverify.case.load import load_cases
+
+        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+        from moeverify.suite.options import RunOptions
+
+        options = RunOptions(
+            device=device.value,
+            num_ranks=ranks,
+            folder=out,
+            require_goldens=is_continuous_integration() if require_goldens is None else require_goldens,
+            golden_folder=goldens,
+            cache_folder=cache,
+            timeout=timeout,
+            fault=fault,
+        )
+        code = _run_and_report(loaded, options, outputs, door, quiet=quiet)
+        raise typer.Exit(code)
+
+
+def _run_and_report(
+    cases: list[Case], options: RunOptions, outputs: Outputs, door: Door, *, quiet: bool
+) -> int:
+    """Run the cases, write and print what came of them, and return the exit code.
+
+    When the run ends early, what is there is written and printed before the reason is raised again.
+    """
+    from moeverify.cli.keeper import Keeper
+    from moeverify.report.progress import open_progress
+    from moeverify.suite.run import run_cases
+
+    keeper = Keeper()
+    try:
+        with open_progress(door.out, quiet=quiet) as progress:
+            result = run_cases(cases, options, keeper.watch(progress.on_event))
+    except BaseException as error:
+        if door.is_first:
+            _deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)
+        raise
+    if result is None:  # one of several ranks; the first one reports
+        return 0
+    return _deliver(result, outputs, door, quiet=quiet)
+
+
+def _deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) -> int:
+    """Write the files first, since a reader of the console may hang up, then print; return the exit code."""
+    from moeverify.report.text import render_run
+
+    if not result.command:
+        result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
+    failures = outputs.write(result)
+    try:
+        render_run(result, door.out, folder=outputs.folder, quiet=quiet)
+    except BrokenPipeError:  # the verdict stands, whether or not somebody reads all of it
+        drop_output()
+    for failure in failures:
+        door.err.print(f"error: {failure}", soft_wrap=True)
+    return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

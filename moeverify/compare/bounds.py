@@ -1,0 +1,74 @@
+"""How much a logical tensor may differ from its golden.
+
+`calibrated`: k times what one device at the recipe's precision differs from the float64 golden, measured for
+each logical tensor over several perturbed runs. One tensor's measurement is a small sample, so it is raised to
+the median over all tensors of its kind and step, and to a floor: for float64 1e-10, four to five orders above
+the noise of reordered sums and four below the smallest real bug known to us; for the rest a few units of
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moeverify.case.schema import Precision, Tolerance
+from moeverify.compare.checks import check_of
+
+EPSILON: Mapping[Precision, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+FLOOR: Mapping[Precision, float] = {"float64": 1e-10, "float32": 4 * 2.0**-23, "bfloat16": 2.0**-7}
+FLIP_FLOOR: Mapping[Precision, float] = {"float64": 0.0, "float32": 16 * 2.0**-23, "bfloat16": 2.0**-6}
+
+
+def noise_key(step: int, kind: str, name: str) -> str:
+    """Return the key under which the noise of a logical tensor is stored."""
+    return f"{step}/{kind}/{name}"
+
+
+@dataclass
+class Bounds:
+    """The bounds of one case. `noise` is what calibration measured, by `noise_key`."""
+
+    tolerance: Tolerance
+    precision: Precision
+    noise: Mapping[str, float]
+    _typical: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    def bound(self, step: int, kind: str, name: str, expected_norm: float, kind_norm: float) -> float:
+        """Return the largest error that is allowed, in the unit of the check's metric.
+
+        `kind_norm` is the norm of all tensors of this kind and step together: what lies below its rounding is
+        noise even where the tensor itself is smaller still.
+        """
+        check = check_of(kind)
+        if check.exact or self.tolerance.kind == "exact":
+            return 0.0
+        if self.tolerance.kind == "fixed":
+            assert self.tolerance.rtol is not None
+            assert self.tolerance.atol is not None
+            slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
+            return self.tolerance.rtol + slack
+        measured = max(self.noise.get(noise_key(step, kind, name), 0.0), self._typical_noise(step, kind))
+        if not math.isfinite(measured):
+            measured = 0.0  # an unusable measurement allows nothing
+        if check.metric == "largest":
+            return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
+        rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
+
+    def zero_bound(self) -> float:
+        """Return what a tensor that should be zero may be, relative to all tensors of its kind and step."""
+        return EPSILON[self.precision] if self.tolerance.kind != "exact" else 0.0
+
+    def _typical_noise(self, step: int, kind: str) -> float:
+        key = (step, kind)
+        if key not in self._typical:
+            prefix = noise_key(step, kind, "")
+            values = [value for name, value in self.noise.items() if name.startswith(prefix)]
+            largest = check_of(kind).metric == "largest"
+            finite = [value for value in values if math.isfinite(value)]
+            pool = max if largest else statistics.median
+            self._typical[key] = pool(finite) if finite else 0.0
+        return self._typical[key]

@@ -1,0 +1,87 @@
+"""The golden of a recipe as it stands in git: a small sorted JSON file, one a recipe and device class. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moeverify.errors import FormatError
+
+VERSION = 1
+
+
+class GoldenFile(BaseModel):
+    """What one device computed for a recipe.
+
+    `recipe` is its fingerprint (`Recipe.fingerprint`), `losses` the losses and gradient norms of every step,
+    `tensors` the fingerprints of logical tensors under `step/kind/name`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = VERSION
+    name: str
+    recipe: str
+    device_class: str
+    losses: dict[str, float]
+    tensors: dict[str, list[float] | str]
+
+
+def golden_path(folder: Path, recipe_name: str, device_class: str) -> Path:
+    """Return where the golden of a recipe stands."""
+    return folder / f"{recipe_name}.{device_class}.json"
+
+
+def write_golden(path: Path, golden: GoldenFile) -> None:
+    """Write a golden so that a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    content = golden.model_dump(mode="json")
+    content["tensors"] = dict(sorted(content["tensors"].items()))
+    content["losses"] = dict(sorted(content["losses"].items()))
+    try:
+        partial.write_text(_one_line_each(content))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _one_line_each(content: dict[str, object]) -> str:
+    """Return JSON with one entry a line, so that a change of one tensor is a change of one line."""
+    lines = []
+    for key in sorted(content):
+        value = content[key]
+        if isinstance(value, dict):
+            entries = ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{entries}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read_golden(path: Path) -> GoldenFile | None:
+    """Return the golden at a path, or None where there is none.
+
+    Raises: FormatError where the file cannot be read, is truncated, or is of another version.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: cannot be read: {error}") from error
+    remedy = "restore it from version control, or record it anew with `moeverify golden`"
+    try:
+        golden = GoldenFile.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise FormatError(f"{path}: {field}: {first['msg']}; {remedy}") from error
+    if golden.version != VERSION:
+        raise FormatError(f"{path}: version {golden.version}, this is version {VERSION}; {remedy}")
+    return golden

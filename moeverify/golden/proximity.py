@@ -1,0 +1,29 @@
+"""How far two fingerprints are apart. No torch: the controller of a run compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Fingerprint = list[float] | str
+"""[norm, projection, projection] of a floating point tensor, [value] of a number, a hash of anything else."""
+
+
+def distance(expected: Fingerprint, actual: Fingerprint) -> float:
+    """Return how far two fingerprints are apart, relative to the expected norm; infinite for other kinds."""
+    if isinstance(expected, str) or isinstance(actual, str):
+        return 0.0 if expected == actual else float("inf")
+    scale = abs(expected[0]) or 1.0
+    return max((abs(e - a) / scale for e, a in zip(expected, actual, strict=True)), default=0.0)
+
+
+def worst_distance(
+    expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint]
+) -> tuple[str, float]:
+    """Return the name with the largest distance; a name that only one side has is infinitely far."""
+    names = sorted(expected.keys() | actual.keys())
+    far = {
+        name: distance(expected[name], actual[name]) if name in expected and name in actual else float("inf")
+        for name in names
+    }
+    worst = max(names, key=far.__getitem__, default="")
+    return worst, far.get(worst, 0.0)

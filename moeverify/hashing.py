@@ -1,0 +1,36 @@
+"""A counter-based 64-bit hash in torch's integer arithmetic: equal on every device and for every slice."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor
+
+GOLDEN_RATIO = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+
+
+def mix(values: Tensor) -> Tensor:
+    """Return a bijective scrambling of int64 values.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+    2014), in wrapping signed arithmetic.
+    """
+    values = (values ^ _shift(values, 30)) * -4658895280553007687
+    values = (values ^ _shift(values, 27)) * -7723592293110705685
+    return values ^ _shift(values, 31)
+
+
+def hash_counter(key: int, counter: Tensor) -> Tensor:
+    """Return one int64 of random bits for each counter (int64, any shape) under a key."""
+    return mix(mix(counter * GOLDEN_RATIO + key) + key)
+
+
+def key_of(*parts: object) -> int:
+    """Return a signed 64-bit key that depends on every part and their order."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _shift(values: Tensor, by: int) -> Tensor:
+    """Return the logical right shift; torch's own shift of int64 keeps the sign."""
+    return (values >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,161 @@
+"""The process that starts the ranks of one launch through torch elastic's own launcher.
+
+`python -m moeverify.launch.agent PLAN PARENT` imports torch and the entry once and forks the ranks from
+there, so that a launch of eight ranks costs one import and not eight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeverify.launch.parent import die_with
+from moeverify.launch.plan import Plan, write_atomically
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def main() -> None:
+    """Start the ranks of the plan and wait for them; `launch.json` says how it ended."""
+    die_with(int(sys.argv[2]))
+    plan_path = Path(sys.argv[1])
+    plan = Plan.read(plan_path)
+    sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
+    scratch = plan.launch_folder / "scratch"
+    scratch.mkdir()
+    # Elastic and multiprocessing make temporary files: here they end up where the caller wants them.
+    tempfile.tempdir = str(scratch)
+    _set_environment()
+    _set_logging()
+    end = _launch(plan, plan_path)
+    if end:
+        write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
+    # The interpreter's teardown after torch costs a third of a second and changes nothing.
+    os._exit(1 if end else 0)
+
+
+def _set_environment() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The runtime's own device check would initialize CUDA here, and a forked rank could not use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if sys.platform == "linux":
+        # All ranks are on this host: gloo need not resolve the host's name, which can take seconds or fail.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _set_logging() -> None:
+    """Let elastic's words go to standard error as they are.
+
+    torch's own formatter imports the compiler before its first line, a second in which nobody stops the peers
+    of a rank that failed.
+    """
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.addHandler(logging.StreamHandler())
+
+
+def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
+    """Run the ranks and return how the launch failed, or nothing when it did not."""
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        from moeverify.launch.logs import RankLogs
+
+        _preload(plan.entry)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=plan.num_ranks,
+            run_id=f"moeverify-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="fork",
+            logs_specs=RankLogs(plan.launch_folder),
+        )
+    except Exception:
+        return {"error": traceback.format_exc(), "first": None, "exits": {}}
+    roll = _Roll(plan.num_ranks)
+    try:
+        elastic_launch(config, run_entry)(plan.entry, str(plan_path), str(os.getpid()))
+    except ChildFailedError as error:
+        return {"error": "", "first": error.get_first_failure()[0], "exits": roll.read()}
+    except Exception:
+        return {"error": traceback.format_exc(), "first": None, "exits": roll.read()}
+    return {}
+
+
+class _Roll:
+    """Keeps hold of the processes of the ranks, since elastic tells the exit status of the first alone."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._processes: dict[int, BaseProcess] = {}
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def read(self) -> dict[int, int]:
+        """Return the exit status of each rank that has ended, minus the signal's number where one did it."""
+        exits = {rank: process.exitcode for rank, process in self._processes.items()}
+        return {rank: status for rank, status in exits.items() if status is not None}
+
+    def _watch(self) -> None:
+        while len(self._processes) < self._num_ranks:
+            time.sleep(0.02)
+            # Not `active_children()`, which would reap them behind elastic's back. They are named in the
+            # order in which they are started, `ForkProcess-1` first.
+            for process in list(getattr(multiprocessing.process, "_children", ())):
+                self._processes.setdefault(int(process.name.rpartition("-")[2]) - 1, process)
+
+
+def _preload(entry: str) -> None:
+    """Import what every rank needs. An entry that cannot be imported fails in the ranks, with a traceback."""
+    importlib.import_module("moeverify.launch.rank")
+    if not entry.endswith(".py"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(entry)
+    # What is here now stays: neither a collection in a rank nor its page faults need ever touch it again.
+    gc.collect()
+    gc.freeze()
+
+
+def run_entry(entry: str, plan_path: str, agent: str) -> None:
+    """Run `entry` in this forked rank as `python -m ENTRY PLAN` would, or `python ENTRY PLAN` for a file."""
+    die_with(int(agent))
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = None
+    sys.argv = [entry, plan_path]
+    if entry.endswith(".py"):
+        runpy.run_path(entry, run_name="__main__")
+        return
+    with warnings.catch_warnings():
+        # The entry was imported before the fork, and runs again here as the main module.
+        warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
+        runpy.run_module(entry, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

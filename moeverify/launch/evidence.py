@@ -1,0 +1,151 @@
+"""Reads what the ranks of a failed job left behind, and makes a report of every one of them. No torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moeverify.compare.result import RankReport
+from moeverify.launch.flight import read_flight
+from moeverify.launch.origin import find_origin
+from moeverify.launch.stack import trim_stack
+from moeverify.launch.words import describe_record
+
+_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a launch ended: `first` is the rank that elastic saw fail, `exits` the status of each rank.
+
+    A status below 0 is minus the number of the signal. `error` is the launcher's own traceback, `agent` its
+    exit status. `frozen` says which ranks the kernel did not let run when they were asked for their stacks.
+    """
+
+    agent: int | None = None
+    first: int | None = None
+    exits: Mapping[int, int] = field(default_factory=dict)
+    error: str = ""
+    frozen: Mapping[int, str] = field(default_factory=dict)
+
+
+def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, str]) -> Death:
+    """Return how the launch ended, as far as its agent could still write it."""
+    content = _read_json(launch_folder / "launch.json")
+    return Death(
+        agent=agent,
+        first=content.get("first"),
+        exits={int(rank): int(status) for rank, status in content.get("exits", {}).items()},
+        error=content.get("error", ""),
+        frozen=frozen,
+    )
+
+
+def collect_reports(
+    launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death
+) -> tuple[str, tuple[RankReport, ...]]:
+    """Return the failure in words and a report of each of the ranks, those where it began first.
+
+    `folder` is the job's, or None for a launch that failed before a job began.
+    """
+    reports, times, records = [], {}, {}
+    for rank in ranks:
+        records[rank] = read_flight(launch_folder / f"rank-{rank}.flight")
+        path = folder / f"rank-{rank}.json" if folder is not None else None
+        report = _read_report(path) if path is not None else None
+        if path is not None and report is not None:
+            times[rank] = path.stat().st_mtime
+        reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
+    return find_origin(reports, times, records)
+
+
+def describe_exit(status: int | None) -> str:
+    """Return an exit status in words."""
+    if status is None:
+        return "still runs"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (kill -9, or the kernel when memory ran out)" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def read_tail(path: Path) -> str:
+    """Return the end of a text file, or nothing when there is none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return ""
+    return data[-_TAIL:].decode(errors="replace").strip("\0 \n")
+
+
+def _read_report(path: Path) -> RankReport | None:
+    try:
+        return RankReport.model_validate_json(path.read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def _infer_report(launch_folder: Path, rank: int, death: Death, records: list[dict[str, Any]]) -> RankReport:
+    """Return the report of a rank that wrote none itself."""
+    dump = _read_dump(launch_folder / f"rank-{rank}.stack")
+    errors = read_tail(launch_folder / f"rank-{rank}.err")
+    state, summary = _infer_state(rank, dump, errors, death)
+    identity = _read_json(launch_folder / f"rank-{rank}.json")
+    stack = trim_stack(dump)
+    if errors and (not dump or state in ("killed", "lost")):
+        stack = f"{stack}\n\nThe end of its stderr:\n{errors}".strip()
+    return RankReport(
+        rank=rank,
+        state=state,
+        summary=summary,
+        host=identity.get("host", ""),
+        pid=identity.get("pid", 0),
+        stack=stack,
+        last_collective=describe_record(records[-1]) if records else "",
+    )
+
+
+def _infer_state(rank: int, dump: str, errors: str, death: Death) -> tuple[Any, str]:
+    """Return the state and the summary by the first rule that holds."""
+    status = death.exits.get(rank)
+    known = status is not None
+    code = status or 0
+    last_error = errors.splitlines()[-1][:500] if errors else ""
+    lock = "over its time inside C code that holds the interpreter's lock"
+    rules = (
+        (dump.startswith("Timeout ("), "hung", lock),
+        (rank in death.frozen, "hung", death.frozen.get(rank, "")),
+        (code == -signal.SIGTERM and rank != death.first, "stopped", "stopped after another rank failed"),
+        (code < 0, "killed", describe_exit(status)),
+        (code > 0 and "Traceback (most recent call last)" in errors, "raised", last_error),
+        (known, "lost", f"{describe_exit(status)} without a report"),
+        (dump.startswith("Fatal Python error"), "killed", dump.partition("\n")[0]),
+        (bool(dump), "stopped", "stopped with its launch"),
+        (True, "lost", "gone with its launch, and left no word"),
+    )
+    return next((state, summary) for holds, state, summary in rules if holds)
+
+
+def _read_dump(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace").strip("\0 \n")
+    except OSError:
+        return ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content

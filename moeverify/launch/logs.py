@@ -1,0 +1,30 @@
+"""Where torch elastic puts what the ranks write: one file a rank and stream, in the launch's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+
+
+class RankLogs(LogsSpecs):
+    """`rank-N.out` and `rank-N.err` in one folder; nothing of a rank reaches the user's terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), redirects=Std.ALL)
+        self._folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return the folder."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the files of each local rank, and tell each rank its error file."""
+        names = {
+            kind: {local: str(self._folder / f"rank-{local}.{kind}") for local in envs}
+            for kind in ("out", "err", "error")
+        }
+        for local, environment in envs.items():
+            environment["TORCHELASTIC_ERROR_FILE"] = names["error"][local]
+        return LogsDest(stdouts=names["out"], stderrs=names["err"], error_files=names["error"])

@@ -1,0 +1,166 @@
+"""One rank's side of a job: the default group, the work, the teardown, and somebody who watches the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from moeverify.launch.plan import Device, Job
+from moeverify.launch.trace import CollectiveTrace
+from moeverify.launch.watchdog import Watchdog
+from moeverify.launch.witness import Witness
+
+_GROUP_MARGIN = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank's place in a job, while the job's default group stands.
+
+    `store` and `folder` are the job's own; `trace` holds this rank's collectives since the job's start.
+    `report(text)` on rank 0 becomes a `report` event at the controller; elsewhere it does nothing.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    store: Store
+    folder: Path
+    trace: CollectiveTrace
+    report: Callable[[str], None]
+
+
+RunJob = Callable[[RankContext, Job], dict[str, Any] | None]
+
+
+class JobRunner:
+    """Runs jobs in this rank one after another, over one store that outlives them.
+
+    `on_raise` is called at once when a job raises, before its groups are torn down and the peers notice;
+    `on_hang` when it is over its time, in another thread. Neither need return. `folder` is for the rank's
+    own files. `catch_terminate` leaves the stack of every thread there on SIGTERM.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        local_rank: int,
+        device: Device,
+        folder: Path,
+        *,
+        on_raise: Callable[[BaseException], None],
+        on_hang: Callable[[], None],
+        on_tick: Callable[[], None] | None = None,
+        catch_terminate: bool = True,
+    ) -> None:
+        self.rank = rank
+        self._store = store
+        self._local_rank = local_rank
+        self._device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        self._on_raise = on_raise
+        self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
+        self.witness = Witness(folder, rank, self.trace, catch_terminate)
+
+        def tick() -> None:
+            self.trace.poll()
+            if on_tick is not None:
+                on_tick()
+
+        self._watchdog = Watchdog(on_hang, tick)
+
+    def run(self, index: int, job: Job, folder: Path, run_job: RunJob) -> dict[str, Any] | None:
+        """Run one job up to the point where all of its ranks are through, and return what `run_job` returned.
+
+        Raises: what `run_job` raised, after `on_raise` and with all groups gone.
+        """
+        store = PrefixStore(f"job/{index}", self._store)
+        self.trace.reset()
+        self.witness.arm(job.timeout)
+        self._watchdog.arm(job.timeout)
+        try:
+            result = self._run_in_group(store, job, folder, run_job)
+            if store.add("finished", 1) == job.num_ranks:
+                store.set("all", "1")
+            store.wait(["all"], timedelta(seconds=job.timeout) + _GROUP_MARGIN)
+            if self.rank == 0:
+                json.dumps(result)  # Here, so that what is no JSON fails as the job's own error.
+        except BaseException as error:
+            self._on_raise(error)
+            raise
+        finally:
+            self._watchdog.disarm()
+            self.witness.disarm()
+        return result
+
+    def close(self) -> None:
+        """End the watch over the clock."""
+        self._watchdog.stop()
+
+    def _run_in_group(
+        self, store: PrefixStore, job: Job, folder: Path, run_job: RunJob
+    ) -> dict[str, Any] | None:
+        cuda = self._device.type == "cuda"
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=PrefixStore("group", store),
+                rank=self.rank,
+                world_size=job.num_ranks,
+                # The watchdog speaks first: it knows every rank's stack, a group's own timeout does not.
+                timeout=timedelta(seconds=job.timeout) + _GROUP_MARGIN,
+                device_id=self._device if cuda else None,
+            )
+            context = RankContext(
+                rank=self.rank,
+                world_size=job.num_ranks,
+                local_rank=self._local_rank,
+                device=self._device,
+                store=PrefixStore("user", store),
+                folder=folder,
+                trace=self.trace,
+                report=self._make_report(folder),
+            )
+            return run_job(context, job)
+        except BaseException as error:
+            # Before the teardown, which the peers notice: their reports must not be older than this one.
+            self._on_raise(error)
+            raise
+        finally:
+            _tear_down()
+
+    def _make_report(self, folder: Path) -> Callable[[str], None]:
+        if self.rank != 0:
+            return lambda text: None
+
+        def report(text: str) -> None:
+            with (folder / "events").open("a") as file:
+                file.write(json.dumps(text) + "\n")
+
+        return report
+
+
+def _tear_down() -> None:
+    """Destroy every group, and what torch caches about the meshes that stood on them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        # Private, and not in every version; stale entries name groups that are gone.
+        with contextlib.suppress(AttributeError):
+            getattr(debug, name)()
+    gc.collect()

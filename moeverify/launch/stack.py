@@ -1,0 +1,44 @@
+"""Stacks as text, in the two forms that Python writes: of `traceback` and of `faulthandler`. No torch."""
+
+from __future__ import annotations
+
+import re
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)', re.MULTILINE)
+_LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|^<")
+_RANK_ENTRY = re.compile(r'^\s*File "[^"]*moeverify/launch/agent\.py", line \d+,? in run_entry', re.MULTILINE)
+
+
+def find_place(stack: str) -> str:
+    """Return `file:line in function` of the main thread's innermost frame outside libraries, or nothing."""
+    if _is_innermost_first(stack):
+        # The fault handler lists threads from the newest on, so that the main thread comes last.
+        frames = list(_FRAME.finditer(_split_threads(stack)[-1]))
+    else:
+        frames = list(_FRAME.finditer(re.split(r"\n\n(?=Thread )", stack)[0]))[::-1]
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])] or frames
+    return f"{own[0]['file']}:{own[0]['line']} in {own[0]['function']}" if own else ""
+
+
+def trim_stack(stack: str) -> str:
+    """Return the stack without the frames of the agent, which a forked rank has below its own."""
+    entry = _RANK_ENTRY.search(stack)
+    if entry is None:
+        return stack
+    if _is_innermost_first(stack):
+        rest = stack[entry.start() :].split("\n\n", 1)
+        return "\n\n".join([stack[: entry.start()].rstrip(), *rest[1:]])
+    # A frame of `traceback` has its line of source, and markers, below it.
+    following = re.search(r'^\s*File "', stack[entry.end() :], re.MULTILINE)
+    head = re.match(r".*most recent call last.*\n", stack)
+    if following is None or head is None:
+        return stack
+    return head[0] + stack[entry.end() + following.start() :]
+
+
+def _is_innermost_first(stack: str) -> bool:
+    return "most recent call first" in stack
+
+
+def _split_threads(stack: str) -> list[str]:
+    return re.split(r"^(?=(?:Current thread|Thread) 0x)", stack, flags=re.MULTILINE)

@@ -1,0 +1,47 @@
+"""A thread that notices, while the main thread is stuck in a collective, that a job is over its time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_INTERVAL = 0.25
+
+
+class Watchdog:
+    """Calls `on_tick` a few times a second and `on_expiry` once when the armed time is over."""
+
+    def __init__(self, on_expiry: Callable[[], None], on_tick: Callable[[], None]) -> None:
+        self._on_expiry = on_expiry
+        self._on_tick = on_tick
+        self._deadline: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="moeverify-watchdog", daemon=True)
+        self._thread.start()
+
+    def arm(self, seconds: float) -> None:
+        """Begin to count the time of a job."""
+        self._deadline = time.monotonic() + seconds
+
+    def disarm(self) -> None:
+        """End the count: the job is over."""
+        self._deadline = None
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        wait = _INTERVAL
+        while not self._stopped.wait(wait):
+            self._on_tick()
+            deadline = self._deadline
+            if deadline is None:
+                wait = _INTERVAL
+            elif time.monotonic() >= deadline:
+                self._deadline = None
+                self._on_expiry()
+            else:
+                wait = min(_INTERVAL, max(0.001, deadline - time.monotonic()))

@@ -1,0 +1,142 @@
+"""Which part of a logical tensor a rank holds, as global indices."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Indices = range | tuple[int, ...]
+
+
+def as_indices(indices: Sequence[int]) -> Indices:
+    """Return the indices as a range of step 1 where they are one, else as a tuple."""
+    if isinstance(indices, range) and indices.step == 1:
+        return indices
+    values = tuple(indices)
+    if values and values == tuple(range(values[0], values[0] + len(values))):
+        return range(values[0], values[0] + len(values))
+    return values
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a logical tensor of the given global shape.
+
+    Either a box: for every dim the global indices that are held, in the order in which they are held; or a
+    run of the tensor flattened in row-major order (`flat`), which is how FSDP1 shards.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[Indices, ...]
+    flat: range | None = None
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """Return the region that is the whole tensor."""
+        return cls(tuple(shape), tuple(range(size) for size in shape))
+
+    @classmethod
+    def box(cls, shape: Sequence[int], dims: Sequence[Sequence[int]]) -> Region:
+        """Return the region that holds the given indices of every dim."""
+        return cls(tuple(shape), tuple(as_indices(indices) for indices in dims))
+
+    @classmethod
+    def run(cls, shape: Sequence[int], start: int, stop: int) -> Region:
+        """Return the region that holds elements [start, stop) of the flattened tensor."""
+        return cls(tuple(shape), (), range(start, stop))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of the local tensor that holds this region."""
+        if self.flat is not None:
+            return (len(self.flat),)
+        return tuple(len(indices) for indices in self.dims)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements held."""
+        return math.prod(self.local_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every element of the logical tensor is held, in its own order."""
+        return self == Region.whole(self.shape) or (
+            self.flat is not None and self.flat == range(math.prod(self.shape))
+        )
+
+    @cached_property
+    def key(self) -> str:
+        """Return a short text that is equal for equal regions only (up to a 64-bit hash)."""
+        if self.flat is not None:
+            return f"flat {self.flat.start}:{self.flat.stop}"
+        return ",".join(_describe(indices) for indices in self.dims)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return this region of a whole logical tensor; a view where every dim is contiguous."""
+        if self.flat is not None:
+            return tensor.reshape(-1)[self.flat.start : self.flat.stop]
+        for dim, indices in enumerate(self.dims):
+            if isinstance(indices, range):
+                tensor = tensor.narrow(dim, indices.start, len(indices))
+            else:
+                tensor = tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
+        return tensor
+
+    def put(self, whole: Tensor, local: Tensor) -> None:
+        """Write a local tensor that holds this region into the whole logical tensor, in place."""
+        if self.flat is not None:
+            whole.reshape(-1)[self.flat.start : self.flat.stop] = local.reshape(-1)
+            return
+        if not self.dims:
+            whole.copy_(local)
+            return
+        grid = torch.meshgrid(
+            *(torch.tensor(tuple(indices), device=whole.device) for indices in self.dims), indexing="ij"
+        )
+        whole[grid] = local.to(whole.dtype)
+
+    def flat_index(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the row-major global index of every element held. Shape: `local_shape`, int64."""
+        if self.flat is not None:
+            return torch.arange(self.flat.start, self.flat.stop, device=device)
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        stride = math.prod(self.shape)
+        for dim, indices in enumerate(self.dims):
+            stride //= max(self.shape[dim], 1)
+            if isinstance(indices, range):
+                along = torch.arange(indices.start, indices.stop, device=device)
+            else:
+                along = torch.tensor(indices, dtype=torch.int64, device=device)
+            view = [1] * len(self.dims)
+            view[dim] = -1
+            total = total + along.view(view) * stride
+        return total
+
+    def global_index(self, position: int) -> tuple[int, ...]:
+        """Return the global index of the element at a row-major position of the local tensor."""
+        if self.flat is not None:
+            return _unravel(self.flat[position], self.shape)
+        local = _unravel(position, self.local_shape)
+        return tuple(indices[i] for indices, i in zip(self.dims, local, strict=True))
+
+
+def _unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    found: list[int] = []
+    for size in reversed(shape):
+        position, index = divmod(position, max(size, 1))
+        found.append(index)
+    return tuple(reversed(found))
+
+
+def _describe(indices: Indices) -> str:
+    if isinstance(indices, range):
+        return f"{indices.start}:{indices.stop}"
+    if len(indices) <= 16:
+        return "+".join(map(str, indices))
+    return "#" + hashlib.sha256(repr(indices).encode()).hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""Grouped-query attention, causal by position, with a replaceable core.
+
+Letters: B rows, S query tokens, T key tokens, H hidden, D head_dim, Nq query heads, Nkv key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.case.schema import ReferenceModel
+from moeverify.model.norm import RMSNorm
+from moeverify.model.precision import Factory, widen
+from moeverify.model.rope import compute_rotation, rotate
+
+Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""q (B, S, Nq, D), k and v (B, S, Nkv, D), positions (B, S) in; the heads' outputs (B, S, Nq, D) out."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v over the keys whose position is at most the query's.
+
+    Query head n reads key-value head n // (Nq / Nkv). The softmax is in at least float32. The scores are
+    kept whole, so memory grows with S * T: this is the definition, not the fast way.
+
+    Shapes: q (B, S, Nq, D), k and v (B, T, Nkv, D), positions (B, S) and (B, T); returns (B, S, Nq, D).
+    Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023, "GQA", section 2.2.
+    """
+    num_kv_heads, head_dim = k.shape[-2:]
+    q = q.view(*q.shape[:2], num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # (B, Nkv, Nq/Nkv, S, D)
+    k = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Nkv, 1, D, T)
+    v = v.transpose(1, 2).unsqueeze(2)  # (B, Nkv, 1, T, D)
+    scores = (q @ k).to(widen(q.dtype)) * head_dim**-0.5
+    hidden = key_positions.unsqueeze(1) > query_positions.unsqueeze(2)  # (B, S, T)
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    mixed = torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
+    return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def causal_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Return `attend` of tokens that are at once the queries and the keys; see `Core`."""
+    return attend(q, k, v, positions, positions)
+
+
+class Attention(nn.Module):
+    """Projections, optional norms of query and key heads, RoPE, the core, and the output projection.
+
+    The number of heads is read off the projections' outputs, so a shard of whole heads works as it is.
+    `core` may be replaced, by one that exchanges keys and values between ranks for example.
+    """
+
+    def __init__(self, spec: ReferenceModel, factory: Factory) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rope_theta = spec.rope_theta
+        self.core: Core = causal_core
+        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        bias = spec.attention_bias
+        self.q_proj = nn.Linear(spec.hidden, width, bias=bias, **factory)
+        self.k_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
+        self.v_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
+        self.o_proj = nn.Linear(width, spec.hidden, bias=bias, **factory)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the attention's output (B, S, H) for x (B, S, H) at positions (B, S)."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rotation = compute_rotation(positions, self.head_dim, self.rope_theta)
+        heads = self.core(rotate(q, rotation), rotate(k, rotation), v, positions)
+        output: Tensor = self.o_proj(heads.flatten(-2))
+        return output

@@ -1,0 +1,59 @@
+"""The mixture-of-experts block: router, routed experts, shared expert.
+
+Letters: B rows, S tokens, H hidden, k choices.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moeverify.case.schema import MoE as MoESpec
+from moeverify.model.dispatcher import Dispatcher, LocalDispatcher
+from moeverify.model.experts import Experts
+from moeverify.model.mlp import MLP
+from moeverify.model.precision import Factory
+from moeverify.model.router import Router, RouterStats, Routing
+
+
+class MoE(nn.Module):
+    """sum over the chosen experts of weight * expert(x), plus the shared expert, gated by sigmoid if asked.
+
+    Experts and shared expert are SwiGLU, whatever the activation of dense layers. `dispatcher` may be
+    replaced, by one that exchanges tokens between ranks for example.
+
+    Source: DeepSeek-V3, equation 12; the shared expert's gate as in Hugging Face transformers,
+    models/qwen2_moe/modeling_qwen2_moe.py.
+    """
+
+    def __init__(self, hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, factory: Factory) -> None:
+        super().__init__()
+        self.router = Router(hidden, spec, factory)
+        self.experts = Experts(
+            spec.num_experts,
+            hidden,
+            spec.expert_hidden,
+            bias=spec.expert_bias,
+            backend=backend,
+            factory=factory,
+        )
+        self.dispatcher: Dispatcher = LocalDispatcher(spec.num_experts)
+        shared = spec.shared_hidden > 0
+        self.shared = (
+            MLP(hidden, spec.shared_hidden, activation="swiglu", bias=mlp_bias, factory=factory)
+            if shared
+            else None
+        )
+        self.shared_gate = nn.Linear(hidden, 1, bias=False, **factory) if spec.shared_gate else None
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
+        routing: Routing = self.router(x, valid)
+        routed = self.dispatcher(
+            x.flatten(0, 1), routing.ids.flatten(0, 1), routing.weights.flatten(0, 1), self.experts
+        ).view_as(x)
+        if self.shared is None:
+            return routed, routing.stats
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        return routed + shared, routing.stats

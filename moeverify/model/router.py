@@ -1,0 +1,146 @@
+"""The top-k router: scores, group-limited choice, combine weights, and what the losses need of them.
+
+Letters: B rows, S tokens, E experts, G groups of E/G experts, k choices, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moeverify.case.schema import MoE as MoESpec
+from moeverify.model.precision import Factory, widen
+from moeverify.model.view import View, identity
+
+
+class RouterStats(NamedTuple):
+    """What balance loss, z loss and selection bias need, summed over valid tokens and not normalized.
+
+    Shapes: probability_sum (B, E) and z_sum () differentiable, in at least float32; counts (B, E) int64.
+    A token's probabilities are its softmax scores, or its sigmoid scores divided by their sum.
+    """
+
+    probability_sum: Tensor
+    counts: Tensor
+    z_sum: Tensor
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to: ids (B, S, k) int64, combine weights (B, S, k) in the dtype of x."""
+
+    ids: Tensor
+    weights: Tensor
+    stats: RouterStats
+
+
+class RouterRecord(NamedTuple):
+    """What the last forward saw, detached; a recomputation overwrites it with the same.
+
+    `ids` (B, S, k) is the router's own choice, best first, also where a replay was used; `weights` (B, S, k)
+    and `counts` (E) are of the ids that were used, counts of valid tokens only. `margin` (B, S) is by how
+    much selection scores would have to change for another choice: the k-th score minus the next one, or, if
+    smaller, the same difference between the groups; infinite where there was nothing else to choose.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor
+    margin: Tensor
+
+
+def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ids (..., count) of the best scores (..., n), best first, and the margin (...) to the next.
+
+    Ties go to the lower id on every device, which `torch.topk` does not promise.
+    """
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    if count == scores.shape[-1]:
+        return order, torch.full_like(values[..., 0], torch.inf)
+    return order[..., :count], values[..., count - 1] - values[..., count]
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses top_k, in at least float32.
+
+    `selection_bias` (E) is added to the scores for the choice only, never to the combine weights. `replay`
+    (B, S, k), when set, replaces the choice; gradients then flow through the scores of those ids.
+
+    Source: Shazeer et al. 2017 (top-k gating); DeepSeek-V2, section 2.1.2 (groups); DeepSeek-V3, equations
+    12 to 16 (sigmoid scores, selection bias).
+    """
+
+    bias: Tensor | None
+    selection_bias: Tensor | None
+
+    def __init__(self, hidden: int, spec: MoESpec, factory: Factory) -> None:
+        super().__init__()
+        self.spec = spec
+        self.view: View = identity
+        self.replay: Tensor | None = None
+        self.record: RouterRecord | None = None
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden, **factory))
+        bias = nn.Parameter(torch.zeros(spec.num_experts, **factory)) if spec.router_bias else None
+        self.register_parameter("bias", bias)
+        biased = spec.selection_bias_rate > 0 or spec.idle_experts > 0
+        wide = widen(factory["dtype"])
+        selection_bias = (
+            torch.zeros(spec.num_experts, dtype=wide, device=factory["device"]) if biased else None
+        )
+        self.register_buffer("selection_bias", selection_bias)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
+        """Return where each token of x (B, S, H) goes; those outside `valid` (B, S) are not counted."""
+        if valid is None:
+            valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        logits = self._compute_logits(x)
+        sigmoid = self.spec.score == "sigmoid"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+        chosen, margin = self._choose(scores.detach())
+        ids = chosen if self.replay is None else self.replay
+        weights = self._weigh(scores.gather(-1, ids)).to(x.dtype)
+        probabilities = scores / scores.sum(dim=-1, keepdim=True) if sigmoid else scores
+        stats = summarize(logits, probabilities, ids, valid)
+        self.record = RouterRecord(chosen, weights.detach(), stats.counts.sum(dim=0), margin)
+        return Routing(ids, weights, stats)
+
+    def _compute_logits(self, x: Tensor) -> Tensor:
+        wide = widen(x.dtype)
+        bias = None if self.bias is None else self.view(self.bias).to(wide)
+        return functional.linear(x.to(wide), self.view(self.weight).to(wide), bias)
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        selection = scores if self.selection_bias is None else scores + self.selection_bias
+        if spec.top_groups == spec.num_groups:
+            return take_best(selection, spec.top_k)
+        grouped = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
+        width = 1 if spec.group_score == "max" else min(2, grouped.shape[-1])
+        group_scores = grouped.topk(width, dim=-1).values.sum(dim=-1)
+        groups, group_margin = take_best(group_scores, spec.top_groups)
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, groups, True)
+        selection = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        ids, margin = take_best(selection, spec.top_k)
+        return ids, torch.minimum(margin, group_margin)
+
+    def _weigh(self, chosen_scores: Tensor) -> Tensor:
+        if self.spec.renormalize:
+            # The floor only matters where every chosen sigmoid has underflowed to 0.
+            chosen_scores = chosen_scores / (chosen_scores.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen_scores * self.spec.route_scale
+
+
+def summarize(logits: Tensor, probabilities: Tensor, ids: Tensor, valid: Tensor) -> RouterStats:
+    """Return the sums over valid tokens.
+
+    Shapes: logits and probabilities (B, S, E), ids (B, S, k), valid (B, S).
+    Source: Zoph et al. 2022, "ST-MoE", equation 5, before its division by the number of tokens (z_sum).
+    """
+    # A token's ids differ, so a scatter meets no collision and the count is the same on every device.
+    selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, True)
+    counts = (selected & valid.unsqueeze(-1)).sum(dim=1)
+    probability_sum = (probabilities * valid.unsqueeze(-1)).sum(dim=1)
+    z_sum = (logits.logsumexp(dim=-1).square() * valid).sum()
+    return RouterStats(probability_sum, counts, z_sum)

@@ -1,0 +1,149 @@
+"""The decoder-only transformer, whole or a pipeline stage of it.
+
+Letters: B rows, S tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moeverify.case.schema import ReferenceModel
+from moeverify.model.attention import Attention
+from moeverify.model.mlp import MLP
+from moeverify.model.moe import MoE
+from moeverify.model.norm import Norm, build_norm
+from moeverify.model.precision import Factory
+from moeverify.model.router import RouterStats
+
+
+class ModelOutput(NamedTuple):
+    """logits (B, S, V), or hidden states (B, S, H) of a stage without head; one RouterStats per MoE layer."""
+
+    logits: Tensor
+    routers: tuple[RouterStats, ...]
+
+
+class Block(nn.Module):
+    """Attention, then a dense or mixture-of-experts feed-forward block, each with norm and residual."""
+
+    def __init__(self, spec: ReferenceModel, layer: int, *, experts: str, factory: Factory) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
+        self.attention = Attention(spec, factory)
+        self.ffn_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
+        self.mlp: MLP | None = None
+        self.moe: MoE | None = None
+        bias = spec.mlp_bias
+        if spec.moe is None or layer < spec.num_dense_layers:
+            self.mlp = MLP(
+                spec.hidden, spec.ffn_hidden, activation=spec.activation, bias=bias, factory=factory
+            )
+        else:
+            self.moe = MoE(spec.hidden, spec.moe, mlp_bias=bias, backend=experts, factory=factory)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        """Return the next hidden states (B, S, H), and the router's sums if this is a MoE layer."""
+        x = x + self.attention(self.attention_norm(x), positions)
+        normed = self.ffn_norm(x)
+        if self.mlp is not None:
+            return x + self.mlp(normed), None
+        assert self.moe is not None
+        y, stats = self.moe(normed, valid)
+        return x + y, stats
+
+
+class TiedHead(nn.Module):
+    """The head of a tied model: it multiplies with the embedding's weight and has no parameter of its own."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self._embed = (embed,)  # in a tuple, so that it does not become a submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, S, V) of x (B, S, H)."""
+        return functional.linear(x, self._embed[0].weight)
+
+
+class Transformer(nn.Module):
+    """The reference model. Its parameters are NaN until `moeverify.model.init` or a checkpoint fills them.
+
+    `layers` is keyed by the layer's number in the whole model. A pipeline stage is made by deleting layers
+    and setting `embed`, or `norm` and `lm_head`, to None; the last stage of a tied model keeps `embed`.
+
+    The sizes of `spec` must satisfy the rules that a case is checked against.
+
+    Raises: CaseError for an expert backend that cannot take the dtype or the sizes.
+    """
+
+    def __init__(
+        self,
+        spec: ReferenceModel,
+        *,
+        experts: str = "loop",
+        dtype: torch.dtype = torch.float64,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        # Built on meta and materialized at the end: torch's own initialization would take long on a large
+        # model, advance the global random state, and hide a parameter that nothing has filled.
+        factory: Factory = {"dtype": dtype, "device": torch.device("meta")}
+        embed = nn.Embedding(spec.vocab_size, spec.hidden, **factory)
+        self.embed: nn.Embedding | None = embed
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Block(spec, layer, experts=experts, factory=factory)
+                for layer in range(spec.num_layers)
+            }
+        )
+        self.norm: Norm | None = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
+        self.lm_head: nn.Module | None = (
+            TiedHead(embed)
+            if spec.tie_embedding
+            else nn.Linear(spec.hidden, spec.vocab_size, bias=False, **factory)
+        )
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self._erase()
+
+    @torch.no_grad()
+    def _erase(self) -> None:
+        for parameter in self.parameters():
+            parameter.fill_(torch.nan)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, valid: Tensor | None = None
+    ) -> ModelOutput:
+        """Return the logits, and what the auxiliary losses need.
+
+        Floating point `tokens` are the hidden states (B, S, H) that the stage before gave. Without
+        `positions` each row counts from 0; without `valid` every token counts in the routers' sums.
+
+        Shapes: tokens, positions (B, S) int64, valid (B, S) bool.
+        """
+        if tokens.is_floating_point():
+            x = tokens
+        elif self.embed is not None:
+            x = self.embed(tokens)
+        else:
+            raise TypeError("this stage has no embedding: give it the hidden states of the stage before")
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        routers = []
+        for block in self.layers.values():
+            x, stats = block(x, positions, valid)
+            if stats is not None:
+                routers.append(stats)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.lm_head is not None:
+            x = self.lm_head(x)
+        return ModelOutput(x, tuple(routers))

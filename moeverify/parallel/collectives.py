@@ -1,0 +1,188 @@
+"""Collectives that carry gradients, each with its backward stated.
+
+All of them take and give contiguous tensors: gloo reduces the storage of a strided view instead of the view,
+silently (pytorch #192920).
+
+Letters: n ranks in the group; the value of rank r is x_r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed these two and warns about the names that 2.11 has.
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def check_contiguous(tensor: Tensor) -> Tensor:
+    """Return the tensor; raise ValueError if it is a strided view."""
+    if not tensor.is_contiguous():
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"a collective needs a contiguous tensor, not shape {shape} with strides {stride}")
+    return tensor
+
+
+def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Return sum_r x_r on every rank, without gradient; the input is left as it is."""
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(check_contiguous(total), group=group)
+    return total
+
+
+def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3)."""
+    copied: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM)."""
+    total: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the x_r concatenated along `dim`; a rank's gradient is its own slice of the incoming one.
+
+    Right where every rank goes on to compute the same from the result.
+    """
+    whole: Tensor = _GatherSlice.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def split_to(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's slice of x along `dim`; the gradient is gathered from all ranks."""
+    part: Tensor = _SliceGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+def reduce_scatter_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's slice of sum_r x_r along `dim`; the gradient is gathered from all ranks."""
+    part: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the x_r concatenated along `dim`; gradients are summed over the ranks, then sliced.
+
+    Right where every rank goes on to compute something different from the result.
+    """
+    whole: Tensor = _GatherReduce.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return the rows that the other ranks send here, in rank order; gradients travel back.
+
+    Shapes: x (sum(send), ...); returns (sum(receive), ...). `send[r]` rows go to rank r, `receive[r]` come
+    from it.
+    """
+    rows: Tensor = _Exchange.apply(x, list(receive), list(send), group)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _GATHER(parts, x.contiguous(), group=group)
+    return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim=dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))
+    part = x.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
+    _REDUCE_SCATTER(part, parts, group=group)
+    return part
+
+
+def _slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> Tensor:
+    rows = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(rows, check_contiguous(x.contiguous()), receive, send, group=group)
+    return rows
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return sum_over(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherSlice(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _SliceGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> Tensor:
+        ctx.receive, ctx.send, ctx.group = receive, send, group
+        return _all_to_all(x, receive, send, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None

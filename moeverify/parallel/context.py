@@ -1,0 +1,75 @@
+"""Context parallelism: the positions of a sequence are split over the ranks of the cp axis.
+
+`moeverify.layout.split` says which positions a rank sees. Two cores:
+
+- `allgather`: every rank gathers all keys and values and attends with its own queries. Backward: the
+  gradients of keys and values are summed over the ranks and each keeps its own part.
+- `alltoall`: every rank trades its part of all heads for all positions of some heads, attends, and trades
+  back (DeepSpeed Ulysses, arXiv 2309.14509).
+
+Letters: B rows, s local positions, S all positions, N heads, D head_dim, n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moeverify.layout.split import ContextKind
+from moeverify.model.attention import Attention, attend
+from moeverify.parallel.collectives import all_gather_sum, exchange_rows
+
+
+def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGroup) -> None:
+    """Replace the core of every attention, so that queries reach the keys and values of all ranks.
+
+    The model must then be called with this rank's tokens and their positions in the whole sequence.
+    """
+    core = _AllGatherCore(group) if kind == "allgather" else _AllToAllCore(group)
+    for attention in _attentions(model):
+        attention.core = core
+
+
+def _attentions(model: nn.Module) -> Iterator[Attention]:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield module
+
+
+class _AllGatherCore:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        keys = all_gather_sum(k, 1, self.group)
+        values = all_gather_sum(v, 1, self.group)
+        key_positions = all_gather_sum(positions, 1, self.group)
+        return attend(q, keys, values, positions, key_positions)
+
+
+class _AllToAllCore:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        whole = all_gather_sum(positions, 1, self.group)
+        heads = attend(self._to_heads(q), self._to_heads(k), self._to_heads(v), whole, whole)
+        return self._to_positions(heads)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """(B, s, N, D) of all heads -> (B, S, N/n, D) of this rank's heads."""
+        num_ranks = self.group.size()
+        parts = torch.stack(x.chunk(num_ranks, dim=2)).contiguous()  # part r goes to rank r
+        return torch.cat(self._trade(parts).unbind(), dim=1)
+
+    def _to_positions(self, x: Tensor) -> Tensor:
+        """(B, S, N/n, D) of this rank's heads -> (B, s, N, D) of all heads."""
+        parts = torch.stack(x.chunk(self.group.size(), dim=1)).contiguous()
+        return torch.cat(self._trade(parts).unbind(), dim=2)
+
+    def _trade(self, parts: Tensor) -> Tensor:
+        ones = [1] * self.group.size()
+        return exchange_rows(parts, ones, ones, self.group)

@@ -1,0 +1,32 @@
+"""Data parallelism by DDP: every rank holds all parameters outside the experts, gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+Accumulate = Callable[[bool], AbstractContextManager[object]]
+
+
+def apply_ddp(model: nn.Module, group: ProcessGroup, device: torch.device) -> tuple[nn.Module, Accumulate]:
+    """Return the wrapped model and its context for a micro-batch; parameters must have their values.
+
+    Expert parameters (DTensors) are left out: the ranks of `group` hold different ones. Nothing is broadcast
+    at the start or before a forward pass: replicas are equal because they compute the same, or a check says so.
+    """
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=group,
+        broadcast_buffers=False,
+        init_sync=False,
+    )
+    return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()

@@ -1,0 +1,120 @@
+"""Expert parallelism: experts are spread over the ranks of the ep axis, and tokens travel to them and back.
+
+Forward of one MoE layer, n ranks, E experts, E/n of them here:
+1. every rank sorts its token copies by expert: counts c (E);
+2. the ranks exchange counts, then copies (uneven all-to-all, sizes first);
+3. a rank sorts what came in by its own experts, computes, and the outputs travel back the same way.
+Backward: the transposed exchanges. A rank sees every token that its experts got, so an expert's gradient is
+already the sum over the ep ranks; what remains is the sum over the ranks that hold the same experts.
+
+Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from moeverify.model.dispatcher import ExpertFunction, permute, unpermute
+from moeverify.model.experts import Experts
+from moeverify.model.moe import MoE
+from moeverify.parallel.collectives import check_contiguous, exchange_rows
+
+# The dim of each expert parameter that holds the expert's hidden units, which etp shards.
+_HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
+
+
+class AllToAllDispatcher:
+    """Runs the experts of all ranks of `group` on this rank's tokens; the experts here are E/n of E."""
+
+    def __init__(self, num_experts: int, group: ProcessGroup) -> None:
+        self.num_experts = num_experts
+        self.group = group
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
+        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
+        copies = permute(x, ids, self.num_experts)
+        arriving = exchange_counts(copies.counts, self.group)
+        send = copies.counts.view(self.group.size(), -1).sum(dim=1).tolist()
+        receive = arriving.sum(dim=1).tolist()
+        tokens = exchange_rows(copies.x, receive, send, self.group)
+        order = order_by_expert(arriving)
+        outputs = experts(tokens.index_select(0, order), arriving.sum(dim=0))
+        unsorted = outputs.index_select(0, invert(order))
+        return unpermute(exchange_rows(unsorted, send, receive, self.group), copies.order, weights)
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
+    """Return how many copies each rank sends to each expert here.
+
+    Shapes: counts (E) int64, what this rank sends to each expert; returns (n, E/n) int64.
+    """
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, check_contiguous(counts), group=group)
+    return arriving.view(group.size(), -1)
+
+
+def order_by_expert(arriving: Tensor) -> Tensor:
+    """Return the permutation that sorts rows, which come by rank and then expert, by expert and then rank.
+
+    Shapes: arriving (n, e) counts; returns (sum(arriving),) int64.
+    """
+    num_ranks, num_experts = arriving.shape
+    expert = torch.arange(num_experts, device=arriving.device).repeat(num_ranks)
+    return expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+
+
+def invert(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, places)
+
+
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the experts of every MoE over the axes `ep` (experts) and `etp` (each expert's hidden units).
+
+    Placement: every expert parameter becomes a DTensor, Shard(0) on ep and Shard of its hidden dim on etp
+    (`down_bias` is replicated there and added by one rank only). `mesh` has the axes (ep, etp) that are used,
+    one or both, from the sparse view.
+    """
+    axes = mesh.mesh_dim_names or ()
+    for moe in _moes(model):
+        _shard_parameters(moe.experts, mesh)
+        moe.experts.view = local_view
+        if "etp" in axes:
+            moe.experts.add_down_bias = mesh.get_local_rank("etp") == 0
+        if "ep" in axes:
+            moe.dispatcher = AllToAllDispatcher(moe.router.spec.num_experts, mesh.get_group("ep"))
+
+
+def local_view(parameter: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor parameter; its gradient becomes a DTensor again."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _moes(model: nn.Module) -> Iterator[MoE]:
+    for module in model.modules():
+        if isinstance(module, MoE):
+            yield module
+
+
+def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        placements: list[Placement] = []
+        shape = list(parameter.shape)
+        for axis in mesh.mesh_dim_names or ():
+            dim = 0 if axis == "ep" else _HIDDEN_DIM.get(name)
+            placements.append(Replicate() if dim is None else Shard(dim))
+            if dim is not None:
+                shape[dim] //= mesh[axis].size()
+        # On meta: the values come later, slice by slice.
+        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        sharded = DTensor.from_local(local, mesh, placements, run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded))

@@ -1,0 +1,47 @@
+"""Fully sharded data parallelism by FSDP1: each block's parameters are one flat parameter, cut into runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from moeverify.model.transformer import Transformer
+from moeverify.parallel.ddp import Accumulate
+
+Strategy = Literal["full_shard", "shard_grad_op"]
+
+_STRATEGIES = {
+    ("full_shard", 1): ShardingStrategy.FULL_SHARD,
+    ("shard_grad_op", 1): ShardingStrategy.SHARD_GRAD_OP,
+    ("full_shard", 2): ShardingStrategy.HYBRID_SHARD,
+    ("shard_grad_op", 2): ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+def apply_fsdp1(
+    model: Transformer, mesh: DeviceMesh, strategy: Strategy, device: torch.device
+) -> tuple[nn.Module, Accumulate]:
+    """Return the wrapped model and its context for a micro-batch; parameters must have their values.
+
+    `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over all of it.
+    """
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            module,
+            device_mesh=mesh,
+            sharding_strategy=_STRATEGIES[strategy, mesh.ndim],
+            device_id=device,
+            use_orig_params=True,
+        )
+
+    for name, block in model.layers.items():
+        model.layers[name] = wrap(block)
+    wrapped = wrap(model)
+    assert isinstance(wrapped, FullyShardedDataParallel)
+    return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()

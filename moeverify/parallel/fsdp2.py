@@ -1,0 +1,69 @@
+"""Fully sharded data parallelism by FSDP2, with experts on a mesh of their own.
+
+Placement: every parameter Shard(0) on fsdp (and Replicate on dp_replicate), after what tp, ep and etp have
+already cut. Gradients of parameters outside the experts are averaged over dp_replicate * fsdp, which is the
+number of ranks over which the loss is split. Experts are held by dp_replicate * efsdp ranks, but their
+gradient holds the tokens of all ranks of the loss, so it is divided by that number, not by its own mesh
+(pytorch #160285). Where experts are not sharded any further (efsdp of 1), torch 2.13 applies a factor of its own
+twice in float64 and fp16; there FSDP2 averages over its mesh and `expert_divisor` is left for the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from moeverify.model.experts import Experts
+from moeverify.model.transformer import Transformer
+from moeverify.parallel.ddp import Accumulate
+
+
+def apply_fsdp2(
+    model: Transformer, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, num_loss_ranks: int
+) -> Accumulate:
+    """Shard the model in place and return its context for a micro-batch.
+
+    `mesh` is (fsdp) or (dp_replicate, fsdp); `expert_mesh` is the same of the sparse view, for experts that
+    are already sharded over ep or etp, or None where experts are like any other parameter.
+    """
+    for block in model.layers.values():
+        if expert_mesh is not None:
+            _shard_experts(block, expert_mesh, num_loss_ranks)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _accumulation(model)
+
+
+def _shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+    for module in block.modules():
+        if isinstance(module, Experts):
+            sharded = fully_shard(module, mesh=mesh)
+            if expert_divisor(mesh, num_loss_ranks) is not None:
+                continue
+            # gloo has no pre-multiplied sum, which a factor of its own would use otherwise.
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(float(num_loss_ranks))
+
+
+def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:
+    """Return what the experts' gradients must still be divided by after FSDP2, or None for nothing."""
+    return num_loss_ranks / mesh.size() if mesh.size(mesh.ndim - 1) == 1 else None
+
+
+def _accumulation(model: nn.Module) -> Accumulate:
+    assert isinstance(model, FSDPModule)
+    root: FSDPModule = model
+
+    @contextmanager
+    def micro_batch(last: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(last)
+        yield
+
+    def accumulate(last: bool) -> AbstractContextManager[None]:
+        return micro_batch(last)
+
+    return accumulate

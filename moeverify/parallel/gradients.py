@@ -1,0 +1,53 @@
+"""What completes the gradients after the last backward pass, where no wrapper does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moeverify.layout.placement import local_part
+from moeverify.parallel.collectives import check_contiguous
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of these parameters are addends: sum them over the group, if there is one, then divide."""
+
+    parameters: Sequence[Tensor]
+    group: ProcessGroup | None
+    divisor: float = 1.0
+
+
+@torch.no_grad()
+def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
+    """Complete the gradients in place. Collective: all ranks of each group, in the same order.
+
+    A DTensor's gradient may come out placed otherwise than its parameter (that of a vocabulary-sharded
+    embedding comes out replicated); the optimizer wants them alike.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    for reduction in reductions:
+        for parameter in reduction.parameters:
+            if parameter.grad is not None:
+                _reduce(local_part(parameter.grad), reduction)
+
+
+def _reduce(local: Tensor, reduction: Reduction) -> None:
+    whole = local.contiguous()
+    if reduction.group is not None:
+        dist.all_reduce(check_contiguous(whole), group=reduction.group)
+    if reduction.divisor != 1.0:
+        whole /= reduction.divisor
+    if whole is not local:
+        local.copy_(whole)

@@ -1,0 +1,189 @@
+"""The one place that says which parallelism is applied when.
+
+The order: expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
+tp side of MoE blocks; context parallelism; recomputation around what a block has become; then data
+parallelism, which shards or replicates what is left and so comes last. Values are filled in on the way: before
+DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from moeverify.case.schema import Layout
+from moeverify.layout.holding import Holding, logical_name, parameters
+from moeverify.layout.region import Indices
+from moeverify.model.experts import Experts
+from moeverify.model.transformer import Transformer
+from moeverify.parallel import moe_tensor, tensor
+from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.context import apply_context_parallel
+from moeverify.parallel.ddp import Accumulate, apply_ddp
+from moeverify.parallel.expert import apply_expert_parallel
+from moeverify.parallel.fsdp1 import apply_fsdp1
+from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor
+from moeverify.parallel.gradients import Reduction, finalize_gradients
+from moeverify.parallel.meshes import Meshes
+from moeverify.parallel.recompute import apply_recompute
+
+Fill = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """A model under a layout, and what a training step must do around it.
+
+    The loss of a rank is multiplied by `num_loss_ranks` before the backward pass, because gradients are
+    averaged over that many ranks. `finalize` completes the gradients after the last backward pass.
+    """
+
+    model: nn.Module
+    holdings: Sequence[Holding]
+    num_loss_ranks: int
+    accumulate: Callable[[bool], AbstractContextManager[object]]
+    loss_context: Callable[[], AbstractContextManager[object]]
+    finalize: Callable[[], None]
+    router_positions: Callable[[Indices], Indices]
+    sum_over_shards: Callable[[Tensor], Tensor] | None
+
+
+def _each(last: bool) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def parallelize(
+    model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+) -> Parallelized:
+    """Return the model, which must be on the meta device, under the layout, with its values filled in.
+
+    `fill` is called once, with a model whose parameters are allocated on `device`. Collective: all ranks.
+    """
+    tokens_sliced = _shard_model(model, layout, meshes)
+    partial_names = _partial_names(model, layout, tokens_sliced)
+    num_loss_ranks = meshes.size("loss")
+    if layout.recompute:
+        apply_recompute(model)
+    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill)
+    holdings = parameters(wrapped)
+    reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
+    return Parallelized(
+        model=wrapped,
+        holdings=holdings,
+        num_loss_ranks=num_loss_ranks,
+        accumulate=accumulate,
+        loss_context=loss_parallel if layout.loss_parallel else nullcontext,
+        finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
+        router_positions=_router_positions(meshes) if tokens_sliced else _same,
+        sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
+    )
+
+
+def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
+    """Apply ep, tp and cp; return whether routers see only a slice of their rank's positions."""
+    expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
+    has_experts = any(isinstance(module, Experts) for module in model.modules())
+    if expert_axes and has_experts:
+        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
+    tokens_sliced = False
+    if layout.tp > 1:
+        mesh = meshes.dense["tp"]
+        tokens_sliced = has_experts and layout.expert_tp == 1
+        apply = moe_tensor.apply_token_slices if tokens_sliced else moe_tensor.apply_expert_slices
+        apply(model, mesh, sequence_parallel=layout.sequence_parallel)
+        tensor.apply_tensor_parallel(
+            model, mesh, sequence_parallel=layout.sequence_parallel, loss_parallel=layout.loss_parallel
+        )
+    if layout.cp > 1:
+        apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
+    return tokens_sliced
+
+
+def _partial_names(model: Transformer, layout: Layout, tokens_sliced: bool) -> set[str]:
+    """Return the names of parameters whose gradients must be summed over tp."""
+    if layout.tp == 1:
+        return set()
+    found = tensor.partial_parameters(model, sequence_parallel=layout.sequence_parallel)
+    found += moe_tensor.partial_parameters(model, tokens=tokens_sliced)
+    wanted = {id(parameter) for parameter in found}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+def _apply_data_parallel(
+    model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+) -> tuple[nn.Module, Accumulate]:
+    if meshes.size("loss") == 1 or layout.data_parallel != "fsdp2":
+        model.to_empty(device=device)
+        fill(model)
+    if meshes.size("loss") == 1:
+        return model, _each
+    if layout.data_parallel == "ddp":
+        return apply_ddp(model, meshes.group("loss"), device)
+    if layout.data_parallel == "fsdp1":
+        return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
+    shard_mesh = _shard_mesh(meshes.dense, "fsdp")
+    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"))
+    model.to_empty(device=device)
+    fill(model)
+    return model, accumulate
+
+
+def _shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return the mesh of (axis), or of (dp_replicate, axis) where there are replicas."""
+    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+
+
+def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
+    """Return the mesh that holds copies or shards of one expert, or None where experts are not sharded by it."""
+    if meshes.size("ep") * meshes.size("etp") == 1:
+        return None
+    axes = meshes.sparse.mesh_dim_names or ()
+    return _shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
+
+
+def _flat(layout: Layout, meshes: Meshes) -> bool:
+    return layout.data_parallel == "fsdp1" and meshes.size("loss") > 1
+
+
+def _reductions(
+    model: nn.Module, holdings: Sequence[Holding], layout: Layout, meshes: Meshes, partial_names: set[str]
+) -> list[Reduction]:
+    reductions: list[Reduction] = []
+    by_name = {held.name: held.tensor for held in holdings}
+    if partial_names:
+        summed = [by_name[name] for name in by_name if name in partial_names]
+        reductions.append(Reduction(summed, meshes.group("tp")))
+    experts = [by_name[name] for name in _expert_names(model) if name in by_name]
+    expert_mesh = _expert_mesh(meshes)
+    if expert_mesh is None or meshes.size("loss") == 1:
+        return reductions
+    if layout.data_parallel == "ddp":
+        divisor = float(meshes.size("loss"))
+        reductions.append(Reduction(experts, meshes.group("edp"), divisor))
+    elif (rest := expert_divisor(expert_mesh, meshes.size("loss"))) is not None:
+        reductions.append(Reduction(experts, None, rest))
+    return reductions
+
+
+def _expert_names(model: nn.Module) -> list[str]:
+    return [
+        logical_name(f"{prefix}.{name}")
+        for prefix, module in model.named_modules()
+        if isinstance(module, Experts)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def _same(positions: Indices) -> Indices:
+    return positions
+
+
+def _router_positions(meshes: Meshes) -> Callable[[Indices], Indices]:
+    return partial(moe_tensor.slice_positions, group=meshes.group("tp"))

@@ -1,0 +1,112 @@
+"""Tensor parallelism for everything but the routed experts, by torch's own styles.
+
+Between modules the residual stream is a plain tensor: whole on every rank of the tp axis, or with sequence
+parallelism the rank's slice of the positions (Korthikanti et al., arXiv 2205.05198). Placement on tp:
+projections into heads or hidden units Shard(0), projections back Shard(1), embedding and head Shard(0) over
+the vocabulary. Norms stay replicated plain parameters; what sees only a part of the tokens or heads has a
+gradient that must be summed over tp (`partial_parameters`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from moeverify.model.mlp import MLP
+from moeverify.model.transformer import Block, TiedHead, Transformer
+
+
+def apply_tensor_parallel(
+    model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
+) -> None:
+    """Shard embedding, attention, dense MLPs and head over the one axis of `mesh`.
+
+    With `loss_parallel` the logits come out as a DTensor, Shard(-1), for the loss of
+    `torch.distributed.tensor.parallel.loss_parallel`; without it they are whole on every rank.
+    """
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    if model.embed is not None:
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        parallelize_module(model.embed, mesh, style)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        _parallelize_attention(block, mesh, stream)
+        if block.mlp is not None:
+            parallelize_mlp(block.mlp, mesh, stream)
+    logits: Placement = Shard(-1) if loss_parallel else Replicate()
+    if isinstance(model.lm_head, TiedHead):
+        _parallelize_tied_head(model.lm_head, mesh, stream, logits)
+    elif model.lm_head is not None:
+        style_out = ColwiseParallel(
+            input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel
+        )
+        parallelize_module(model.lm_head, mesh, style_out)
+
+
+def parallelize_mlp(mlp: MLP, mesh: DeviceMesh, stream: Placement) -> None:
+    """Shard a dense MLP over its hidden units; its input and output are placed as `stream`."""
+    plan: dict[str, Any] = {
+        "": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        "up_proj": ColwiseParallel(),
+        "down_proj": RowwiseParallel(output_layouts=stream),
+    }
+    if mlp.gate_proj is not None:
+        plan["gate_proj"] = ColwiseParallel()
+    _apply(mlp, mesh, plan)
+
+
+def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
+    plan: dict[str, Any] = {
+        "": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
+        "q_proj": ColwiseParallel(),
+        "k_proj": ColwiseParallel(),
+        "v_proj": ColwiseParallel(),
+        "o_proj": RowwiseParallel(output_layouts=stream),
+    }
+    _apply(block.attention, mesh, plan)
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
+    """Apply a plan in which the empty name is the module itself."""
+    parallelize_module(module, mesh, {name: style for name, style in plan.items() if name})
+    parallelize_module(module, mesh, plan[""])
+
+
+def _parallelize_tied_head(head: TiedHead, mesh: DeviceMesh, stream: Placement, logits: Placement) -> None:
+    def prepare(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        x = DTensor.from_local(inputs[0], mesh, [stream], run_check=False)
+        return (x.redistribute(placements=[Replicate()]),)
+
+    def finish(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        placed = output.redistribute(placements=[logits])
+        return placed if isinstance(logits, Shard) else placed.to_local()
+
+    distribute_module(head, mesh, None, prepare, finish)
+
+
+def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
+    """Return the parameters outside MoE blocks whose gradient on each rank of tp is only an addend.
+
+    The norms of query and key heads see the heads of one rank; with sequence parallelism the norms of the
+    residual stream see the positions of one rank.
+    """
+    found: list[Tensor] = []
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            found += list(norm.parameters()) if norm is not None else []
+        if sequence_parallel:
+            found += [*block.attention_norm.parameters(), *block.ffn_norm.parameters()]
+    if sequence_parallel and model.norm is not None:
+        found += list(model.norm.parameters())
+    return found

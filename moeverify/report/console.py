@@ -1,0 +1,61 @@
+"""The console that every report is printed on, and the few styles it uses."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.text import Text
+
+from moeverify.compare.result import Verdict
+
+# A log has no width of its own; this holds a row of the table without breaking a name.
+LOG_WIDTH = 120
+
+STYLES = {"pass": "green", "mismatch": "bold red", "error": "bold magenta", "skipped": "yellow"}
+
+
+class _Console(Console):
+    """A console that says when nobody reads it any more; rich would end the process with the code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what the operating system raised.
+
+        Raises: BrokenPipeError.
+        """
+        raise BrokenPipeError("the reader of this output is gone")
+
+
+def open_console(file: TextIO, *, width: int | None = None, quiet: bool = False) -> Console:
+    """Return a console on a stream; one that is no terminal gets no colour and lines of `LOG_WIDTH`.
+
+    Text is printed as it is: tensor names and stacks hold brackets, which are no markup. Printing raises
+    BrokenPipeError when nobody reads any more.
+    """
+    if width is None and not file.isatty():
+        width = LOG_WIDTH
+    return _Console(file=file, width=width, quiet=quiet, markup=False, highlight=False, emoji=False)
+
+
+def choose_box(console: Console) -> box.Box:
+    """Return the lines of a table: drawn in a terminal that can, ASCII everywhere else."""
+    can_draw = console.is_terminal and (console.encoding or "").lower().startswith("utf")
+    return box.SIMPLE_HEAD if can_draw else _ASCII_HEAD
+
+
+# A rule below the header and nothing else: survives grep, cut and copy.
+_ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def style_verdict(verdict: Verdict) -> Text:
+    """Return the verdict in its colour; the word says it without colour too."""
+    return Text(verdict.upper() if verdict in ("mismatch", "error") else verdict, style=STYLES[verdict])
+
+
+def print_lines(console: Console, text: Text) -> None:
+    """Print text; a terminal wraps it, a log keeps every line whole so that it can be searched."""
+    if console.is_terminal:
+        console.print(text, overflow="fold")
+    else:
+        console.print(text, soft_wrap=True)

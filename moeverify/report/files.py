@@ -1,0 +1,71 @@
+"""Writing a report's files: checked before the run, complete or absent after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from moeverify.errors import CaseError, Problem
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new one, never a part.
+
+    Missing folders are made. What is no regular file (a pipe, a device) is written in place.
+
+    Raises: OSError when the disk refuses; the old content is then still there.
+    """
+    target = path.resolve()  # replacing a symbolic link would leave its target behind
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            part.chmod(target.stat().st_mode & 0o777)
+        part.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def check_writable(files: Iterable[Path], folder: Path | None = None) -> None:
+    """Make sure before a run that its files and its folder can be written after it; missing folders are made.
+
+    Raises: CaseError with every path that cannot be written.
+    """
+    problems = [problem for path in files if (problem := _try_file(path)) is not None]
+    if folder is not None and (problem := _try_folder(folder, folder)) is not None:
+        problems.append(problem)
+    if problems:
+        raise CaseError(problems)
+
+
+def _try_file(path: Path) -> Problem | None:
+    """Return what keeps a file from being written, without touching its content."""
+    if path.is_dir():
+        return Problem(f"{path} is a folder", remedy="name a file")
+    if path.exists() and not path.is_file():
+        return None
+    return _try_folder(path.resolve().parent, path)
+
+
+def _try_folder(folder: Path, wanted: Path) -> Problem | None:
+    """Return what keeps a folder from taking a new file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".moeverify-"):
+            return None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Problem(f"cannot write {wanted}: {reason}", remedy="name a place that you may write to")

@@ -1,0 +1,83 @@
+"""A device mesh on the console: its axes, each rank's place and data, the groups of every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moeverify.report.console import choose_box, print_lines
+from moeverify.report.numbers import format_count, format_range
+from moeverify.report.table import print_table
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank stands and what it works on.
+
+    `coordinates` holds its position on each axis, `rows` and `positions` the global rows of the batch and
+    the global token positions that it sees, `holds` further things it holds, such as experts.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    rows: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeshPicture:
+    """What is shown of a mesh: axes with their sizes, outermost first, ranks, and the ranks of each group.
+
+    `borrowed` holds axes that reuse the ranks of others, such as ep.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    ranks: tuple[RankPlace, ...]
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    borrowed: Mapping[str, int] = field(default_factory=dict)
+
+
+def render(picture: MeshPicture, console: Console) -> None:
+    """Print the mesh: a line for the axes, a table of the ranks, a line for each axis with its groups."""
+    sizes = " x ".join(f"{axis} {size}" for axis, size in picture.axes.items()) or "one device"
+    title = Text.assemble((picture.name, "bold"), f"  {format_count(len(picture.ranks), 'rank')}: {sizes}")
+    if picture.borrowed:
+        title.append("; borrowed: " + ", ".join(f"{axis} {size}" for axis, size in picture.borrowed.items()))
+    print_lines(console, title)
+    console.print()
+    print_table(_make_table(picture, console), console)
+    console.print()
+    if any(len(groups) > 0 for groups in picture.groups.values()):
+        print_lines(console, Text("groups, as ranks", style="bold"))
+    width = max((len(axis) for axis in picture.groups), default=0)
+    for axis, groups in picture.groups.items():
+        members = " | ".join(format_range(group) for group in groups)
+        print_lines(console, Text(f"  {axis:<{width}}  {members}"))
+
+
+def _make_table(picture: MeshPicture, console: Console) -> Table:
+    """Return a line for each rank, with a column only for what some rank has."""
+    table = Table(
+        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
+    )
+    axes = [*picture.axes, *picture.borrowed]
+    held = list(dict.fromkeys(name for place in picture.ranks for name in place.holds))
+    table.add_column("rank", justify="right", no_wrap=True)
+    for axis in axes:
+        table.add_column(axis, justify="right", no_wrap=True)
+    with_rows = any(place.rows for place in picture.ranks)
+    with_positions = any(place.positions for place in picture.ranks)
+    for header in ("rows",) * with_rows + ("positions",) * with_positions + tuple(held):
+        table.add_column(header, overflow="fold")
+    for place in picture.ranks:
+        cells = [str(place.rank), *(str(place.coordinates.get(axis, "-")) for axis in axes)]
+        cells += [format_range(place.rows)] * with_rows + [format_range(place.positions)] * with_positions
+        cells += [format_range(place.holds.get(name, ())) or "-" for name in held]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

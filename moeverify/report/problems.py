@@ -1,0 +1,38 @@
+"""An error on the console: every problem on its own line, what to do about it below."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from moeverify.errors import CaseError, MoeverifyError, Problem
+from moeverify.report.characters import clean
+from moeverify.report.console import print_lines
+from moeverify.report.numbers import format_count
+
+
+def render_error(error: MoeverifyError, console: Console) -> None:
+    """Print an error without its traceback; each problem as `file:line: path: message`, its remedy below."""
+    if not isinstance(error, CaseError):
+        print_lines(console, Text.assemble(("error: ", "bold red"), clean(str(error))))
+        return
+    for problem in error.problems:
+        _render_problem(problem, console)
+    if len(error.problems) > 1:
+        print_lines(console, Text(format_count(len(error.problems), "problem"), style="bold red"))
+
+
+def _render_problem(problem: Problem, console: Console) -> None:
+    """Print one problem; the place first and unbroken, so that an editor can jump to it."""
+    line = Text()
+    if problem.file:
+        place = problem.file + (f":{problem.line}" if problem.line is not None else "")
+        line.append(f"{clean(place)}: ", style="bold")
+    else:
+        line.append("error: ", style="bold red")
+    if problem.path:
+        line.append(f"{clean(problem.path)}: ", style="cyan")
+    line.append(clean(problem.message))
+    print_lines(console, line)
+    if problem.remedy:
+        print_lines(console, Text.assemble("    ", (clean(problem.remedy), "green")))

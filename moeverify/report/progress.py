@@ -1,0 +1,152 @@
+"""What is seen while a run goes on: a live view in a terminal, a line for each event anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from moeverify.compare.result import CaseResult, Event
+from moeverify.report.characters import clean, elide
+from moeverify.report.console import print_lines, style_verdict
+from moeverify.report.numbers import format_bound, format_number, format_ranks, format_seconds
+from moeverify.report.order import count_tensors, find_worst_check
+
+_NUM_RECENT = 8
+_BAR_WIDTH = 30
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """A view that shows nothing; the base of the two that do. `on_event` takes the events of a run."""
+
+    def on_event(self, event: Event) -> None:
+        """Take in one event."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave nothing on the screen."""
+
+
+def open_progress(console: Console, *, quiet: bool = False) -> Progress:
+    """Return the view that fits: none, live in a terminal that can move its cursor, lines otherwise."""
+    if quiet or console.quiet:
+        return Progress()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(console)
+    return LineProgress(console)
+
+
+class LineProgress(Progress):
+    """A line for each event, complete in itself, so that a log can be read while it grows."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_event(self, event: Event) -> None:
+        """Print one line."""
+        if event.kind == "case-end":
+            count = f"[{event.num_done}/{event.num_total}]"
+            line = Text.assemble(count, " ", describe_end(event))
+        else:
+            line = Text(describe_event(event))
+        print_lines(self._console, line)
+
+
+class LiveProgress(Progress):
+    """The last verdicts, a bar, and what runs now since when; gone at the end, when the table says more."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._recent: deque[Text] = deque(maxlen=_NUM_RECENT)
+        self._started = clock()
+        self._since = self._started
+        self._now = "starting"
+        self._num_done = 0
+        self._num_total = 0
+        self._failed = 0
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        """Show the view."""
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the view away, and give the cursor back, also after an error."""
+        self._live.stop()
+
+    def on_event(self, event: Event) -> None:
+        """Take in one event; the screen follows at its own pace."""
+        self._num_done = max(self._num_done, event.num_done)
+        self._num_total = max(self._num_total, event.num_total)
+        if event.kind == "case-end":
+            self._recent.append(describe_end(event))
+            self._failed += event.result is not None and event.result.verdict in ("mismatch", "error")
+            self._now = "between cases"
+        else:
+            self._now = describe_event(event)
+        self._since = self._clock()
+
+    def render(self) -> RenderableType:
+        """Return the view as it is now."""
+        width = self._console.width
+        now = self._clock()
+        count = Text(f"{self._num_done} of {self._num_total} cases")
+        if self._failed:
+            count.append(f", {self._failed} failed", style="bold red")
+        count.append(f", {format_seconds(now - self._started)}")
+        room = max(1, min(_BAR_WIDTH, width - len(count) - 2))
+        bar = ProgressBar(total=max(self._num_total, 1), completed=self._num_done, width=room)
+        state = Table.grid(padding=(0, 1))
+        state.add_row(bar, _fit(count, width - 2))
+        running = f"{elide(self._now, max(20, width - 12))}  {format_seconds(now - self._since)}"
+        lines = [_fit(line, width) for line in self._recent]
+        return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
+
+
+def _fit(line: Text, width: int) -> Text:
+    """Return a copy of the line that stays one line: a live view that wraps leaves rests on the screen."""
+    copy = line.copy()
+    copy.truncate(max(width - 1, 1), overflow="crop")
+    return copy
+
+
+def describe_event(event: Event) -> str:
+    """Return what begins with an event, in one line."""
+    verbs = {"launch": "starting ranks", "golden": "golden", "case-start": "running", "case-end": "done"}
+    parts = [verbs[event.kind], clean(event.case), f"({clean(event.detail)})" if event.detail else ""]
+    return " ".join(part for part in parts if part)
+
+
+def describe_end(event: Event) -> Text:
+    """Return the verdict of a case, with its numbers or its reason, in one line."""
+    if event.result is None:
+        return Text(f"{clean(event.case)} done {clean(event.detail)}".rstrip())
+    result = event.result
+    line = Text.assemble(style_verdict(result.verdict), " " * (9 - len(result.verdict)), clean(result.name))
+    return line.append(f"  {_describe_result(result)}")
+
+
+def _describe_result(result: CaseResult) -> str:
+    """Return why a case was skipped or failed, or what was compared and how close it came."""
+    if result.verdict in ("skipped", "error"):
+        return clean(result.reason).split("\n", 1)[0] or format_ranks(r.rank for r in result.rank_reports)
+    parts = [f"{count_tensors(result)} tensors"]
+    worst = find_worst_check(result)
+    if worst is not None and worst.worst is not None:
+        numbers = f"{format_number(worst.worst.error)} / {format_bound(worst.worst.bound)}"
+        parts.append(f"worst {numbers} in {worst.name}")
+    return ", ".join([*parts, format_seconds(result.seconds)])

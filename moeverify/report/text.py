@@ -1,0 +1,166 @@
+"""A run on the console: the table, then what each case that did not pass has found, then one line for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from moeverify.compare.result import CaseResult, Finding, RunResult
+from moeverify.report.advice import advise
+from moeverify.report.characters import clean
+from moeverify.report.console import STYLES, print_lines, style_verdict
+from moeverify.report.facts import describe_finding, name_finding
+from moeverify.report.numbers import format_count, format_ranks, format_seconds
+from moeverify.report.order import count_tensors, count_verdicts, group_texts, order_findings
+from moeverify.report.stacks import RankGroup, find_tail, group_ranks
+from moeverify.report.table import make_table, print_table
+
+_MAX_FINDINGS = 5
+_MAX_STACK_LINES = 12
+_LABEL_WIDTH = 10
+
+
+def render_run(run: RunResult, console: Console, *, folder: Path | None = None, quiet: bool = False) -> None:
+    """Print a run. `folder` is where it is kept, if it is; `quiet` leaves out the table and what passed."""
+    if not quiet and run.cases:
+        print_table(make_table(run.cases, console), console)
+        console.print()
+    for case in run.cases:
+        if case.verdict in ("mismatch", "error"):
+            _render_case(case, run, console, folder)
+    if not quiet:
+        _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)
+        _render_groups("note", [(c.name, note) for c in run.cases for note in c.notes], console)
+        _render_environment(run, console)
+    print_lines(console, summarize_run(run))
+
+
+def summarize_run(run: RunResult) -> Text:
+    """Return the last line: the verdict, the cases of each verdict, how much was compared, the time."""
+    line = Text.assemble(style_verdict(run.verdict), f"  {format_count(len(run.cases), 'case')}")
+    for position, (verdict, number) in enumerate(count_verdicts(run).items()):
+        line.append(", " if position else ": ")
+        line.append(f"{number} {verdict}", style=STYLES[verdict])
+    tensors = sum(count_tensors(case) for case in run.cases)
+    line.append(f"; {format_count(tensors, 'tensor')} compared; ")
+    return line.append(format_seconds(run.seconds))
+
+
+def _render_case(case: CaseResult, run: RunResult, console: Console, folder: Path | None) -> None:
+    """Print one case that did not pass: its findings or its ranks, and what to type next."""
+    title = Text.assemble((clean(case.name), "bold"), "  ", style_verdict(case.verdict))
+    title.append(f"  {format_count(case.ranks, 'rank')}, {format_seconds(case.seconds)}  {clean(case.file)}")
+    print_lines(console, title)
+    for label, text in (("reason", case.reason), ("recipe", case.recipe), ("layout", case.layout)):
+        if text:
+            _print_fact(console, label, text, indent=2)
+    if case.findings:
+        _render_findings(case, console, folder)
+    for group in group_ranks(case.rank_reports):
+        _render_group(group, console, folder)
+    console.print()
+    for command, purpose in advise(case, run.command, folder):
+        # Never wrapped, so that it can be copied.
+        console.print(
+            Text.assemble((f"  next, {purpose}:\n", "dim"), "    ", (command, "cyan")), soft_wrap=True
+        )
+    console.print()
+
+
+def _render_findings(case: CaseResult, console: Console, folder: Path | None) -> None:
+    """Print the first findings in full and say how many more there are, and where."""
+    findings = order_findings(case.findings)
+    per_check = Counter(finding.check for finding in findings)
+    told = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
+    _print_fact(console, "differ", f"{told}; {_count_checks(case)}", indent=2)
+    told_before: list[tuple[str, str]] = []
+    for finding in findings[:_MAX_FINDINGS]:
+        facts = describe_finding(finding)
+        _render_finding(finding, _fold_facts(facts, told_before), console)
+        told_before = facts
+    num_left_out = len(findings) - _MAX_FINDINGS
+    if num_left_out > 0:
+        where = f"all are in {folder / 'result.json'}" if folder else "--out DIR or --json FILE keeps all"
+        console.print()
+        print_lines(console, Text(f"  and {format_count(num_left_out, 'more finding')}: {where}"))
+
+
+def _count_checks(case: CaseResult) -> str:
+    """Return how many checks failed among those made."""
+    failed = sum(check.verdict != "pass" for check in case.checks)
+    return f"{failed} of {format_count(len(case.checks), 'check')} failed"
+
+
+def _fold_facts(facts: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the facts, with `as above` for a cause, place or evidence that the finding before has told."""
+    folded: list[tuple[str, str]] = []
+    for label in dict(facts):
+        told = [fact for fact in facts if fact[0] == label]
+        same = label in ("cause", "where", "evidence") and told == [
+            fact for fact in before if fact[0] == label
+        ]
+        folded.extend([(label, "as above")] if same else told)
+    return folded
+
+
+def _render_finding(finding: Finding, facts: list[tuple[str, str]], console: Console) -> None:
+    """Print one finding, its name first."""
+    console.print()
+    print_lines(console, Text(f"  {clean(name_finding(finding))}", style="bold"))
+    previous = ""
+    for label, text in facts:
+        style = "yellow" if label == "cause" else ""
+        _print_fact(console, "" if label == previous else label, text, indent=4, style=style)
+        previous = label
+
+
+def _render_group(group: RankGroup, console: Console, folder: Path | None) -> None:
+    """Print what is known of ranks that stand in one place: state, last collective, end of the stack."""
+    console.print()
+    same = ": same stack" if len(group.ranks) > 1 and group.stack else ""
+    print_lines(console, Text(f"  {format_ranks(group.ranks)} {group.state}{same}", style="bold"))
+    for label, told in (("", group.summaries), ("in", group.collectives)):
+        for text, ranks in told:
+            who = "" if ranks == group.ranks else f"{format_ranks(ranks)}: "
+            _print_fact(console, label or "what", who + text, indent=4)
+    if group.stack:
+        tail, left_out = find_tail(clean(group.stack), _MAX_STACK_LINES)
+        if left_out:
+            where = f"in {folder / 'result.json'}" if folder else "with --out DIR or --json FILE"
+            print_lines(console, Text(f"    ({left_out} more lines {where})", style="dim"))
+        for line in tail.splitlines():
+            console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -> None:
+    """Print each reason or note once, with the cases that it holds for."""
+    for text, names in group_texts(pairs):
+        cases = ", ".join(names)
+        _print_fact(console, label, f"{cases}: {text}" if text else cases, indent=0)
+    if pairs:
+        console.print()
+
+
+def _render_environment(run: RunResult, console: Console) -> None:
+    """Print on what the run was made, in one paragraph."""
+    if run.environment:
+        told = ", ".join(f"{key} {value}" for key, value in run.environment.items())
+        told += f", {run.launches} launch{'es' if run.launches > 1 else ''}" if run.launches else ""
+        print_lines(console, Text(clean(told), style="dim"))
+
+
+def _print_fact(console: Console, label: str, text: str, *, indent: int, style: str = "") -> None:
+    """Print a label and its text; in a terminal the lines of a long text stand below each other."""
+    start = f"{'':{indent}}{label:<{_LABEL_WIDTH}}"
+    body = Text(clean(text), style=style)
+    if not console.is_terminal:
+        console.print(Text(start) + Text(clean(text).replace("\n", "\n" + " " * len(start))), soft_wrap=True)
+        return
+    lines = body.wrap(console, max(20, console.width - len(start)), overflow="fold")
+    for position, line in enumerate(lines):
+        head = start if position == 0 else " " * len(start)
+        line.rstrip()
+        console.print(Text.assemble((head, "dim"), line), soft_wrap=True)

@@ -1,0 +1,31 @@
+"""What a layout claims to divide, axis by axis; a check holds it to that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.case.schema import Layout
+from moeverify.layout.mesh import MeshPlan, View
+
+Claims = Mapping[str, tuple[str, Sequence[Sequence[int]]]]
+
+
+def axis_claims(layout: Layout, plan: MeshPlan) -> Claims:
+    """Return, for each axis of more than one rank, the kind of tensors it divides and its groups of ranks."""
+    claims: dict[str, tuple[str, Sequence[Sequence[int]]]] = {}
+
+    def claim(view: View, axis: str, kind: str, label: str | None = None) -> None:
+        if view.axes.get(axis, 1) > 1:
+            claims[label or axis] = (kind, view.groups(axis))
+
+    for axis in ("dp_replicate", "dp_shard", "cp"):
+        claim(plan.data, axis, "token_loss")
+    if layout.parallelize is not None:
+        return claims  # how a user's own code divides parameters is not ours to say
+    if layout.data_parallel != "ddp":
+        claim(plan.dense, "fsdp", "initial_weight")
+    claim(plan.dense, "tp", "initial_weight")
+    if layout.ep > 1:
+        claim(plan.sparse, "ep", "initial_weight")
+        claim(plan.sparse, "efsdp", "initial_weight")
+    return claims

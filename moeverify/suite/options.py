@@ -1,0 +1,26 @@
+"""What a user asked of a run, beside the cases. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run cases.
+
+    `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
+    is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
+    before its layout is built. Units: `timeout` in seconds, for each case, in place of its own.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_ranks: int | None = None
+    folder: Path | None = None
+    require_goldens: bool = False
+    golden_folder: Path = Path("golden")
+    cache_folder: Path | None = None
+    timeout: float | None = None
+    fault: str | None = None

@@ -1,0 +1,99 @@
+"""`moeverify golden`: the only way a recorded golden changes. No torch in this process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moeverify.case.load import load_cases
+from moeverify.case.schema import Case, Recipe
+from moeverify.compare.result import Event
+from moeverify.errors import CaseError, RankFailure
+from moeverify.golden.file import golden_path, write_golden
+from moeverify.launch.launcher import run_jobs
+from moeverify.launch.plan import JobOutcome, LaunchEvent
+from moeverify.suite.goldens import GoldenSet
+from moeverify.suite.machine import choose_device
+from moeverify.suite.options import RunOptions
+from moeverify.suite.run import ENTRY
+
+RowStatus = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
+
+
+@dataclass(frozen=True)
+class GoldenRow:
+    """What became of one golden."""
+
+    name: str
+    status: RowStatus
+    detail: str = ""
+
+
+def record_goldens(
+    cases: Sequence[Case], options: RunOptions, on_event: Callable[[Event], None], *, check: bool = False
+) -> list[GoldenRow]:
+    """Record or refresh the goldens of the cases' recipes; with `check` write nothing.
+
+    A golden that is already what this machine computes is left as it is, byte for byte.
+
+    Raises: RankFailure where a golden could not be computed.
+    """
+    goldens = GoldenSet.of(cases, options)
+    device = choose_device(options.device)
+    total = len(goldens.recipes)
+
+    def on_launch(event: LaunchEvent) -> None:
+        if event.kind in ("launch", "start"):
+            kind: Literal["launch", "golden"] = "launch" if event.kind == "launch" else "golden"
+            on_event(Event(kind=kind, num_total=total, detail=f"{total} recipes"))
+
+    job = goldens.job(min(2, total), fresh=True)
+    with tempfile.TemporaryDirectory(prefix="moeverify-") as name:
+        outcome = next(
+            iter(list(run_jobs([job], entry=ENTRY, folder=Path(name), device=device, on_event=on_launch)))
+        )
+    if outcome.state != "done" or outcome.result is None:
+        raise RankFailure(f"the goldens could not be made: {outcome.summary}\n{_first_stack(outcome)}")
+    rows = [_settle(goldens, recipe, outcome, check=check) for recipe in goldens.recipes]
+    return rows + _find_unused(cases, options, outcome.result["device_class"])
+
+
+def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: bool) -> GoldenRow:
+    assert outcome.result is not None
+    device_class = outcome.result["device_class"]
+    answer = outcome.result["goldens"][recipe.fingerprint()]
+    path = golden_path(goldens.options.golden_folder, recipe.name, device_class)
+    state = goldens.examine(recipe, answer, device_class)
+    if state.status == "failed":
+        raise RankFailure(f"{recipe.name}: {state.message}")
+    if state.status == "recorded":
+        return GoldenRow(str(path), "unchanged")
+    if check:
+        return GoldenRow(str(path), "missing" if state.status == "missing" else "differs", state.message)
+    write_golden(path, goldens.make_file(recipe, answer, device_class))
+    if state.status == "missing":
+        return GoldenRow(str(path), "recorded")
+    return GoldenRow(str(path), "refreshed", state.message.split(";")[0])
+
+
+def _find_unused(cases: Sequence[Case], options: RunOptions, device_class: str) -> list[GoldenRow]:
+    """Return a row for each golden that no case beside the given ones uses."""
+    folders = sorted({Path(case.file).parent for case in cases if case.file})
+    try:
+        known = load_cases(folders)
+    except CaseError:
+        return []  # a broken case beside these may be the one that uses it
+    used = {golden_path(options.golden_folder, case.recipe.name, device_class) for case in [*known, *cases]}
+    there = sorted(options.golden_folder.glob(f"*.{device_class}.json"))
+    return [
+        GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case")
+        for path in there
+        if path not in used
+    ]
+
+
+def _first_stack(outcome: JobOutcome) -> str:
+    return next((report.stack for report in outcome.rank_reports if report.stack), "")

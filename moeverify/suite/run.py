@@ -1,0 +1,203 @@
+"""Runs cases from the controller: goldens first, then every case, each on its ranks; no torch in this process."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moeverify.case.describe import describe_layout
+from moeverify.case.schema import Case
+from moeverify.compare.result import CaseResult, CheckResult, Event, Finding, RunResult, Verdict
+from moeverify.launch.launcher import run_jobs
+from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
+from moeverify.launch.world import external_world
+from moeverify.suite.goldens import GoldenSet, GoldenState
+from moeverify.suite.machine import choose_device, describe_environment, most_ranks
+from moeverify.suite.options import RunOptions
+
+ENTRY = "moeverify.suite.worker"
+
+OnEvent = Callable[[Event], None]
+
+
+def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> RunResult | None:
+    """Return the verdicts of all cases, in their order; on any rank but the first of an external launch, None.
+
+    Raises: MachineError where the device that was asked for is not there.
+    """
+    device = choose_device(options.device)
+    run = _Run(cases, options, device, on_event)
+    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    with _run_folder(options.folder) as folder:
+        if not run.execute(folder):
+            return None
+    results = tuple(run.results[case.name] for case in cases)
+    return RunResult(
+        verdict=_overall(results),
+        environment=describe_environment(device),
+        started=started,
+        seconds=time.monotonic() - began,
+        launches=run.num_launches,
+        cases=results,
+    )
+
+
+@contextmanager
+def _run_folder(wanted: Path | None) -> Iterator[Path]:
+    """Give the folder to keep, with old logs removed, or a temporary one that is gone afterwards."""
+    if wanted is None:
+        with tempfile.TemporaryDirectory(prefix="moeverify-") as name:
+            yield Path(name)
+        return
+    logs = wanted / "logs"
+    world = external_world()
+    if world is None or world.rank == 0:
+        shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    yield logs
+
+
+class _Run:
+    """The state of one run: which cases still wait, and what came of the others."""
+
+    def __init__(self, cases: Sequence[Case], options: RunOptions, device: Device, on_event: OnEvent) -> None:
+        self.cases = cases
+        self.options = options
+        self.device: Device = device
+        self.on_event = on_event
+        self.results: dict[str, CaseResult] = {}
+        self.num_launches = 0
+        self._runnable: list[Case] = []
+        self._states: dict[str, GoldenState] = {}
+
+    def execute(self, folder: Path) -> bool:
+        """Run everything; return False on a rank that has nothing to say."""
+        self._skip_too_large()
+        if not self._runnable:
+            return True
+        self._goldens = GoldenSet.of(self._runnable, self.options)
+        jobs = [self._goldens.job(self._golden_ranks()), *map(self._case_job, self._runnable)]
+        if external_world() is not None:
+            return self._execute_external(jobs, folder)
+        for outcome in run_jobs(
+            jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch
+        ):
+            self._take(outcome)
+        return True
+
+    def _execute_external(self, jobs: Sequence[Job], folder: Path) -> bool:
+        from moeverify.launch.external import serve_external
+        from moeverify.suite.worker import run_job
+
+        world = external_world()
+        serve_external(jobs, folder, run_job, self._take, device=self.device)
+        return world is not None and world.rank == 0
+
+    def _skip_too_large(self) -> None:
+        limit, why = most_ranks(self.device)
+        world = external_world()
+        if world is not None:
+            limit, why = world.world_size, f"{world.launcher} started {world.world_size} ranks"
+        if self.options.num_ranks is not None and self.options.num_ranks < limit:
+            limit, why = self.options.num_ranks, f"--ranks {self.options.num_ranks}"
+        for case in self.cases:
+            needed = case.layout.world_size
+            if needed > limit:
+                self._end(case, self._result(case, "skipped", f"needs {needed} ranks; {why}"))
+            else:
+                self._runnable.append(case)
+
+    def _golden_ranks(self) -> int:
+        """Return how many ranks make goldens side by side: no more than the cases need anyway."""
+        widest = max(case.layout.world_size for case in self._runnable)
+        return max(1, min(widest, len(self._goldens.recipes), 2 if self.device == "cpu" else widest))
+
+    def _case_job(self, case: Case) -> Job:
+        timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
+        payload = {
+            "kind": "case",
+            "case": case.model_dump_json(),
+            "cache": str(self._goldens.cache),
+            "answer": self._goldens.answer,
+            "fault": self.options.fault,
+        }
+        return Job(name=case.name, num_ranks=case.layout.world_size, timeout=timeout, payload=payload)
+
+    def _on_launch(self, event: LaunchEvent) -> None:
+        if event.kind == "launch":
+            self.num_launches += 1
+            self._tell("launch", detail=f"{event.num_ranks} ranks")
+        elif event.kind == "start" and event.job == "goldens":
+            self._tell("golden", detail=f"{len(self._goldens.recipes)} recipes on one device each")
+        elif event.kind == "start":
+            self._tell("case-start", event.job)
+
+    def _take(self, outcome: JobOutcome) -> None:
+        if outcome.index == 0:
+            self._take_goldens(outcome)
+            return
+        case = self._runnable[outcome.index - 1]
+        self._end(case, self._judge(case, outcome))
+
+    def _take_goldens(self, outcome: JobOutcome) -> None:
+        if outcome.state != "done" or outcome.result is None:
+            message = f"the goldens could not be made: {outcome.summary}"
+            self._states = dict.fromkeys(
+                (recipe.fingerprint() for recipe in self._goldens.recipes), GoldenState("failed", message)
+            )
+            self._golden_reports = outcome.rank_reports
+            return
+        found: Mapping[str, Any] = outcome.result["goldens"]
+        device_class = outcome.result["device_class"]
+        for recipe in self._goldens.recipes:
+            print_ = recipe.fingerprint()
+            self._states[print_] = self._goldens.examine(recipe, found[print_], device_class)
+
+    def _judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
+        state = self._states[case.recipe.fingerprint()]
+        missing_is_fine = state.status == "missing" and not self.options.require_goldens
+        if state.status != "recorded" and not missing_is_fine:
+            reports = getattr(self, "_golden_reports", ())
+            return self._result(case, "error", state.message, outcome, rank_reports=reports)
+        if outcome.state != "done" or outcome.result is None:
+            verdict: Verdict = "error"
+            return self._result(case, verdict, outcome.summary, outcome, rank_reports=outcome.rank_reports)
+        checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
+        findings = tuple(Finding.model_validate(finding) for finding in outcome.result["findings"])
+        verdict = "mismatch" if any(check.verdict == "mismatch" for check in checks) else "pass"
+        notes = (state.message,) if state.status == "missing" else ()
+        return self._result(case, verdict, "", outcome, checks=checks, findings=findings, notes=notes)
+
+    def _result(
+        self, case: Case, verdict: Verdict, reason: str, outcome: JobOutcome | None = None, **rest: Any
+    ) -> CaseResult:
+        return CaseResult(
+            name=case.name,
+            file=case.file,
+            verdict=verdict,
+            reason=reason,
+            ranks=case.layout.world_size,
+            seconds=outcome.seconds if outcome is not None else 0.0,
+            recipe=case.recipe.name,
+            layout=describe_layout(case.layout),
+            **rest,
+        )
+
+    def _end(self, case: Case, result: CaseResult) -> None:
+        self.results[case.name] = result
+        self._tell("case-end", case.name, result=result)
+
+    def _tell(self, kind: Any, case: str = "", **rest: Any) -> None:
+        num_done = len(self.results)
+        self.on_event(Event(kind=kind, num_done=num_done, num_total=len(self.cases), case=case, **rest))
+
+
+def _overall(results: Sequence[CaseResult]) -> Any:
+    verdicts = {result.verdict for result in results}
+    return next((verdict for verdict in ("error", "mismatch") if verdict in verdicts), "pass")

@@ -1,0 +1,141 @@
+"""On every rank: train a case under its layout, compare, gather the numbers, and judge them on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moeverify.case.schema import Case, ForeignModel
+from moeverify.compare.bounds import Bounds
+from moeverify.compare.checks import UNCOMPARED_KINDS
+from moeverify.compare.comparison import Comparison, Entry
+from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
+from moeverify.compare.difference import fingerprint_bits
+from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
+from moeverify.golden.store import StoredGolden
+from moeverify.layout.mesh import MeshPlan
+from moeverify.layout.observer import INITIAL
+from moeverify.layout.region import Region
+from moeverify.parallel.meshes import build_meshes
+from moeverify.suite.claims import axis_claims
+from moeverify.suite.foreign import assemble_foreign
+from moeverify.train.assemble import assemble_parallel
+from moeverify.train.forward import resolve
+from moeverify.train.loop import train
+from moeverify.train.program import Program
+
+
+def verify_case(
+    case: Case, golden: StoredGolden, device: Any, fault: str | None = None
+) -> dict[str, Any] | None:
+    """Return on rank 0 what the checks say, as JSON data; None on the other ranks.
+
+    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    """
+    if fault is not None:
+        resolve(fault, "--fault")()
+    comparison = Comparison(golden)
+    _train(case, golden, device, comparison)
+    entries = list(comparison.entries())
+    differing = _repeat(case, golden, device, entries) if case.checks.repeat else None
+    gathered = _gather((entries, differing))
+    if gathered is None:
+        return None
+    judgement = judge_all(
+        case, golden, [entries for entries, _ in gathered], [found for _, found in gathered]
+    )
+    return {
+        "checks": [check.model_dump(mode="json") for check in judgement.checks],
+        "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
+    }
+
+
+def _train(case: Case, golden: StoredGolden, device: Any, observer: Any) -> None:
+    replayed = replays_routing(case)
+    forced = case.checks.steps == "forced"
+    train(
+        case.recipe, _assemble(case, device), observer, golden=golden, replay_routing=replayed, forced=forced
+    )
+
+
+def _assemble(case: Case, device: Any) -> Program:
+    if isinstance(case.recipe.model, ForeignModel):
+        return assemble_foreign(case.recipe, case.recipe.model, case.layout, device)
+    return assemble_parallel(case.recipe, case.layout, build_meshes(case.layout, device.type), device)
+
+
+def replays_routing(case: Case) -> bool:
+    """Return whether the golden's routing is replayed: where rounding could move a token to another expert."""
+    return case.recipe.precision != "float64" and not isinstance(case.recipe.model, ForeignModel)
+
+
+class _BitRecorder:
+    """An observer that keeps only the hash of each piece."""
+
+    def __init__(self) -> None:
+        self.bits: list[tuple[Key, Tensor | None]] = []
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Hash one piece; see `moeverify.layout.observer.Observer`."""
+        if kind in UNCOMPARED_KINDS:
+            return
+        empty = local is None or region.numel == 0
+        self.bits.append(((step, kind, name), None if empty else fingerprint_bits(local)))  # type: ignore[arg-type]
+
+
+def _repeat(case: Case, golden: StoredGolden, device: Any, first: Sequence[Entry]) -> list[Key]:
+    """Train once more and return what came out with other bits on this rank."""
+    recorder = _BitRecorder()
+    _train(case, golden, device, recorder)
+    differing = []
+    for entry, (key, bits) in zip(first, recorder.bits, strict=True):
+        if bits is not None and entry.state != "absent" and int(bits) != entry.bits:
+            differing.append(key)
+    return differing
+
+
+def _gather(value: Any) -> list[Any] | None:
+    """Return every rank's value on rank 0, None elsewhere."""
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, gathered)
+    return gathered
+
+
+def judge_all(
+    case: Case,
+    golden: StoredGolden,
+    by_rank: Sequence[Sequence[Entry]],
+    repeats: Sequence[Sequence[Key] | None],
+) -> Judgement:
+    """Return the verdicts of all checks that the case does not skip, in the order of a training step."""
+    plan = MeshPlan.of(case.layout)
+    coordinates: Coordinates = {rank: plan.coordinates(rank) for rank in range(len(by_rank))}
+    assembled = assemble(by_rank)
+    bounds = Bounds(case.checks.tolerance, case.recipe.precision, golden.noise)
+    parts = [
+        judge(assembled, bounds, coordinates),
+        judge_replicas(assembled, coordinates),
+        judge_coverage(assembled, _expected_names(case, golden)),
+        judge_sharding(assembled, axis_claims(case.layout, plan)),
+    ]
+    if case.checks.repeat:
+        differing = [(rank, key) for rank, found in enumerate(repeats) for key in found or ()]
+        parts.append(judge_repeat(len(assembled), differing, coordinates))
+    skipped = set(case.checks.skip)
+    return Judgement(
+        tuple(check for part in parts for check in part.checks if check.name not in skipped),
+        tuple(finding for part in parts for finding in part.findings if finding.check not in skipped),
+    )
+
+
+def _expected_names(case: Case, golden: StoredGolden) -> Mapping[int, set[tuple[str, str]]]:
+    """Return what the golden holds at each step and a run under a layout must show too."""
+    unshown = UNCOMPARED_KINDS | ({"router_ids"} if replays_routing(case) else set())
+    names: dict[int, set[tuple[str, str]]] = {}
+    for step in range(INITIAL, case.recipe.steps):
+        pairs = {(kind, name) for kind, _, name in (key.partition("/") for key in golden.keys(step))}
+        names[step] = {pair for pair in pairs if pair[0] not in unshown}
+    return names

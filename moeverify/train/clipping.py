@@ -1,0 +1,48 @@
+"""The global gradient norm over parameters that live on different meshes, and the clip by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from moeverify.layout.holding import Holding
+
+SumOverShards = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+    """Return the 2-norm of all gradients together, () and equal on every rank.
+
+    torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
+    `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
+    ranks that hold the other shards. Collective: all ranks of each mesh.
+    """
+    by_mesh: dict[object, list[Tensor]] = {}
+    for held in holdings:
+        gradient = held.tensor.grad
+        if gradient is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(gradient)
+    squares = []
+    for mesh, gradients in by_mesh.items():
+        norm = get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        square = norm.square()
+        squares.append(sum_over_shards(square) if mesh is None and sum_over_shards else square)
+    return torch.stack(squares).sum().sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(holdings: Sequence[Holding], norm: Tensor, max_norm: float) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for held in holdings:
+        if held.tensor.grad is not None:
+            held.local(held.tensor.grad).mul_(coefficient.to(held.tensor.grad.dtype))
+    return coefficient

@@ -1,0 +1,93 @@
+"""The synthetic global batch, and the share of it that a rank sees.
+
+Tokens are a function of seed, step, row and position, so every rank makes its share alone and the global
+batch is the same under every layout. Rows end in padding of different lengths.
+
+Shapes: B rows, S positions of the global batch; b, s of a rank's share; M rows of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import Data
+from moeverify.hashing import hash_counter, key_of
+from moeverify.layout.region import Indices, Region, as_indices
+
+IGNORED = -100  # the target of a token that does not count, as torch's cross entropy has it
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows and positions of the global batch that a rank sees, in the order in which it sees them."""
+
+    rows: Indices
+    positions: Indices
+
+    def region(self, data: Data, *trailing: int) -> Region:
+        """Return the region that this share is of a logical tensor of shape (B, S, *trailing)."""
+        shape = (data.batch, data.seq_len, *trailing)
+        return Region.box(shape, (self.rows, self.positions, *(range(size) for size in trailing)))
+
+    def micro_batches(self, num: int) -> list[Share]:
+        """Return the share cut into `num` micro-batches of equally many rows."""
+        size = len(self.rows) // num
+        return [
+            Share(as_indices(self.rows[start : start + size]), self.positions)
+            for start in range(0, size * num, size)
+        ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Shapes: tokens, targets, positions (M, s) int64; valid (M, s) bool; row_valid (M)."""
+
+    share: Share
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    valid: Tensor
+    row_valid: Tensor
+
+
+def whole_share(data: Data) -> Share:
+    """Return the share of a single device: everything."""
+    return Share(range(data.batch), range(data.seq_len))
+
+
+def make_batch(
+    data: Data, vocab_size: int, seed: int, step: int, share: Share, device: torch.device
+) -> Batch:
+    """Return the share of the global batch of a step.
+
+    `row_valid` counts the valid tokens of each row over all positions, also those that other ranks see.
+    """
+    rows = torch.tensor(tuple(share.rows), device=device)
+    positions = torch.tensor(tuple(share.positions), device=device)
+    length = data.seq_len + 1  # the last token is only a target
+    stream = torch.arange(length, device=device)
+    counter = rows[:, None] * length + stream[None, :]
+    text = torch.remainder(hash_counter(key_of(seed, "tokens", step), counter), vocab_size)
+    row_valid = _valid_lengths(data, seed, step, rows)
+    valid = positions[None, :] < row_valid[:, None]
+    targets = text[:, 1:][:, positions].masked_fill(~valid, IGNORED)
+    return Batch(
+        share,
+        text[:, :-1][:, positions].contiguous(),
+        targets.contiguous(),
+        positions[None, :].expand(len(rows), -1).contiguous(),
+        valid,
+        row_valid,
+    )
+
+
+def _valid_lengths(data: Data, seed: int, step: int, rows: Tensor) -> Tensor:
+    """Return how many leading tokens of each row are valid, between min_valid * S and S."""
+    shortest = max(1, math.ceil(data.min_valid * data.seq_len))
+    choices = data.seq_len - shortest + 1
+    drawn = torch.remainder(hash_counter(key_of(seed, "lengths", step), rows), choices)
+    return shortest + drawn

@@ -1,0 +1,109 @@
+"""The loss of the global batch, as the sum of what each rank adds to it.
+
+With V valid tokens in the global batch, B rows, T_b valid tokens of row b, E experts, k of them a token:
+
+    lm      = 1/V * sum over valid tokens of the cross entropy
+    balance = coef * E/k * sum over layers of
+              sequence scope: 1/B * sum_b sum_e counts[b,e]/T_b * probability_sum[b,e]/T_b
+              batch scope:    sum_e counts[e]/V * probability_sum[e]/V      (sums over the batch)
+    z       = coef * 1/V * sum over layers and valid tokens of logsumexp(router logits)^2
+
+`counts` carries no gradient, so each term is linear in what a token contributes and a rank's share of it needs
+only integer sums from other ranks. Sources: Switch Transformer (arXiv 2101.03961, eq. 4), DeepSeek-V3 (arXiv
+2412.19437, eq. 17-20) for the sequence scope, ST-MoE (arXiv 2202.08906, eq. 5) for z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import MoE
+from moeverify.model.router import RouterStats
+from moeverify.train.data import Batch
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Return the tensor: the sum over ranks of a single device."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How a rank sums over other ranks.
+
+    `over_batch`: the ranks whose losses add up; `over_sequence`: those that see other positions of the same
+    rows; `over_tokens`: those whose routers see other tokens, which includes tp where it slices tokens.
+    """
+
+    over_batch: SumOverRanks = keep
+    over_sequence: SumOverRanks = keep
+    over_tokens: SumOverRanks = keep
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """What the losses of one step are divided by. Units: tokens and rows of the global batch."""
+
+    num_valid: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Losses:
+    """This rank's addends of the global losses, each ()."""
+
+    lm: Tensor
+    balance: Tensor
+    z: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Return the addend of the loss that is differentiated."""
+        return self.lm + self.balance + self.z
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the detached addends by name, the total first."""
+        return {
+            "total": self.total.detach(),
+            "lm": self.lm.detach(),
+            "balance": self.balance.detach(),
+            "z": self.z.detach(),
+        }
+
+
+def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
+    """Return the normalizers of a step from the micro-batches of this rank. Collective: all ranks of the loss."""
+    local = torch.stack([batch.valid.sum() for batch in batches]).sum()
+    return Normalizers(sums.over_batch(local), num_rows)
+
+
+def router_losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's addends of the balance and z losses, summed over the layers.
+
+    Collective: the ranks that `sums` reaches, once a layer.
+    """
+    balance = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
+    z = torch.zeros_like(balance)
+    for stats in routers:
+        balance = balance + _balance(spec, stats, batch, normalizers, sums)
+        z = z + stats.z_sum / normalizers.num_valid
+    return spec.balance_coef * balance, spec.z_coef * z
+
+
+def _balance(spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
+    weight, dtype = spec.num_experts / spec.top_k, stats.probability_sum.dtype
+    if spec.balance_scope == "batch":
+        counts = sums.over_batch(stats.counts.sum(dim=0)).to(dtype)
+        share = counts / normalizers.num_valid
+        return weight * (share * stats.probability_sum.sum(dim=0) / normalizers.num_valid).sum()
+    length = batch.row_valid[:, None].to(dtype)
+    share = sums.over_sequence(stats.counts).to(dtype) / length
+    return weight * (share * stats.probability_sum / length).sum() / normalizers.num_rows

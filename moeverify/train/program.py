@@ -1,0 +1,81 @@
+"""A model that is ready to train on this rank, and everything that differs between layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.layout.holding import Holding
+from moeverify.layout.region import Indices, Region
+from moeverify.model.router import Router
+from moeverify.train.clipping import SumOverShards
+from moeverify.train.data import Share
+from moeverify.train.objective import Sums
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_context(last: bool) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+class Source(Protocol):
+    """Where the state of a run can be read from: a stored golden."""
+
+    def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
+        """Return a region of a logical tensor, or None where there is no such tensor."""
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
+
+    name: str
+    module: Router
+    positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
+
+
+@dataclass
+class Program:
+    """One rank's part of a training run.
+
+    `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
+    gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
+    the gradients after the last one. The defaults are those of a single device.
+    """
+
+    model: nn.Module
+    holdings: Sequence[Holding]
+    buffers: Sequence[Holding]
+    routers: Sequence[RouterView]
+    share: Share
+    device: torch.device
+    sums: Sums = field(default_factory=Sums)
+    scale: float = 1.0
+    num_micro_batches: int = 1
+    optimizer_implementation: str = "foreach"
+    accumulate: Callable[[bool], AbstractContextManager[object]] = _no_context
+    loss_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    finalize: Callable[[], None] = _nothing
+    sum_over_shards: SumOverShards | None = None
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the torch dtype of a recipe's precision."""
+    return {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+
+
+def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[RouterView]:
+    """Return the routers of the reference model in layer order."""
+    return [
+        RouterView(name_of(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, Router)
+    ]

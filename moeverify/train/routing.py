@@ -1,0 +1,88 @@
+"""What the routers of the reference model did, the replay of a golden's routing, and the selection bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import MoE, Recipe
+from moeverify.layout.observer import Observer
+from moeverify.layout.region import Indices, Region
+from moeverify.model.router import RouterRecord
+from moeverify.train.data import Batch
+from moeverify.train.program import Program, Source
+
+
+def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:
+    shape = (recipe.data.batch, recipe.data.seq_len, top_k)
+    return Region.box(shape, (batch.share.rows, positions, range(top_k)))
+
+
+def observe_routing(
+    recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
+) -> list[Tensor]:
+    """Show what the routers did in the last forward pass and return the counts (E) of each router.
+
+    Without a replay the ids are shown. With one, `router_flips` is shown in their place: for each token that
+    would have chosen otherwise the golden's score margin there, else 0; a small margin is a benign flip.
+    """
+    counts: list[Tensor] = []
+    for router in program.routers:
+        record = router.module.record
+        if record is None:
+            raise RuntimeError(f"{router.name} was never called")
+        positions = router.positions(batch.share.positions)
+        region = _region(recipe, batch, positions, record.ids.shape[-1])
+        tokens = Region.box(region.shape[:-1], region.dims[:-1])
+        if replayed is None:
+            observer.observe(step, "router_ids", router.name, record.ids, region)
+            observer.observe(step, "router_margin", router.name, record.margin, tokens)
+        else:
+            flips = _find_flips(record, replayed, router.name, step, region, tokens)
+            observer.observe(step, "router_flips", router.name, flips, tokens)
+        observer.observe(step, "router_weights", router.name, record.weights, region)
+        counts.append(record.counts)
+    return counts
+
+
+def _find_flips(
+    record: RouterRecord, golden: Source, name: str, step: int, region: Region, tokens: Region
+) -> Tensor:
+    expected = golden.read(step, "router_ids", name, region)
+    margin = golden.read(step, "router_margin", name, tokens)
+    if expected is None or margin is None:
+        raise KeyError(f"the golden has no routing of {name} at step {step}")
+    expected = expected.to(record.ids.device)
+    flipped = (record.ids.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
+    return torch.where(flipped, margin.to(record.ids.device), 0.0)
+
+
+def replay(recipe: Recipe, program: Program, batch: Batch, golden: Source, step: int) -> None:
+    """Make every router use the golden's ids in the next forward pass."""
+    for router in program.routers:
+        positions = router.positions(batch.share.positions)
+        region = _region(recipe, batch, positions, router.module.spec.top_k)
+        ids = golden.read(step, "router_ids", router.name, region)
+        if ids is None:
+            raise KeyError(f"the golden has no routing of {router.name} at step {step}")
+        router.module.replay = ids.to(program.device)
+
+
+@torch.no_grad()
+def update_selection_bias(
+    moe: MoE, program: Program, counts: Sequence[Tensor], observer: Observer, step: int
+) -> None:
+    """Move each expert's selection bias towards balance by the counts of the whole step.
+
+    bias += rate * sign(mean(counts) - counts), over all micro-batches and ranks. Collective: all ranks of the
+    batch. Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1.
+    """
+    for router, local in zip(program.routers, counts, strict=True):
+        total = program.sums.over_tokens(local)
+        observer.observe(step, "router_counts", router.name, total, Region.whole(total.shape))
+        bias = router.module.selection_bias
+        if bias is not None and moe.selection_bias_rate > 0:
+            load = total.to(bias.dtype)
+            bias += moe.selection_bias_rate * torch.sign(load.mean() - load)
