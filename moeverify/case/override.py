@@ -58,7 +58,7 @@ def _find_remedy(dotted: str, known: list[str]) -> str:
     section, dot, name = dotted.rpartition(".")
     same_name = index_fields().get(name, ())
     if same_name:
-        return "did you mean " + " or ".join(f"`{path}`" for path in same_name[:3]) + "?"
+        return "did you mean " + " or ".join(f"`{path}`" for path in same_name) + "?"
     siblings = [path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == section]
     nearest = find_nearest(name, siblings)
     if nearest is not None:

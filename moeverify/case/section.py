@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from moeverify.case.entry import Entry, show
 from moeverify.case.expectation import Rejected, expect, find_sections, index_fields, is_nullable
-from moeverify.case.schema import ForeignModel, Recipe, Section
+from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel, Section
 from moeverify.case.suggest import enumerate_names, find_nearest, suggest
 from moeverify.errors import Problem
 
@@ -114,7 +114,7 @@ def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger
 def _find_remedy(name: str, path: str, known: list[str], elsewhere: list[str]) -> str:
     """Return what to do about the unknown field `name` at `path`, which belongs to the paths `elsewhere`."""
     if elsewhere:
-        return f"move it to {' or '.join(f'`{place}`' for place in elsewhere[:3])}"
+        return f"move it to {' or '.join(f'`{place}`' for place in elsewhere)}"
     if path in index_fields().get(name, ()):
         return "a model has either a `factory` or sizes of its own: remove one of them"
     if find_nearest(name, known) is None and (distant := find_nearest(name, index_fields())) is not None:
@@ -129,11 +129,11 @@ def _report_missing(
         return
     ledger.broken.update(f"{path}.{name}" for name in missing)
     noun = "field" if len(missing) == 1 else "fields"
-    if path == "recipe.model":
+    if section is ReferenceModel:
         remedy = "write all of them, or start from a preset: `preset: stress`"
     elif section is Recipe:
         remedy = "write `model: {preset: stress}`"
-    elif len(missing) == 1 and not find_sections(section, missing[0]):
+    elif len(missing) == 1:
         remedy = f"write {expect(section, missing[0]).words}"
     else:
         remedy = "write them"

@@ -148,6 +148,19 @@ def run_entry(entry: str, plan_path: str, agent: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = None
     sys.argv = [entry, plan_path]
+    try:
+        _run_as_main(entry)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    except BaseException:
+        # Elastic would keep the traceback for itself.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _run_as_main(entry: str) -> None:
     if entry.endswith(".py"):
         runpy.run_path(entry, run_name="__main__")
         return

@@ -158,9 +158,12 @@ def _tear_down() -> None:
     """Destroy every group, and what torch caches about the meshes that stood on them."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # What torch caches by mesh names groups that are gone, and a mesh of the next job may be equal to an old one.
     debug = sys.modules.get("torch.distributed.tensor.debug")
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        # Private, and not in every version; stale entries name groups that are gone.
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # private, and not in every version
             getattr(debug, name)()
+    plans = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_gen_transform_infos", None)
+    if plans is not None and hasattr(plans, "cache_clear"):
+        plans.cache_clear()
     gc.collect()

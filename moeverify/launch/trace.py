@@ -7,7 +7,6 @@ BackendSelect key, which every call passes once (also under inference mode), and
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -15,114 +14,25 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from moeverify.launch.collective import (
+    OPERATORS,
+    Collective,
+    Group,
+    Operator,
+    State,
+    describe_group,
+    find_group,
+    find_storage,
+)
 from moeverify.launch.flight import FlightFile
 
 _TORCH = str(Path(torch.__file__).parent)
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-
-
-class _Operator(NamedTuple):
-    """What people call an operator, where its schema has this rank's tensors and a peer or root."""
-
-    label: str
-    tensors_at: int | None
-    peer_at: int | None = None
-    point_to_point: bool = False
-
-
-_OPERATORS = {
-    "allreduce_": _Operator("all_reduce", 0),
-    "allreduce_coalesced_": _Operator("all_reduce_coalesced", 0),
-    "allgather_": _Operator("all_gather", 1),
-    "_allgather_base_": _Operator("all_gather_into_tensor", 1),
-    "allgather_coalesced_": _Operator("all_gather_coalesced", 1),
-    "allgather_into_tensor_coalesced_": _Operator("all_gather_into_tensor_coalesced", 1),
-    "reduce_scatter_": _Operator("reduce_scatter", 1),
-    "_reduce_scatter_base_": _Operator("reduce_scatter_tensor", 1),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter_tensor_coalesced", 1),
-    "alltoall_": _Operator("all_to_all", 1),
-    "alltoall_base_": _Operator("all_to_all_single", 1),
-    "broadcast_": _Operator("broadcast", 0, 2),
-    "reduce_": _Operator("reduce", 0, 3),
-    "gather_": _Operator("gather", 1, 3),
-    "scatter_": _Operator("scatter", 0, 3),
-    "barrier": _Operator("barrier", None),
-    "monitored_barrier_": _Operator("monitored_barrier", None),
-    "send": _Operator("send", 0, 2, point_to_point=True),
-    "recv_": _Operator("recv", 0, 2, point_to_point=True),
-    "recv_any_source_": _Operator("recv", 0, point_to_point=True),
-}
-
-
-class _Group(NamedTuple):
-    name: str
-    ranks: list[int]
-    head: str  # `ranks` and `name` as JSON, made once
-
-
-class _Entry:
-    """One collective; `work` is held only until it is seen to be over, since it pins tensors."""
-
-    __slots__ = (
-        "dtype",
-        "finished",
-        "group",
-        "number",
-        "operator",
-        "peer",
-        "sequence",
-        "shape",
-        "site",
-        "size",
-        "started",
-        "state",
-        "work",
-    )
-
-    def __init__(self, operator: _Operator, group: _Group, tensors: Any, peer: int, site: str) -> None:
-        flat = _flatten(tensors)
-        self.operator = operator
-        self.group = group
-        self.peer = peer
-        self.site = site
-        self.size = len(flat)
-        self.shape = tuple(flat[0].shape) if flat else ()
-        self.dtype = str(flat[0].dtype)[6:] if flat else ""
-        self.number = self.sequence = 0
-        self.started = time.time()
-        self.finished = 0.0
-        self.state: Literal["started", "finished", "failed"] = "started"
-        self.work: Any = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "op": self.operator.label,
-            "group": self.group.ranks,
-            "group_name": self.group.name,
-            "sequence": self.sequence,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "num_tensors": self.size,
-            "peer": self.peer,
-            "site": self.site,
-            "state": self.state,
-            "started": self.started,
-            "seconds": None if self.state == "started" else self.finished - self.started,
-        }
-
-    def to_flight(self) -> bytes:
-        """Return the part that the flight file keeps, as JSON; by hand, since it is on every call's path."""
-        return (
-            f'{{"number": {self.number}, "op": "{self.operator.label}", {self.group.head}, '
-            f'"sequence": {self.sequence}, "shape": {list(self.shape)}, "dtype": "{self.dtype}", '
-            f'"num_tensors": {self.size}, "peer": {self.peer}, "site": {json.dumps(self.site)}}}'
-        ).encode()
 
 
 class CollectiveTrace:
@@ -132,44 +42,55 @@ class CollectiveTrace:
     `group_name`, `sequence` (from 1, of this group; point-to-point counts apart, per peer), `shape` and
     `dtype` of this rank's first tensor, `num_tensors`, `peer` (root, source or destination in the group, or
     -1), `site` (the first frame outside torch), `state` (`started`, `finished`, `failed`), `started` (Unix
-    time) and `seconds` until it was seen to be over.
+    time) and `seconds` until it was seen to be over. On CUDA a collective is over when the device is through.
 
     With a `path`, the last records are also kept in a file, for `flight.read_flight`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=capacity)
-        self._open: list[_Entry] = []
+        self._collectives: deque[Collective] = deque(maxlen=capacity)
+        self._open: list[Collective] = []
         self._counts: dict[Any, int] = {}
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, Group] = {}
         self._number = 0
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
-        self._library: Any = None
+        self._libraries: list[Any] = []
+        self._wait: Any = None
 
     def __enter__(self) -> Self:
         """Begin to record. One trace records at a time in a process."""
-        self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name, operator in _OPERATORS.items():
+        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for name, operator in OPERATORS.items():
             kernel = self._make_kernel(operator, getattr(torch.ops.c10d, name).default.redispatch)
-            self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+        kernel = self._make_wait_kernel(torch.ops._c10d_functional.wait_tensor.default.redispatch)
+        functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+        self._libraries = [library, functional]
+        self._wait = dist.Work.wait
+        dist.Work.wait = self._make_wait(self._wait)  # type: ignore[method-assign]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         """End recording; what was recorded stays readable."""
-        self._library._destroy()
-        self._library = None
-        self.poll()
-        if self._flight is not None:
-            self._flight.close()
-            self._flight = None
+        dist.Work.wait = self._wait  # type: ignore[method-assign]
+        for library in self._libraries:
+            library._destroy()
+        self._libraries = []
+        with self._lock:
+            self._close_finished()
+            self._open.clear()
+            if self._flight is not None:
+                self._flight.close()
+                self._flight = None
 
     def reset(self) -> None:
         """Forget all records, and begin to count at 1 again."""
         with self._lock:
-            self._entries.clear()
+            self._collectives.clear()
             self._open.clear()
             self._counts.clear()
             self._groups.clear()
@@ -185,94 +106,91 @@ class CollectiveTrace:
     def records(self) -> list[dict[str, Any]]:
         """Return the records, oldest first."""
         self.poll()
-        return [entry.to_dict() for entry in list(self._entries)]
+        return [collective.to_dict() for collective in list(self._collectives)]
 
     def last(self) -> dict[str, Any] | None:
         """Return the newest record."""
         self.poll()
-        return self._entries[-1].to_dict() if self._entries else None
+        return self._collectives[-1].to_dict() if self._collectives else None
 
-    def _make_kernel(self, operator: _Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
-        _, tensors_at, peer_at, _ = operator
-
+    def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
-            tensors = arguments[tensors_at] if tensors_at is not None else ()
-            peer = arguments[peer_at] if peer_at is not None else -1
-            entry = self._begin(operator, _find_group(arguments), tensors, peer)
+            collective = self._begin(operator, find_group(arguments), arguments)
             try:
                 returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
             except BaseException:
-                self._finish(entry, "failed")
+                self._finish(collective, "failed")
                 raise
             work = returned[-1] if isinstance(returned, tuple) else returned
             if work is None:
-                self._finish(entry, "finished")
+                self._finish(collective, "finished")
             else:
-                entry.work = dist.Work.unbox(work)
+                collective.work = dist.Work.unbox(work)
             return returned
 
         return kernel
 
-    def _begin(self, operator: _Operator, handle: dist.ProcessGroup, tensors: Any, peer: int) -> _Entry:
+    def _make_wait_kernel(self, redispatch: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+            returned = redispatch(keys - _BACKEND_SELECT, tensor)
+            if any(collective.outputs for collective in self._open):
+                storage = find_storage(tensor)
+                self._finish_lazy(lambda collective: storage in collective.outputs)
+            return returned
+
+        return kernel
+
+    def _make_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_note(work: dist.Work, *arguments: Any, **named: Any) -> Any:
+            returned = wait(work, *arguments, **named)
+            self._finish_lazy(lambda collective: collective.work is work)
+            return returned
+
+        return wait_and_note
+
+    def _begin(self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...]) -> Collective:
         group = self._groups.get(handle)
         if group is None:
-            group = self._groups[handle] = _describe_group(handle)
-        entry = _Entry(operator, group, tensors, peer, _find_site())
-        key = (group.head, peer) if operator.point_to_point else group.head
+            group = self._groups[handle] = describe_group(handle)
+        collective = Collective(operator, group, arguments, _find_site())
+        key = (group.head, collective.peer) if operator.point_to_point else group.head
         with self._lock:
             self._close_finished()
-            self._counts[key] = entry.sequence = self._counts.get(key, 0) + 1
+            self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
             self._number += 1
-            entry.number = self._number
-            self._entries.append(entry)
-            self._open.append(entry)
+            collective.number = self._number
+            self._collectives.append(collective)
+            self._open.append(collective)
             if self._flight is not None:
-                self._flight.write(entry.number, entry.to_flight())
-        return entry
+                self._flight.write(collective.number, collective.to_flight())
+        return collective
 
-    def _finish(self, entry: _Entry, state: Literal["finished", "failed"]) -> None:
+    def _finish(self, collective: Collective, state: State) -> None:
         with self._lock:
-            entry.state = state
+            collective.state = state
+            self._close_finished()
+
+    def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
+        """Mark the lazy collectives that somebody has waited for."""
+        with self._lock:
+            for collective in self._open:
+                if collective.outputs and matches(collective):
+                    collective.state = "finished"
             self._close_finished()
 
     def _close_finished(self) -> None:
         if not self._open:
             return
         still_open = []
-        for entry in self._open:
-            if entry.state == "started":
-                if entry.work is None or not entry.work.is_completed():
-                    still_open.append(entry)
-                    continue
-                entry.state = "finished" if entry.work.exception() is None else "failed"
-            entry.finished = time.time()
-            entry.work = None
+        for collective in self._open:
+            if not collective.update():
+                still_open.append(collective)
+                continue
+            collective.finished = time.time()
+            collective.work = None
             if self._flight is not None:
-                self._flight.finish(entry.number, entry.state == "finished")
+                self._flight.finish(collective.number, collective.state == "finished")
         self._open = still_open
-
-
-def _flatten(tensors: Any) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [tensor for each in tensors for tensor in _flatten(each)]
-
-
-def _find_group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the group among the arguments; it is the first script object in every schema."""
-    for argument in arguments:
-        if isinstance(argument, torch.ScriptObject):
-            return dist.ProcessGroup.unbox(argument)
-    raise AssertionError("a collective without a group")
-
-
-def _describe_group(handle: dist.ProcessGroup) -> _Group:
-    try:
-        ranks = list(dist.get_process_group_ranks(handle))
-    except (KeyError, ValueError, RuntimeError):  # A group that torch.distributed did not make.
-        ranks = list(range(handle.size()))
-    name = handle.group_name
-    return _Group(name, ranks, f'"group": {ranks}, "group_name": {json.dumps(name)}')
 
 
 def _find_site() -> str:

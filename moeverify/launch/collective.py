@@ -1,0 +1,164 @@
+"""One collective of a trace, and torch's operators that issue them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+State = Literal["started", "finished", "failed"]
+
+
+class Operator(NamedTuple):
+    """What people call an operator of `c10d`, and which arguments hold this rank's tensors and a peer or root.
+
+    gloo does a part of a `lazy` operator's work inside `Work.wait`, and never says that it is complete.
+    """
+
+    label: str
+    tensors_at: int | None
+    peer_at: int | None = None
+    point_to_point: bool = False
+    lazy: bool = False
+
+
+OPERATORS = {
+    "allreduce_": Operator("all_reduce", 0),
+    "allreduce_coalesced_": Operator("all_reduce_coalesced", 0),
+    "allgather_": Operator("all_gather", 1),
+    "_allgather_base_": Operator("all_gather_into_tensor", 1),
+    "allgather_coalesced_": Operator("all_gather_coalesced", 1),
+    "allgather_into_tensor_coalesced_": Operator("all_gather_into_tensor_coalesced", 1),
+    "reduce_scatter_": Operator("reduce_scatter", 1, lazy=True),
+    "_reduce_scatter_base_": Operator("reduce_scatter_tensor", 1, lazy=True),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter_tensor_coalesced", 1, lazy=True),
+    "alltoall_": Operator("all_to_all", 1),
+    "alltoall_base_": Operator("all_to_all_single", 1),
+    "broadcast_": Operator("broadcast", 0, 2),
+    "reduce_": Operator("reduce", 0, 3),
+    "gather_": Operator("gather", 1, 3),
+    "scatter_": Operator("scatter", 0, 3),
+    "barrier": Operator("barrier", None),
+    "monitored_barrier_": Operator("monitored_barrier", None),
+    "send": Operator("send", 0, 2, point_to_point=True),
+    "recv_": Operator("recv", 0, 2, point_to_point=True),
+    "recv_any_source_": Operator("recv", 0, point_to_point=True),
+}
+
+
+class Group(NamedTuple):
+    """A process group: its name, its global ranks, and both as JSON, which is made once."""
+
+    name: str
+    ranks: list[int]
+    head: str
+
+
+class Collective:
+    """One collective; `work` is held only until it is seen to be over, since it pins tensors."""
+
+    __slots__ = (
+        "dtype",
+        "finished",
+        "group",
+        "number",
+        "operator",
+        "outputs",
+        "peer",
+        "sequence",
+        "shape",
+        "site",
+        "size",
+        "started",
+        "state",
+        "work",
+    )
+
+    def __init__(self, operator: Operator, group: Group, arguments: tuple[Any, ...], site: str) -> None:
+        tensors = [] if operator.tensors_at is None else list(flatten(arguments[operator.tensors_at]))
+        self.operator = operator
+        self.group = group
+        self.peer = arguments[operator.peer_at] if operator.peer_at is not None else -1
+        self.site = site
+        self.size = len(tensors)
+        self.shape = tuple(tensors[0].shape) if tensors else ()
+        self.dtype = str(tensors[0].dtype)[6:] if tensors else ""
+        self.number = self.sequence = 0
+        self.started = time.time()
+        self.finished = 0.0
+        self.state: State = "started"
+        self.work: Any = None
+        self.outputs: tuple[int, ...] = ()
+        if operator.lazy and tensors and tensors[0].device.type == "cpu":
+            self.outputs = tuple(find_storage(tensor) for tensor in flatten(arguments[0]))
+
+    def update(self) -> bool:
+        """Return whether it is over, after a look at its work."""
+        if self.state == "started" and self.work is not None and self.work.is_completed():
+            self.state = "finished" if self.work.exception() is None else "failed"
+        return self.state != "started"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record that a trace shows."""
+        return {
+            "number": self.number,
+            "op": self.operator.label,
+            "group": self.group.ranks,
+            "group_name": self.group.name,
+            "sequence": self.sequence,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "num_tensors": self.size,
+            "peer": self.peer,
+            "site": self.site,
+            "state": self.state,
+            "started": self.started,
+            "seconds": None if self.state == "started" else self.finished - self.started,
+        }
+
+    def to_flight(self) -> bytes:
+        """Return what the flight file keeps, as JSON; put together by hand, since every call pays for it."""
+        return (
+            f'{{"number": {self.number}, "op": "{self.operator.label}", {self.group.head}, '
+            f'"sequence": {self.sequence}, "shape": {list(self.shape)}, "dtype": "{self.dtype}", '
+            f'"num_tensors": {self.size}, "peer": {self.peer}, "site": {json.dumps(self.site)}}}'
+        ).encode()
+
+
+def flatten(tensors: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a tensor, a list, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    else:
+        for each in tensors:
+            yield from flatten(each)
+
+
+def find_storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 for one that has none, such as a fake tensor."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def find_group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
+    """Return the group among an operator's arguments: in every schema it is the first script object."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument)
+    raise AssertionError("a collective without a group")
+
+
+def describe_group(handle: dist.ProcessGroup) -> Group:
+    """Return a group's name and ranks; counted from 0 for a group that torch.distributed did not make."""
+    try:
+        ranks = list(dist.get_process_group_ranks(handle))
+    except (KeyError, ValueError, RuntimeError):
+        ranks = list(range(handle.size()))
+    name = handle.group_name
+    return Group(name, ranks, f'"group": {ranks}, "group_name": {json.dumps(name)}')
