@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -62,7 +62,6 @@ def open_door() -> Iterator[Door]:
         door.err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        drop_output()
         raise typer.Exit(READER_GONE) from None
     except Exception:
         # Python would exit with 1, which here means that a layout computes something else.
@@ -77,14 +76,6 @@ def find_rank() -> int:
         if _read_integer(size) > 1 and rank in os.environ:
             return _read_integer(rank)
     return 0
-
-
-def drop_output() -> None:
-    """Send what is still printed to nowhere, after the reader of a pipe has gone (`moeverify ... | head`)."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def is_continuous_integration() -> bool:

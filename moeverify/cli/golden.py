@@ -26,7 +26,7 @@ def golden(
     overrides: Overrides = None,
     pattern: Pattern = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit with 1 when a golden is missing or differs.")
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused.")
     ] = False,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
@@ -47,4 +47,4 @@ def golden(
         with open_progress(door.out, quiet=quiet) as progress:
             rows = record_goldens(loaded, options, progress.on_event, check=check)
         render_goldens(rows, door.out)
-        raise typer.Exit(1 if is_stale(rows) else 0)
+        raise typer.Exit(1 if check and is_stale(rows) else 0)

@@ -30,7 +30,6 @@ class Keeper:
         def on_event(event: Event) -> None:
             if event.kind == "case-end" and event.result is not None:
                 self.results[event.result.name] = event.result
-                self._running = ""
             elif event.kind == "case-start":
                 self._running = event.case
             elif event.kind == "launch":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ from moeverify.cli.arguments import (
     Pattern,
     Quiet,
 )
-from moeverify.cli.door import BAD_INPUT, EXIT_CODES, Door, drop_output, is_continuous_integration, open_door
+from moeverify.cli.door import BAD_INPUT, EXIT_CODES, Door, is_continuous_integration, open_door
 from moeverify.cli.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -128,10 +129,8 @@ def _deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) ->
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
-    try:
+    with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
         render_run(result, door.out, folder=outputs.folder, quiet=quiet)
-    except BrokenPipeError:  # the verdict stands, whether or not somebody reads all of it
-        drop_output()
     for failure in failures:
         door.err.print(f"error: {failure}", soft_wrap=True)
     return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

@@ -39,7 +39,7 @@ class FlightFile:
         """Mark record `number` as over, unless its slot has a later record by now."""
         slot = number % NUM_SLOTS
         start = slot * _SLOT_SIZE
-        if self._numbers[slot] == number and self._map[start] == _STARTED:
+        if self._numbers[slot] == number and self._map[start] != 0:
             self._map[start] = _FINISHED if success else _FAILED
 
     def clear(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from moeverify.launch.follower import Follower
@@ -18,7 +18,7 @@ def run_jobs(
     num_ranks: int | None = None,
     device: Device = "cpu",
     on_event: Callable[[LaunchEvent], None] | None = None,
-) -> Iterator[JobOutcome]:
+) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module (or a file, ending in .py) that calls `rank.serve(sys.argv[1], run_job)` when it runs

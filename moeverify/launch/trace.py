@@ -29,9 +29,11 @@ from moeverify.launch.collective import (
     find_group,
     find_storage,
 )
-from moeverify.launch.flight import FlightFile
+from moeverify.launch.flight import NUM_SLOTS, FlightFile
 
 _TORCH = str(Path(torch.__file__).parent)
+# Decorators of these wrap torch's functions, and stand between them and their caller.
+_WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 
@@ -63,10 +65,10 @@ class CollectiveTrace:
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for name, operator in OPERATORS.items():
             kernel = self._make_kernel(operator, getattr(torch.ops.c10d, name).default.redispatch)
-            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
         functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
         kernel = self._make_wait_kernel(torch.ops._c10d_functional.wait_tensor.default.redispatch)
-        functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
         self._libraries = [library, functional]
         self._wait = dist.Work.wait
         dist.Work.wait = self._make_wait(self._wait)  # type: ignore[method-assign]
@@ -126,13 +128,18 @@ class CollectiveTrace:
                 self._finish(collective, "finished")
             else:
                 collective.work = dist.Work.unbox(work)
+                collective.work_id = id(collective.work)
             return returned
 
         return kernel
 
     def _make_wait_kernel(self, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
-            returned = redispatch(keys - _BACKEND_SELECT, tensor)
+            try:
+                returned = redispatch(keys - _BACKEND_SELECT, tensor)
+            except BaseException:
+                self._mark_failed(0)
+                raise
             if any(collective.outputs for collective in self._open):
                 storage = find_storage(tensor)
                 self._finish_lazy(lambda collective: storage in collective.outputs)
@@ -142,7 +149,11 @@ class CollectiveTrace:
 
     def _make_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_note(work: dist.Work, *arguments: Any, **named: Any) -> Any:
-            returned = wait(work, *arguments, **named)
+            try:
+                returned = wait(work, *arguments, **named)
+            except BaseException:
+                self._mark_failed(id(work))
+                raise
             self._finish_lazy(lambda collective: collective.work is work)
             return returned
 
@@ -178,6 +189,17 @@ class CollectiveTrace:
                     collective.state = "finished"
             self._close_finished()
 
+    def _mark_failed(self, work_id: int) -> None:
+        """Mark the collective of a work whose waiter got an error; without an id, the oldest that is open."""
+        with self._lock:
+            recent = list(self._collectives)[-NUM_SLOTS:]
+            known = [each for each in recent if each.work_id == work_id] or self._open[:1] or recent[-1:]
+            for collective in known[-1:]:
+                collective.state = "failed"
+                if self._flight is not None:
+                    self._flight.finish(collective.number, success=False)
+            self._close_finished()
+
     def _close_finished(self) -> None:
         if not self._open:
             return
@@ -194,12 +216,12 @@ class CollectiveTrace:
 
 
 def _find_site() -> str:
-    """Return `file:line in function` of the first frame that is neither torch's nor this file's."""
+    """Return `file:line in function` of the first frame that is not torch's."""
     frame = sys._getframe(3)
     while True:
         code = frame.f_code
         name = code.co_filename
-        if not name.startswith((_TORCH, "<")) and not name.endswith("contextlib.py"):
+        if not name.startswith((_TORCH, "<")) and not name.endswith(_WRAPPERS):
             return f"{name}:{frame.f_lineno} in {code.co_name}"
         if frame.f_back is None:
             return ""

@@ -13,7 +13,7 @@ from moeverify.report.characters import clean
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count
 
-Status = Literal["recorded", "refreshed", "unchanged", "missing", "differs"]
+Status = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
 
 _STYLES = {
     "recorded": "green",
@@ -21,6 +21,7 @@ _STYLES = {
     "unchanged": "",
     "missing": "bold red",
     "differs": "bold red",
+    "unused": "yellow",
 }
 
 
@@ -41,8 +42,8 @@ class GoldenRow(Protocol):
 
 
 def is_stale(rows: Sequence[GoldenRow]) -> bool:
-    """Return whether a golden is missing or is not what this machine computes."""
-    return any(row.status in ("missing", "differs") for row in rows)
+    """Return whether a golden is missing, is not what this machine computes, or belongs to no case."""
+    return any(row.status in ("missing", "differs", "unused") for row in rows)
 
 
 def render_goldens(rows: Sequence[GoldenRow], console: Console) -> None:

@@ -15,6 +15,7 @@ from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
+from moeverify.faults.restore import restored
 from moeverify.golden.store import StoredGolden
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
@@ -35,8 +36,13 @@ def verify_case(
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    if fault is not None:
-        resolve(fault, "--fault")()
+    with restored():
+        if fault is not None:
+            resolve(fault, "--fault")()
+        return _verify(case, golden, device)
+
+
+def _verify(case: Case, golden: StoredGolden, device: Any) -> dict[str, Any] | None:
     comparison = Comparison(golden)
     _train(case, golden, device, comparison)
     entries = list(comparison.entries())

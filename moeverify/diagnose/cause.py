@@ -1,0 +1,28 @@
+"""The causes that a diagnosis can name. No torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a logical tensor differs from its golden."""
+
+    SCALE = "scale"  # every value of a family is k times the right one
+    TERM_SCALE = "term-scale"  # the part of one loss term (lm, balance, z) is k times right; 0: it is missing
+    SHARE_WEIGHTS = "share-weights"  # shares of ranks or micro-batches are weighted otherwise, or missing
+    PADDING = "padding"  # padding tokens contribute
+    MISSING_REDUCTION = "missing-reduction"  # replicas over an axis hold addends; their sum is the golden
+    DETACHED = "detached"  # zero or absent where the golden is not
+    PERMUTATION = "permutation"  # the right values in other places
+    DUPLICATE = "duplicate"  # a part holds the values of another part
+    STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
+    NORM = "norm"  # the gradients are right, the norm or the clip by it is not
+    STATE = "state"  # router state or counters moved by another amount than the right gradients and routing say
+    METRIC = "metric"  # only a reported number is off, by a factor that is named
+    ROUNDING = "rounding"  # right up to the rounding of a lower precision than the recipe's
+    ROUTING = "routing"  # tokens went to other experts although what came before is right
+    FORWARD = "forward"  # a module's output is wrong although its inputs are right
+    BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
+    REPLICAS = "replicas"  # ranks that should hold the same do not
+    NONDETERMINISM = "nondeterminism"  # two runs of the same layout differ

@@ -1,0 +1,1 @@
+"""One file a fault, named after its number in the catalogue of real bugs; each holds one `FAULT`."""

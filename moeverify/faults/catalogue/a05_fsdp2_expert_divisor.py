@@ -1,0 +1,30 @@
+"""FSDP2 divides expert gradients by the ranks that hold the experts, not by those that share the loss."""
+
+from __future__ import annotations
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import fsdp2
+
+
+def inject() -> None:
+    """Shard experts without a divisor of their own."""
+
+    def shard_experts(block: object, mesh: object, num_loss_ranks: int) -> None:
+        original(block, mesh, mesh.size())  # type: ignore[attr-defined]
+
+    original = fsdp2._shard_experts
+    fsdp2._shard_experts = shard_experts  # type: ignore[assignment]
+
+
+FAULT = Fault(
+    number="A05",
+    title="expert gradients are ep times too large under FSDP2",
+    source="pytorch/pytorch #160285; pytorch/torchtitan PR #1551 (59e57a4bb)",
+    mechanism="fully_shard on the experts averages over the small expert mesh instead of all data ranks",
+    trigger="FSDP2 with expert parallelism",
+    case=make_case("a05", dp_shard=4, ep=2),
+    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    inject=inject,
+)

@@ -1,0 +1,89 @@
+"""What a fault is: a real bug, how to break the code as it did, where it shows, and what should be found."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from moeverify.case.schema import Case
+from moeverify.diagnose.cause import Cause
+from moeverify.errors import CaseError, Problem
+from moeverify.faults import catalogue
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a diagnosis should say of a fault.
+
+    `where` is a regular expression for what is really at fault: it must match the origin's tensor, its place
+    or its axis, written as `tensor | where`. `causes` are the right names for what the fault does.
+    """
+
+    where: str
+    causes: tuple[Cause, ...]
+
+    def locates(self, text: str) -> bool:
+        """Return whether a finding's place is the right one."""
+        return re.search(self.where, text) is not None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One real bug of the catalogue, made again.
+
+    `source` names the issue, pull request or commit; `mechanism` says what was computed wrong, `trigger` under
+    which layouts; `case` is the smallest setting under which it shows. `inject` replaces functions or methods
+    of the parallel code in this process; whoever calls it restores them afterwards.
+    """
+
+    number: str
+    title: str
+    source: str
+    mechanism: str
+    trigger: str
+    case: Case
+    expected: Expected
+    inject: Callable[[], None]
+    is_moe: bool = True
+    notes: str = ""
+    tags: tuple[str, ...] = field(default=())
+
+    @property
+    def target(self) -> str:
+        """Return what `--fault` takes to inject this fault."""
+        return f"{self.inject.__module__}:{self.inject.__name__}"
+
+    @property
+    def bug_class(self) -> str:
+        """Return the class of the bug, a letter from A to O."""
+        return self.number[0]
+
+
+@cache
+def load_faults() -> dict[str, Fault]:
+    """Return all faults of the catalogue by number, sorted."""
+    found: dict[str, Fault] = {}
+    for module_info in pkgutil.iter_modules(catalogue.__path__):
+        module: Any = importlib.import_module(f"{catalogue.__name__}.{module_info.name}")
+        fault: Fault = module.FAULT
+        if fault.number in found:
+            raise ValueError(f"two faults have the number {fault.number}")
+        found[fault.number] = fault
+    return dict(sorted(found.items()))
+
+
+def find_fault(number: str) -> Fault:
+    """Return the fault with a number.
+
+    Raises: CaseError where there is none.
+    """
+    faults = load_faults()
+    if number.upper() not in faults:
+        known = ", ".join(faults)
+        raise CaseError([Problem(f"no fault `{number}`", remedy=f"the faults are {known}")])
+    return faults[number.upper()]

@@ -1,0 +1,44 @@
+"""The cases under which faults show: small, and with everything on that a bug can hide behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import Case, Checks, Data, Layout, MoE, Optimizer, Recipe, ReferenceModel
+
+_SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.2}
+_ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2}
+
+
+def make_case(
+    name: str,
+    *,
+    preset: str = "stress",
+    optimizer: str = "sgd",
+    model: Mapping[str, Any] | None = None,
+    moe: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    checks: Mapping[str, Any] | None = None,
+    **layout: Any,
+) -> Case:
+    """Return a case in float64 over two steps; mappings replace single fields, keywords are those of the layout.
+
+    SGD by default: it shows the scale of a gradient that AdamW hides.
+    """
+    fields: dict[str, Any] = {**PRESETS[preset], **(model or {})}
+    if isinstance(fields.get("moe"), Mapping):
+        fields["moe"] = MoE(**{**fields["moe"], **(moe or {})})
+    chosen = _SGD if optimizer == "sgd" else _ADAMW
+    made = Recipe(
+        name=f"fault-{name}",
+        model=ReferenceModel(preset=preset, **fields),
+        data=Data(**{"batch": 8, "seq_len": 16, "min_valid": 0.4, **(data or {})}),
+        optimizer=Optimizer(**chosen),
+        **{"steps": 2, "precision": "float64", **(recipe or {})},
+    )
+    return Case(
+        name=name, recipe=made, layout=Layout(**layout), checks=Checks(**{"repeat": False, **(checks or {})})
+    )
