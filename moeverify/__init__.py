@@ -1,1 +1,19 @@
 """Verification of distributed Mixture-of-Experts training against a single device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moeverify.suite.api import Verification, verify
+
+__all__ = ["Verification", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what this package offers; it is imported when it is first used, since every module passes here."""
+    if name in __all__:
+        from moeverify.suite import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

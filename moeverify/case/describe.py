@@ -38,6 +38,9 @@ def describe_layout(layout: Layout) -> str:
 
 def _describe_data(layout: Layout) -> str:
     kind = layout.data_parallel
+    if layout.parallelize is not None:  # what the user's code makes of these ranks is its own
+        both = layout.dp_replicate > 1 and layout.dp_shard > 1
+        return f"dp {layout.dp_replicate}x{layout.dp_shard}" if both else f"dp {layout.data_ranks}"
     name = (
         kind if kind != "fsdp1" or layout.fsdp1_strategy == "full_shard" else f"fsdp1 {layout.fsdp1_strategy}"
     )

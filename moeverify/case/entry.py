@@ -67,9 +67,11 @@ class Entry:
 
 
 def build_entry(value: Any, place: Place) -> Entry:
-    """Return `value` (dicts and scalars) as a tree whose every entry is at `place`."""
+    """Return `value` (dicts, lists and scalars) as a tree whose every entry is at `place`."""
     if isinstance(value, dict):
         return Entry({name: build_entry(item, place) for name, item in value.items()}, place)
+    if isinstance(value, list | tuple):
+        return Entry([build_entry(item, place) for item in value], place)
     return Entry(value, place)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moeverify.case.document import Report, read_document
-from moeverify.case.entry import Entry, merge, show
+from moeverify.case.entry import Entry, Place, build_entry, merge, show
 from moeverify.case.override import Override, parse_overrides
 from moeverify.case.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
 from moeverify.case.rules import validate
@@ -60,6 +60,18 @@ def load_cases(
     if ledger.problems:
         raise CaseError(_order(ledger.problems))
     return [item.case for item, (_, _, is_chosen) in zip(built, chosen, strict=True) if is_chosen]
+
+
+def build_case(fields: Mapping[str, Any]) -> Case:
+    """Return the case that a file with these fields would state; its `file` is empty.
+
+    Raises: CaseError, with all problems.
+    """
+    ledger = Ledger()
+    built = _build_case(Path("case"), build_entry(dict(fields), Place()), [], ledger)
+    if ledger.problems:
+        raise CaseError(ledger.problems)
+    return built.case.model_copy(update={"file": ""})
 
 
 def find_files(paths: Sequence[Path], report: Report) -> list[Path]:

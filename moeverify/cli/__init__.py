@@ -9,6 +9,7 @@ import typer
 from moeverify.cli.check import check
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
+from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
 from moeverify.cli.mesh import mesh
 from moeverify.cli.report import report
@@ -49,6 +50,7 @@ def _main(
 
 for _command in (run, check, golden, mesh, doctor, report, diff):
     app.command()(_command)
+app.add_typer(faults, name="faults")
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ def golden(
     overrides: Overrides = None,
     pattern: Pattern = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused.")
+        bool,
+        typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused."),
     ] = False,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,

@@ -32,6 +32,21 @@ if TYPE_CHECKING:
     from moeverify.compare.result import RunResult
     from moeverify.suite.options import RunOptions
 
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
+    ),
+]
+Fault = Annotated[
+    str | None,
+    typer.Option("--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."),
+]
+
 
 def run(
     cases: Cases,
@@ -46,22 +61,9 @@ def run(
         typer.Option("--out", metavar="DIR", help="Keep everything for report, diff and debugging."),
     ] = None,
     device: DeviceOption = Device.auto,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
-        ),
-    ] = None,
-    fault: Annotated[
-        str | None,
-        typer.Option(
-            "--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."
-        ),
-    ] = None,
+    ranks: Ranks = None,
+    timeout: Timeout = None,
+    fault: Fault = None,
     require_goldens: Annotated[
         bool | None,
         typer.Option(

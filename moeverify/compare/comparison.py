@@ -76,6 +76,9 @@ class Comparison:
         self._bits.append(bits)
         self._pending.append((step, kind, name, region, state, tuple(actual.shape)))
 
+    def begin_step(self, step: int) -> None:
+        """Do nothing: steps are told apart by what is observed."""
+
     def entries(self) -> Iterator[Entry]:
         """Yield one entry a piece, in the order of observation."""
         if not self._pending:

@@ -49,7 +49,8 @@ class Finding(Record):
 
     `rank` is the rank with the largest difference and `ranks` all that differ; `index` is the global index
     of the largest difference in the logical tensor. `scale` is the factor k that minimizes
-    |actual - k * expected|, `cosine` the angle between the two.
+    |actual - k * expected|, `cosine` the angle between the two. `cause` is a sentence and `code` its name
+    (`moeverify.diagnose.cause`). `follows` names the tensor whose finding explains this one too.
     """
 
     check: str
@@ -66,8 +67,10 @@ class Finding(Record):
     expected: float | None = None
     actual: float | None = None
     cause: str = ""
+    code: str = ""
     where: str = ""
     evidence: tuple[str, ...] = ()
+    follows: str = ""
 
 
 class RankReport(Record):
@@ -83,7 +86,10 @@ class RankReport(Record):
 
 
 class CaseResult(Record):
-    """The verdict of one case. `seconds` is wall time on the ranks, without the launch."""
+    """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
+
+    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare.
+    """
 
     name: str
     file: str
@@ -96,6 +102,7 @@ class CaseResult(Record):
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     rank_reports: tuple[RankReport, ...] = ()
+    losses: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -18,7 +18,9 @@ class Cause(StrEnum):
     DUPLICATE = "duplicate"  # a part holds the values of another part
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
     NORM = "norm"  # the gradients are right, the norm or the clip by it is not
-    STATE = "state"  # router state or counters moved by another amount than the right gradients and routing say
+    STATE = (
+        "state"  # router state or counters moved by another amount than the right gradients and routing say
+    )
     METRIC = "metric"  # only a reported number is off, by a factor that is named
     ROUNDING = "rounding"  # right up to the rounding of a lower precision than the recipe's
     ROUTING = "routing"  # tokens went to other experts although what came before is right

@@ -15,9 +15,16 @@ _TORCH = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+    "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     "torch.nn.functional",
     "torch.nn.utils",
     "torch.optim",
+)
+# Of these the classes are watched too; of all of torch that would take seconds.
+_TORCH_WITH_CLASSES = (
+    "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
 )
 
 
@@ -37,7 +44,7 @@ def _holders() -> Iterator[Any]:
         if module is None or not (name.startswith(_PREFIXES) or name in _TORCH):
             continue
         yield module
-        if name.startswith(_PREFIXES):
+        if name.startswith(_PREFIXES) or name in _TORCH_WITH_CLASSES:
             yield from _classes(module)
 
 

@@ -70,6 +70,9 @@ class GoldenWriter:
             self._tensors[key] = torch.zeros(region.shape, dtype=local.dtype)
         region.put(self._tensors[key], local.detach().cpu())
 
+    def begin_step(self, step: int) -> None:
+        """Do nothing: steps are told apart by what is observed."""
+
     def flush(self) -> Path:
         """Write the last step and return the folder with all steps, not yet under its final name."""
         self._flush()

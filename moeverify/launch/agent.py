@@ -16,7 +16,6 @@ import os
 import runpy
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -39,10 +38,6 @@ def main() -> None:
     plan_path = Path(sys.argv[1])
     plan = Plan.read(plan_path)
     sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
-    scratch = plan.launch_folder / "scratch"
-    scratch.mkdir()
-    # Elastic and multiprocessing make temporary files: here they end up where the caller wants them.
-    tempfile.tempdir = str(scratch)
     _set_environment()
     _set_logging()
     end = _launch(plan, plan_path)
@@ -146,7 +141,6 @@ def run_entry(entry: str, plan_path: str, agent: str) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    tempfile.tempdir = None
     sys.argv = [entry, plan_path]
     try:
         _run_as_main(entry)

@@ -62,6 +62,7 @@ class Collective:
     """One collective; `work` is held only until it is seen to be over, since it pins tensors."""
 
     __slots__ = (
+        "device",
         "dtype",
         "finished",
         "group",
@@ -87,6 +88,7 @@ class Collective:
         self.site = site
         self.size = len(tensors)
         self.shape = tuple(tensors[0].shape) if tensors else ()
+        self.device = tensors[0].device.type if tensors else "cpu"
         self.dtype = str(tensors[0].dtype)[6:] if tensors else ""
         self.number = self.sequence = 0
         self.started = time.time()
@@ -95,7 +97,7 @@ class Collective:
         self.work: Any = None
         self.work_id = 0
         self.outputs: tuple[int, ...] = ()
-        if operator.lazy and tensors and tensors[0].device.type == "cpu":
+        if operator.lazy and self.device == "cpu":
             self.outputs = tuple(find_storage(tensor) for tensor in flatten(arguments[0]))
 
     def update(self) -> bool:
@@ -130,6 +132,31 @@ class Collective:
             f'"sequence": {self.sequence}, "shape": {list(self.shape)}, "dtype": "{self.dtype}", '
             f'"num_tensors": {self.size}, "peer": {self.peer}, "site": {json.dumps(self.site)}}}'
         ).encode()
+
+
+class _StreamMark:
+    """A point in the current CUDA stream; complete, like a work, when the device has passed it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        over: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return over
+
+
+def find_work(returned: Any) -> dist.Work | None:
+    """Return the work among what an operator returned; NCCL's synchronous calls have none."""
+    work = returned[-1] if isinstance(returned, tuple | list) else returned
+    return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None
+
+
+def mark_stream(device: str) -> _StreamMark | None:
+    """Return something to ask whether a collective without a work is over, if the device can tell."""
+    if device != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    return _StreamMark()
 
 
 def flatten(tensors: Any) -> Iterator[torch.Tensor]:

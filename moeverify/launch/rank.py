@@ -95,6 +95,8 @@ class _Reporter:
     def report_hang(self) -> None:
         """Report that the job is over its time and end this rank."""
         self._hung = True
+        # The peers' ends will break the collective that this rank waits in now.
+        self.runner.trace.seal()
         self.runner.witness.disarm()
         text = f"still in the job after {self._job.timeout:g} s"
         self._write(self.runner.witness.describe_state("hung", text))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -28,10 +28,12 @@ from moeverify.launch.collective import (
     describe_group,
     find_group,
     find_storage,
+    find_work,
+    mark_stream,
 )
 from moeverify.launch.flight import NUM_SLOTS, FlightFile
 
-_TORCH = str(Path(torch.__file__).parent)
+_INNER = (str(Path(torch.__file__).parent), __file__, "<")
 # Decorators of these wrap torch's functions, and stand between them and their caller.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
@@ -100,6 +102,11 @@ class CollectiveTrace:
             if self._flight is not None:
                 self._flight.clear()
 
+    def seal(self) -> None:
+        """Let the file stay as it is now, whatever becomes of the collectives that are still open."""
+        with self._lock:
+            self._flight = None
+
     def poll(self) -> None:
         """Look which collectives are over; cheap, and any thread may do it."""
         with self._lock:
@@ -123,12 +130,12 @@ class CollectiveTrace:
             except BaseException:
                 self._finish(collective, "failed")
                 raise
-            work = returned[-1] if isinstance(returned, tuple) else returned
+            work = find_work(returned) or mark_stream(collective.device)
             if work is None:
                 self._finish(collective, "finished")
             else:
-                collective.work = dist.Work.unbox(work)
-                collective.work_id = id(collective.work)
+                collective.work = work
+                collective.work_id = id(work)
             return returned
 
         return kernel
@@ -216,13 +223,15 @@ class CollectiveTrace:
 
 
 def _find_site() -> str:
-    """Return `file:line in function` of the first frame that is not torch's."""
-    frame = sys._getframe(3)
-    while True:
+    """Return `file:line in function` of the first frame that is not torch's, or nothing.
+
+    On CUDA the backward pass has a thread of its own, with no frame but this trace's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if not name.startswith((_TORCH, "<")) and not name.endswith(_WRAPPERS):
+        if not name.startswith(_INNER) and not name.endswith(_WRAPPERS):
             return f"{name}:{frame.f_lineno} in {code.co_name}"
-        if frame.f_back is None:
-            return ""
         frame = frame.f_back
+    return ""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -51,12 +52,13 @@ def parameters(model: nn.Module) -> list[Holding]:
 
 
 def buffers(model: nn.Module) -> list[Holding]:
-    """Return every persistent buffer of the model, in the model's order."""
+    """Return every persistent buffer of the model, in the model's order; a complex one as pairs of numbers."""
     held: list[Holding] = []
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                held.append(Holding(logical_name(f"{prefix}.{name}"), buffer, region_of(buffer)))
+                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                held.append(Holding(logical_name(f"{prefix}.{name}"), values, region_of(values)))
     return held
 
 

@@ -20,3 +20,6 @@ class Observer(Protocol):
         `local` has `region.local_shape` and may be changed by the run afterwards; None says that the run
         has no such tensor although it should (a gradient that never came).
         """
+
+    def begin_step(self, step: int) -> None:
+        """Hear that a step begins, before anything of it is computed."""

@@ -85,7 +85,8 @@ class Region:
             if isinstance(indices, range):
                 tensor = tensor.narrow(dim, indices.start, len(indices))
             else:
-                tensor = tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
+                chosen = torch.tensor(indices, dtype=torch.int64, device=tensor.device)
+                tensor = tensor.index_select(dim, chosen)
         return tensor
 
     def put(self, whole: Tensor, local: Tensor) -> None:
@@ -96,9 +97,10 @@ class Region:
         if not self.dims:
             whole.copy_(local)
             return
-        grid = torch.meshgrid(
-            *(torch.tensor(tuple(indices), device=whole.device) for indices in self.dims), indexing="ij"
-        )
+        along = [
+            torch.tensor(tuple(indices), dtype=torch.int64, device=whole.device) for indices in self.dims
+        ]
+        grid = torch.meshgrid(*along, indexing="ij")
         whole[grid] = local.to(whole.dtype)
 
     def flat_index(self, device: torch.device | str = "cpu") -> Tensor:

@@ -14,11 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 Accumulate = Callable[[bool], AbstractContextManager[object]]
 
 
-def apply_ddp(model: nn.Module, group: ProcessGroup, device: torch.device) -> tuple[nn.Module, Accumulate]:
+def apply_ddp(
+    model: nn.Module, group: ProcessGroup, device: torch.device, *, find_unused: bool = False
+) -> tuple[nn.Module, Accumulate]:
     """Return the wrapped model and its context for a micro-batch; parameters must have their values.
 
     Expert parameters (DTensors) are left out: the ranks of `group` hold different ones. Nothing is broadcast
     at the start or before a forward pass: replicas are equal because they compute the same, or a check says so.
+    `find_unused` is for models that do not use every parameter in every forward pass.
     """
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
@@ -28,5 +31,6 @@ def apply_ddp(model: nn.Module, group: ProcessGroup, device: torch.device) -> tu
         process_group=group,
         broadcast_buffers=False,
         init_sync=False,
+        find_unused_parameters=find_unused,
     )
     return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()

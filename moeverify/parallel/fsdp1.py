@@ -30,18 +30,20 @@ def apply_fsdp1(
 
     `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over all of it.
     """
-
-    def wrap(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            module,
-            device_mesh=mesh,
-            sharding_strategy=_STRATEGIES[strategy, mesh.ndim],
-            device_id=device,
-            use_orig_params=True,
-        )
-
     for name, block in model.layers.items():
-        model.layers[name] = wrap(block)
-    wrapped = wrap(model)
-    assert isinstance(wrapped, FullyShardedDataParallel)
+        model.layers[name] = wrap_fsdp1(block, mesh, strategy, device)
+    wrapped = wrap_fsdp1(model, mesh, strategy, device)
     return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()
+
+
+def wrap_fsdp1(
+    module: nn.Module, mesh: DeviceMesh, strategy: Strategy, device: torch.device
+) -> FullyShardedDataParallel:
+    """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
+    return FullyShardedDataParallel(
+        module,
+        device_mesh=mesh,
+        sharding_strategy=_STRATEGIES[strategy, mesh.ndim],
+        device_id=device,
+        use_orig_params=True,
+    )

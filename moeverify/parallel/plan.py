@@ -161,15 +161,18 @@ def _reductions(
         summed = [by_name[name] for name in by_name if name in partial_names]
         reductions.append(Reduction(summed, meshes.group("tp")))
     experts = [by_name[name] for name in _expert_names(model) if name in by_name]
-    expert_mesh = _expert_mesh(meshes)
-    if expert_mesh is None or meshes.size("loss") == 1:
-        return reductions
+    return reductions + _expert_reductions(experts, layout, meshes)
+
+
+def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+    """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
+    mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
+    if mesh is None or num_loss_ranks == 1:
+        return []
     if layout.data_parallel == "ddp":
-        divisor = float(meshes.size("loss"))
-        reductions.append(Reduction(experts, meshes.group("edp"), divisor))
-    elif (rest := expert_divisor(expert_mesh, meshes.size("loss"))) is not None:
-        reductions.append(Reduction(experts, None, rest))
-    return reductions
+        return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
+    rest = expert_divisor(mesh, num_loss_ranks)
+    return [] if rest is None else [Reduction(experts, None, rest)]
 
 
 def _expert_names(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from moeverify.compare.result import CaseResult
 
 # Options of the run that change what the case does, so that a repeat must keep them.
-_KEPT = ("--set", "--fault", "--device", "--ranks", "--timeout")
+_KEPT = ("--set", "--fault", "--device", "--ranks", "--timeout", "--goldens", "--cache")
 
 
 def advise(case: CaseResult, command: str, folder: Path | None) -> list[tuple[str, str]]:
@@ -17,6 +17,8 @@ def advise(case: CaseResult, command: str, folder: Path | None) -> list[tuple[st
     steps: list[tuple[str, str]] = []
     if case.verdict == "skipped":
         return steps
+    if not case.file:  # it came from Python: there is no command that repeats it
+        return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
     if folder is None:
         kept = shlex.quote(f"runs/{case.name}")
         again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {kept}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moeverify.compare.result import RankReport
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_INNERMOST_FIRST = re.compile(r"most recent call first|^ *File \".*\", line \d+ in ", re.MULTILINE)
 _PREFIX = re.compile(r"\[rank\d+\]:?\s?", re.IGNORECASE)
 
 
@@ -61,8 +62,15 @@ def _fold(pairs: list[tuple[int, str]]) -> tuple[tuple[str, tuple[int, ...]], ..
     return tuple((text, tuple(ranks)) for text, ranks in ranks_of.items())
 
 
-def find_tail(stack: str, num_lines: int) -> tuple[str, int]:
-    """Return the last lines of a stack, where it stopped, and how many lines were left out before them."""
+def cut_stack(stack: str, num_lines: int) -> tuple[str, int]:
+    """Return the end of a stack where the rank stopped, and how many lines were left out.
+
+    Python's tracebacks have it last, stacks that faulthandler wrote have it first. A line or two more than
+    asked for are kept, since saying that they are left out takes as much room.
+    """
     lines = stack.splitlines()
-    left_out = max(0, len(lines) - num_lines)
-    return "\n".join(lines[left_out:]), left_out
+    left_out = len(lines) - num_lines
+    if left_out <= 2:
+        return stack, 0
+    kept = lines[:num_lines] if _INNERMOST_FIRST.search(stack) else lines[left_out:]
+    return "\n".join(kept), left_out

@@ -15,7 +15,7 @@ from moeverify.report.console import STYLES, print_lines, style_verdict
 from moeverify.report.facts import describe_finding, name_finding
 from moeverify.report.numbers import format_count, format_ranks, format_seconds
 from moeverify.report.order import count_tensors, count_verdicts, group_texts, order_findings
-from moeverify.report.stacks import RankGroup, find_tail, group_ranks
+from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
 from moeverify.report.table import make_table, print_table
 
 _MAX_FINDINGS = 5
@@ -127,12 +127,14 @@ def _render_group(group: RankGroup, console: Console, folder: Path | None) -> No
             who = "" if ranks == group.ranks else f"{format_ranks(ranks)}: "
             _print_fact(console, label or "what", who + text, indent=4)
     if group.stack:
-        tail, left_out = find_tail(clean(group.stack), _MAX_STACK_LINES)
+        # Ranks that were stopped because others failed say little.
+        num_lines = _MAX_STACK_LINES if group.state != "stopped" else _MAX_STACK_LINES // 3
+        text, left_out = cut_stack(clean(group.stack), num_lines)
+        for line in text.splitlines():
+            console.print(Text(f"    {line}"), soft_wrap=True)
         if left_out:
             where = f"in {folder / 'result.json'}" if folder else "with --out DIR or --json FILE"
             print_lines(console, Text(f"    ({left_out} more lines {where})", style="dim"))
-        for line in tail.splitlines():
-            console.print(Text(f"    {line}"), soft_wrap=True)
 
 
 def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -> None:

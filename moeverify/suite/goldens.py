@@ -14,6 +14,7 @@ from moeverify.golden.proximity import worst_distance
 from moeverify.launch.plan import Job
 from moeverify.suite.machine import answer_version, default_cache
 from moeverify.suite.options import RunOptions
+from moeverify.suite.search import search_path
 
 GOLDEN_TIMEOUT = 1800.0
 TOLERANCE = 1e-9
@@ -62,6 +63,7 @@ class GoldenSet:
             "cache": str(self.cache),
             "answer": self.answer,
             "fresh": [fresh or isinstance(recipe.model, ForeignModel) for recipe in self.recipes],
+            "search_paths": [search_path(self.cases[recipe.fingerprint()]) for recipe in self.recipes],
         }
         return Job(name="goldens", num_ranks=num_ranks, timeout=GOLDEN_TIMEOUT, payload=payload)
 

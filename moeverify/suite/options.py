@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ class RunOptions:
 
     `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
     is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
-    before its layout is built. Units: `timeout` in seconds, for each case, in place of its own.
+    before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in seconds, for each case, in place of its own.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -24,3 +25,4 @@ class RunOptions:
     cache_folder: Path | None = None
     timeout: float | None = None
     fault: str | None = None
+    case_faults: Mapping[str, str] = field(default_factory=dict)

@@ -58,7 +58,8 @@ def record_goldens(
     if outcome.state != "done" or outcome.result is None:
         raise RankFailure(f"the goldens could not be made: {outcome.summary}\n{_first_stack(outcome)}")
     rows = [_settle(goldens, recipe, outcome, check=check) for recipe in goldens.recipes]
-    return rows + _find_unused(cases, options, outcome.result["device_class"])
+    known = _load_beside(cases)
+    return rows + (find_unused(known, options.golden_folder) if known is not None else [])
 
 
 def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: bool) -> GoldenRow:
@@ -79,20 +80,23 @@ def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: b
     return GoldenRow(str(path), "refreshed", state.message.split(";")[0])
 
 
-def _find_unused(cases: Sequence[Case], options: RunOptions, device_class: str) -> list[GoldenRow]:
-    """Return a row for each golden that no case beside the given ones uses."""
-    folders = sorted({Path(case.file).parent for case in cases if case.file})
-    try:
-        known = load_cases(folders)
-    except CaseError:
-        return []  # a broken case beside these may be the one that uses it
-    used = {golden_path(options.golden_folder, case.recipe.name, device_class) for case in [*known, *cases]}
-    there = sorted(options.golden_folder.glob(f"*.{device_class}.json"))
+def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
+    """Return a row for each golden in a folder that none of the cases uses, on whatever device."""
+    used = {case.recipe.name for case in cases}
     return [
         GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case")
-        for path in there
-        if path not in used
+        for path in sorted(folder.glob("*.json"))
+        if path.name.rsplit(".", 2)[0] not in used  # RECIPE.DEVICE.json, and a recipe's name may have dots
     ]
+
+
+def _load_beside(cases: Sequence[Case]) -> list[Case] | None:
+    """Return these cases and those beside them in their folders, or None where one of these is broken."""
+    folders = sorted({Path(case.file).parent for case in cases if case.file})
+    try:
+        return [*cases, *load_cases(folders)]
+    except CaseError:
+        return None  # the broken one may be the one that uses a golden
 
 
 def _first_stack(outcome: JobOutcome) -> str:

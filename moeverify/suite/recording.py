@@ -18,6 +18,7 @@ from moeverify.golden.proximity import Fingerprint
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.hashing import hash_counter, key_of
 from moeverify.layout.observer import INITIAL
+from moeverify.suite.soundness import check_soundness
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
@@ -32,6 +33,8 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device) -> None:
     with GoldenWriter(folder) as writer:
         train(recipe, assemble_single(recipe, device, compute="float64"), writer)
         reference = StoredGolden(writer.flush(), finished=False)
+        if isinstance(recipe.model, ForeignModel):
+            check_soundness(recipe, reference, device)
         noise: dict[str, float] = {}
         for program in perturbed_programs(recipe, device):
             for key, error in measure_noise(recipe, program, reference).items():
@@ -118,4 +121,6 @@ def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
 
 def _is_filed(step: int, kind: str, last: int) -> bool:
     """Return whether the file in git has the fingerprints of this kind at this step."""
-    return step == INITIAL or (step == 0 and kind == "gradient") or (step == last and kind in _LAST_STEP_KINDS)
+    return (
+        step == INITIAL or (step == 0 and kind == "gradient") or (step == last and kind in _LAST_STEP_KINDS)
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from moeverify.launch.world import external_world
 from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
+from moeverify.suite.search import search_path
 
 ENTRY = "moeverify.suite.worker"
 
@@ -35,8 +36,10 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
     run = _Run(cases, options, device, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with _run_folder(options.folder) as folder:
-        if not run.execute(folder):
-            return None
+        for _ in run.execute(folder):
+            pass  # the caller hears of it by the event
+    if not run.is_first:
+        return None
     results = tuple(run.results[case.name] for case in cases)
     return RunResult(
         verdict=_overall(results),
@@ -46,6 +49,19 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
         launches=run.num_launches,
         cases=results,
     )
+
+
+def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> Generator[CaseResult]:
+    """Yield the verdict of each case as soon as it is known; the ranks go on while nobody asks for the next.
+
+    Closing the iterator ends all ranks and removes what they wrote. Ranks of an external launch yield nothing,
+    except the first.
+
+    Raises: MachineError where the device that was asked for is not there.
+    """
+    run = _Run(cases, options, choose_device(options.device), on_event)
+    with _run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
+        yield from results
 
 
 @contextmanager
@@ -73,31 +89,35 @@ class _Run:
         self.on_event = on_event
         self.results: dict[str, CaseResult] = {}
         self.num_launches = 0
+        world = external_world()
+        self.is_first = world is None or world.rank == 0
         self._runnable: list[Case] = []
         self._states: dict[str, GoldenState] = {}
 
-    def execute(self, folder: Path) -> bool:
-        """Run everything; return False on a rank that has nothing to say."""
+    def execute(self, folder: Path) -> Generator[CaseResult]:
+        """Run everything and yield each result as soon as it is known."""
         self._skip_too_large()
+        yield from list(self.results.values())
         if not self._runnable:
-            return True
+            return
         self._goldens = GoldenSet.of(self._runnable, self.options)
         jobs = [self._goldens.job(self._golden_ranks()), *map(self._case_job, self._runnable)]
         if external_world() is not None:
-            return self._execute_external(jobs, folder)
-        for outcome in run_jobs(
-            jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch
-        ):
-            self._take(outcome)
-        return True
+            self._execute_external(jobs, folder)
+            yield from [self.results[case.name] for case in self._runnable if self.is_first]
+            return
+        outcomes = run_jobs(jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch)
+        with closing(outcomes):
+            for outcome in outcomes:
+                self._take(outcome)
+                if outcome.index > 0:
+                    yield self.results[self._runnable[outcome.index - 1].name]
 
-    def _execute_external(self, jobs: Sequence[Job], folder: Path) -> bool:
+    def _execute_external(self, jobs: Sequence[Job], folder: Path) -> None:
         from moeverify.launch.external import serve_external
         from moeverify.suite.worker import run_job
 
-        world = external_world()
         serve_external(jobs, folder, run_job, self._take, device=self.device)
-        return world is not None and world.rank == 0
 
     def _skip_too_large(self) -> None:
         limit, why = most_ranks(self.device)
@@ -125,7 +145,8 @@ class _Run:
             "case": case.model_dump_json(),
             "cache": str(self._goldens.cache),
             "answer": self._goldens.answer,
-            "fault": self.options.fault,
+            "fault": self.options.case_faults.get(case.name, self.options.fault),
+            "search_path": search_path(case),
         }
         return Job(name=case.name, num_ranks=case.layout.world_size, timeout=timeout, payload=payload)
 
@@ -168,11 +189,16 @@ class _Run:
         if outcome.state != "done" or outcome.result is None:
             verdict: Verdict = "error"
             return self._result(case, verdict, outcome.summary, outcome, rank_reports=outcome.rank_reports)
+        if "error" in outcome.result:
+            return self._result(case, "error", outcome.result["error"], outcome)
         checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
         findings = tuple(Finding.model_validate(finding) for finding in outcome.result["findings"])
         verdict = "mismatch" if any(check.verdict == "mismatch" for check in checks) else "pass"
         notes = (state.message,) if state.status == "missing" else ()
-        return self._result(case, verdict, "", outcome, checks=checks, findings=findings, notes=notes)
+        losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
+        return self._result(
+            case, verdict, "", outcome, checks=checks, findings=findings, notes=notes, losses=losses
+        )
 
     def _result(
         self, case: Case, verdict: Verdict, reason: str, outcome: JobOutcome | None = None, **rest: Any

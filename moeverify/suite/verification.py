@@ -22,11 +22,11 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.suite.claims import axis_claims
-from moeverify.suite.foreign import assemble_foreign
+from moeverify.suite.investigation import investigate
 from moeverify.train.assemble import assemble_parallel
-from moeverify.train.forward import resolve
 from moeverify.train.loop import train
 from moeverify.train.program import Program
+from moeverify.train.target import resolve
 
 
 def verify_case(
@@ -48,15 +48,26 @@ def _verify(case: Case, golden: StoredGolden, device: Any) -> dict[str, Any] | N
     entries = list(comparison.entries())
     differing = _repeat(case, golden, device, entries) if case.checks.repeat else None
     gathered = _gather((entries, differing))
-    if gathered is None:
+    judgement = None
+    if gathered is not None:
+        judgement = judge_all(case, golden, [found for found, _ in gathered], [odd for _, odd in gathered])
+    findings = investigate(case, golden, judgement, lambda: _assemble(case, device), device)
+    if judgement is None or findings is None:
         return None
-    judgement = judge_all(
-        case, golden, [entries for entries, _ in gathered], [found for _, found in gathered]
-    )
     return {
         "checks": [check.model_dump(mode="json") for check in judgement.checks],
-        "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "losses": _losses(entries),
     }
+
+
+def _losses(entries: Sequence[Entry]) -> list[tuple[float, float]]:
+    """Return (golden, layout) total loss of each step, as rank 0 reports it."""
+    return [
+        (entry.difference.expected_at, entry.difference.actual_at)
+        for entry in entries
+        if entry.kind == "loss" and entry.name == "total"
+    ]
 
 
 def _train(case: Case, golden: StoredGolden, device: Any, observer: Any) -> None:
@@ -68,8 +79,6 @@ def _train(case: Case, golden: StoredGolden, device: Any, observer: Any) -> None
 
 
 def _assemble(case: Case, device: Any) -> Program:
-    if isinstance(case.recipe.model, ForeignModel):
-        return assemble_foreign(case.recipe, case.recipe.model, case.layout, device)
     return assemble_parallel(case.recipe, case.layout, build_meshes(case.layout, device.type), device)
 
 
@@ -80,6 +89,9 @@ def replays_routing(case: Case) -> bool:
 
 class _BitRecorder:
     """An observer that keeps only the hash of each piece."""
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing: steps are told apart by what is observed."""
 
     def __init__(self) -> None:
         self.bits: list[tuple[Key, Tensor | None]] = []
@@ -125,7 +137,7 @@ def judge_all(
         judge(assembled, bounds, coordinates),
         judge_replicas(assembled, coordinates),
         judge_coverage(assembled, _expected_names(case, golden)),
-        judge_sharding(assembled, axis_claims(case.layout, plan)),
+        judge_sharding(assembled, axis_claims(case, plan)),
     ]
     if case.checks.repeat:
         differing = [(rank, key) for rank, found in enumerate(repeats) for key in found or ()]

@@ -8,32 +8,65 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moeverify.case.schema import Case, Recipe
+from moeverify.case.schema import Case, ForeignModel, Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.golden.store import StoredGolden, is_stored
-from moeverify.launch.plan import Job
+from moeverify.launch.plan import Job, write_atomically
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.suite.recording import make_golden
 from moeverify.suite.verification import verify_case
+from moeverify.train.target import describe_error, import_path, resolve
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Run one job on this rank; rank 0 returns its result."""
+    """Run one job on this rank; rank 0 returns its result, or the `error` that the user can mend."""
     if job.payload["kind"] == "goldens":
         return _make_goldens(context, job)
     case = Case.model_validate_json(job.payload["case"])
     folder = Path(job.payload["cache"]) / cache_name(case.recipe, context.device, job.payload["answer"])
-    if context.local_rank == 0 and not is_stored(folder):
-        make_golden(case.recipe, folder, context.device)  # a node that does not share the cache
-    dist.barrier()
-    return verify_case(case, StoredGolden(folder), context.device, job.payload["fault"])
+    with import_path(job.payload["search_path"]):
+        problems: list[str] = [""] * context.world_size
+        dist.all_gather_object(problems, _prepare(case, folder, job.payload["fault"], context))
+        problem = next(filter(None, problems), "")
+        if problem:  # known on every rank, so that none waits for another
+            return {"error": problem}
+        return verify_case(case, StoredGolden(folder), context.device, job.payload["fault"])
+
+
+def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) -> str:
+    """Make sure that golden and functions are there; return what the user must mend, or nothing."""
+    known = _error_file(folder)
+    if known.exists():
+        return known.read_text()
+    try:
+        if context.local_rank == 0 and not is_stored(folder):
+            make_golden(case.recipe, folder, context.device)  # a node that does not share the cache
+        for target, path in _targets(case, fault):
+            resolve(target, path)
+    except CaseError as error:
+        return str(error)
+    return ""
+
+
+def _targets(case: Case, fault: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the functions that a case names, each with the path of its field."""
+    model = case.recipe.model
+    if isinstance(model, ForeignModel):
+        yield model.factory, "recipe.model.factory"
+        if model.loss is not None:
+            yield model.loss, "recipe.model.loss"
+    if case.layout.parallelize is not None:
+        yield case.layout.parallelize, "layout.parallelize"
+    if fault is not None:
+        yield fault, "--fault"
 
 
 def _make_goldens(context: RankContext, job: Job) -> dict[str, Any] | None:
@@ -41,7 +74,8 @@ def _make_goldens(context: RankContext, job: Job) -> dict[str, Any] | None:
     recipes = [Recipe.model_validate_json(text) for text in job.payload["recipes"]]
     for number in range(context.rank, len(recipes), context.world_size):
         recipe = recipes[number]
-        answer = _make_one(recipe, context.device, job, fresh=job.payload["fresh"][number])
+        with import_path(job.payload["search_paths"][number]):
+            answer = _make_one(recipe, context.device, job, fresh=job.payload["fresh"][number])
         context.store.set(recipe.fingerprint(), json.dumps(answer))
     if context.rank != 0:
         return None
@@ -51,6 +85,7 @@ def _make_goldens(context: RankContext, job: Job) -> dict[str, Any] | None:
 
 def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) -> dict[str, Any]:
     folder = Path(job.payload["cache"]) / cache_name(recipe, device, job.payload["answer"])
+    _error_file(folder).unlink(missing_ok=True)
     try:
         if fresh or not is_stored(folder):
             make_golden(recipe, folder, device)
@@ -60,8 +95,24 @@ def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) ->
             make_golden(recipe, folder, device)
             summary = StoredGolden(folder).summary
     except CaseError as error:
-        return {"error": str(error)}
+        return _note_error(folder, str(error))
+    except Exception as error:
+        if not isinstance(recipe.model, ForeignModel):
+            raise
+        text = f"one device cannot train `{recipe.model.factory}`: {describe_error(error)}"
+        return _note_error(folder, text)
     return {"summary": summary}
+
+
+def _note_error(folder: Path, text: str) -> dict[str, str]:
+    """Leave word for the cases that need this golden, so that none of them tries again."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(_error_file(folder), text)
+    return {"error": text}
+
+
+def _error_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.error")
 
 
 def device_class(device: torch.device) -> str:

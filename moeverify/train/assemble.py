@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from moeverify.case.schema import ForeignModel, Layout, Precision, Recipe, ReferenceModel
 from moeverify.layout.holding import Holding, buffers, logical_name, parameters
@@ -14,10 +17,12 @@ from moeverify.layout.split import split_positions, split_rows
 from moeverify.model.init import initial_values
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.plan import parallelize
+from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
 from moeverify.train.data import Share, whole_share
-from moeverify.train.forward import resolve
+from moeverify.train.foreign import Divided, build_foreign, cast, divide
 from moeverify.train.objective import Sums
 from moeverify.train.program import Program, dtype_of, find_routers
 
@@ -32,10 +37,9 @@ def assemble_single(
     """
     dtype = dtype_of(compute or recipe.precision)
     if isinstance(recipe.model, ForeignModel):
-        model = build_foreign(recipe.model, recipe.seed, recipe.precision, device).to(dtype)
+        model = cast(build_foreign(recipe.model, recipe.seed, recipe.precision, device), dtype)
     else:
-        model = Transformer(recipe.model, dtype=dtype, device=device)
-        fill_held(recipe.model, recipe.seed, recipe.precision, model)
+        model = _build_reference(recipe.model, recipe, dtype, device)
     return Program(
         model=model,
         holdings=parameters(model),
@@ -47,8 +51,13 @@ def assemble_single(
 
 
 def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
-    """Return this rank's program under a layout. Collective: all ranks of the layout."""
-    assert isinstance(recipe.model, ReferenceModel)
+    """Return this rank's program under a layout. Collective: all ranks of the layout.
+
+    The reference model is divided by `moeverify.parallel.plan`; a user's model, and any model under a user's
+    `parallelize`, by `moeverify.train.foreign`.
+    """
+    if isinstance(recipe.model, ForeignModel) or layout.parallelize is not None:
+        return _assemble_foreign(recipe, layout, meshes, device)
     dtype = dtype_of(recipe.precision)
     model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
     fill = partial(fill_held, recipe.model, recipe.seed, recipe.precision)
@@ -73,6 +82,47 @@ def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         finalize=done.finalize,
         sum_over_shards=done.sum_over_shards,
     )
+
+
+def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
+    if isinstance(recipe.model, ForeignModel):
+        plain = build_foreign(recipe.model, recipe.seed, recipe.precision, device)
+    else:
+        plain = _build_reference(recipe.model, recipe, dtype_of(recipe.precision), device, layout.experts)
+    done = divide(plain, layout, meshes, device)
+    holdings = parameters(done.model)
+    flat = keeps_flat_shards(done.model)
+    return Program(
+        model=done.model,
+        holdings=holdings,
+        buffers=buffers(done.model),
+        routers=find_routers(done.model, logical_name),
+        share=share_of(recipe, layout, meshes),
+        device=device,
+        sums=sums_of(layout, meshes),
+        scale=float(meshes.size("loss")),
+        num_micro_batches=layout.micro_batches,
+        optimizer_implementation=layout.optimizer,
+        accumulate=partial(accumulate, done.model),
+        loss_context=loss_parallel if layout.loss_parallel else nullcontext,
+        finalize=partial(_finalize, done, holdings),
+        sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
+    )
+
+
+def _finalize(done: Divided, holdings: Sequence[Holding]) -> None:
+    """Complete the gradients of a user's model; a DTensor's gradient is placed as its parameter, whatever came."""
+    if done.finalize is not None:
+        done.finalize()
+    finalize_gradients([held.tensor for held in holdings], [])
+
+
+def _build_reference(
+    spec: ReferenceModel, recipe: Recipe, dtype: torch.dtype, device: torch.device, experts: str = "loop"
+) -> nn.Module:
+    model = Transformer(spec, experts=experts, dtype=dtype, device=device)
+    fill_held(spec, recipe.seed, recipe.precision, model)
+    return model
 
 
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
@@ -122,12 +172,3 @@ def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype)
     index = held.region.flat_index(device=local.device)
     values = initial_values(spec, seed, held.name, held.region.shape, index)
     local.copy_(values.to(dtype).to(local.dtype).reshape(local.shape))
-
-
-def build_foreign(model: ForeignModel, seed: int, precision: str, device: torch.device) -> nn.Module:
-    """Return a user's model as its factory makes it under the seed, in the recipe's precision."""
-    factory = resolve(model.factory, "recipe.model.factory")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        built: nn.Module = factory(**model.arguments)
-    return built.to(device=device, dtype=dtype_of(precision))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,14 +16,15 @@ from moeverify.model.transformer import ModelOutput
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.objective import Losses, Normalizers, router_losses
 from moeverify.train.program import Program
+from moeverify.train.target import resolve
 
 
 def compute_losses(
     recipe: Recipe, program: Program, batch: Batch, normalizers: Normalizers
-) -> tuple[Losses, Tensor]:
+) -> tuple[Losses, Tensor | None]:
     """Return this rank's addends of the losses, and the detached cross entropy of each token (M, s).
 
-    A foreign model's own loss is a sum over its tokens; then the second value has that sum in its place, ().
+    The second value is None where a user's own loss gives nothing but a sum.
     """
     if isinstance(recipe.model, ForeignModel):
         return _foreign_losses(recipe.model, program, batch, normalizers)
@@ -51,34 +51,41 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.view(targets.shape)
 
 
-def resolve(target: str, path: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names.
-
-    Raises: CaseError, naming the field `path`, where there is no such module or function.
-    """
-    module_name, _, name = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        remedy = "is its folder on PYTHONPATH?"
-        raise CaseError([Problem(f"cannot import `{target}`: {error}", path=path, remedy=remedy)]) from error
-    if not callable(found):
-        raise CaseError([Problem(f"`{target}` is not a function", path=path)])
-    function: Callable[..., Any] = found
-    return function
-
-
 def _foreign_losses(
     model: ForeignModel, program: Program, batch: Batch, normalizers: Normalizers
-) -> tuple[Losses, Tensor]:
+) -> tuple[Losses, Tensor | None]:
+    """Return the losses of a user's model, and those of each token where it gives them one by one."""
     if model.loss is None:
-        output = program.model(batch.tokens)
-        logits = output.logits if hasattr(output, "logits") else output
-        token_loss = cross_entropy(logits, batch.targets)
-        total = token_loss.sum()
+        logits = _read_logits(program.model(batch.tokens), batch)
+        if isinstance(logits, DTensor) and program.loss_context is nullcontext:
+            logits = logits.full_tensor()  # torch takes a sharded vocabulary only within its loss_parallel
+        found = cross_entropy(logits, batch.targets)
     else:
-        total = resolve(model.loss, "recipe.model.loss")(program.model, batch.tokens, batch.targets)
-        token_loss = total
-    lm = total / normalizers.num_valid
+        found = resolve(model.loss, "recipe.model.loss")(program.model, batch.tokens, batch.targets)
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+    by_token = found.shape == batch.targets.shape
+    if not by_token and found.numel() != 1:
+        raise _shape_error(
+            f"`{model.loss}` returned shape {tuple(found.shape)}", "return a sum, or a loss a token"
+        )
+    lm = found.sum() / normalizers.num_valid
     zero = torch.zeros_like(lm)
-    return Losses(lm, zero, zero), token_loss.detach()
+    return Losses(lm, zero, zero), found.detach() if by_token else None
+
+
+def _read_logits(output: Any, batch: Batch) -> Tensor:
+    """Return the logits (M, s, V) of what a user's model returned: itself, or its `logits`."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        message = f"the model returned {type(output).__name__}, which is no tensor and has no `logits`"
+        raise _shape_error(message, "return logits, or name a function with `loss`")
+    if logits.ndim != 3 or logits.shape[:2] != batch.targets.shape:
+        rows, positions = batch.targets.shape
+        message = f"the model returned shape {tuple(logits.shape)} for {rows} rows of {positions} tokens"
+        raise _shape_error(message, f"return logits of shape ({rows}, {positions}, vocab_size)")
+    return logits
+
+
+def _shape_error(message: str, remedy: str) -> CaseError:
+    return CaseError([Problem(message, path="recipe.model", remedy=remedy)])

@@ -1,11 +1,11 @@
 """The training loop: the same for a single device and for every layout, with everything shown to an observer.
 
 What is shown, as (kind: names): `initial_weight` and `initial_buffer`: parameters and buffers, before step 0;
-then for every step `token_loss`: the cross entropy of each token (B, S); `loss`: total, lm, balance, z of the
-global batch; `router_ids`, `router_weights` (B, S, k), `router_margin` (B, S)
-and `router_counts` (E) of each router, under a replay `router_flips` (B, S) in place of ids and margin; `gradient` of
-each parameter after finalization and before the clip; `gradient_norm`: total, clip_coefficient; `update`,
-`optimizer_state` and `weight` of each parameter and `buffer` after the step.
+then for every step `token_loss`: the cross entropy of each token (B, S), where the model gives it; `loss`:
+total, lm, balance, z of the global batch; `router_ids`, `router_weights` (B, S, k), `router_margin` (B, S)
+and `router_counts` (E) of each router, under a replay `router_flips` (B, S) in place of ids and margin;
+`gradient` of each parameter after finalization and before the clip; `gradient_norm`: total,
+clip_coefficient; `update`, `optimizer_state` and `weight` of each parameter and `buffer` after the step.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def train(
     for held in program.buffers:
         observer.observe(INITIAL, "initial_buffer", held.name, held.local(), held.region)
     for step in range(recipe.steps):
+        observer.begin_step(step)
         if forced and golden is not None and step > 0:
             load_state(program, optimizer, golden, step - 1)
         _train_step(recipe, program, optimizer, observer, step, golden if replay_routing else None)
@@ -111,7 +112,8 @@ def _accumulate_gradients(
             (losses.total * program.scale).backward()
         for name, value in losses.named().items():
             totals[name] = totals[name] + value if name in totals else value
-        observer.observe(step, "token_loss", "lm", token_loss, batch.share.region(recipe.data))
+        if token_loss is not None:
+            observer.observe(step, "token_loss", "lm", token_loss, batch.share.region(recipe.data))
         seen = observe_routing(recipe, program, batch, observer, step, ids)
         counts = [old + new for old, new in zip(counts, seen, strict=True)] if counts else seen
     for name, value in totals.items():

@@ -82,7 +82,11 @@ def update_selection_bias(
     for router, local in zip(program.routers, counts, strict=True):
         total = program.sums.over_tokens(local)
         observer.observe(step, "router_counts", router.name, total, Region.whole(total.shape))
-        bias = router.module.selection_bias
-        if bias is not None and moe.selection_bias_rate > 0:
-            load = total.to(bias.dtype)
-            bias += moe.selection_bias_rate * torch.sign(load.mean() - load)
+        if router.module.selection_bias is not None and moe.selection_bias_rate > 0:
+            move_bias(router.module.selection_bias, total, moe.selection_bias_rate)
+
+
+def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
+    """Move a selection bias (E), in place, towards experts with less than the mean of the counts (E)."""
+    load = counts.to(bias.dtype)
+    bias += rate * torch.sign(load.mean() - load)

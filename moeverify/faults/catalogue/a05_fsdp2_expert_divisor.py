@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
@@ -11,11 +14,11 @@ from moeverify.parallel import fsdp2
 def inject() -> None:
     """Shard experts without a divisor of their own."""
 
-    def shard_experts(block: object, mesh: object, num_loss_ranks: int) -> None:
-        original(block, mesh, mesh.size())  # type: ignore[attr-defined]
+    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+        original(block, mesh, mesh.size())
 
     original = fsdp2._shard_experts
-    fsdp2._shard_experts = shard_experts  # type: ignore[assignment]
+    fsdp2._shard_experts = shard_experts
 
 
 FAULT = Fault(

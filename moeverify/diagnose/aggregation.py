@@ -1,0 +1,130 @@
+"""Wrong gradients as wrong sums: the fit on the golden's parts, put into words.
+
+Hypotheses are tried from the one with the fewest coefficients on; the first that leaves no residual is the
+cause, because a wrong one with fewer coefficients cannot fit float64 numbers to ten digits by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.diagnose.components import Components
+from moeverify.diagnose.evidence import EXACT
+from moeverify.diagnose.fit import (
+    Fit,
+    fit_columns,
+    padding_columns,
+    scale_columns,
+    share_columns,
+    term_columns,
+    term_share_columns,
+)
+from moeverify.diagnose.verdict import Verdict, name_factor
+
+Gradients = Sequence[tuple[str, Tensor]]
+
+
+def examine_aggregation(
+    gradients: Gradients, components: Components, degrees: dict[str, int]
+) -> tuple[Verdict | None, tuple[str, ...]]:
+    """Return the verdict on some wrong gradients taken together, and what each hypothesis left as residual."""
+    tried: list[str] = []
+
+    def attempt(name: str, columns: Sequence[tuple[str, object]]) -> Fit | None:
+        fit = fit_columns(gradients, columns)  # type: ignore[arg-type]
+        if fit is None:
+            return None
+        tried.append(f"{name}: residual {fit.residual:.2g}")
+        return fit if fit.residual < EXACT else None
+
+    if fit := attempt("one factor", scale_columns(components)):
+        return _say_scale(fit, degrees), tuple(tried)
+    if fit := attempt("a factor for each loss term", term_columns(components)):
+        return _say_terms(fit, degrees), tuple(tried)
+    if fit := attempt("a factor for each share of the batch", share_columns(components)):
+        return _say_shares(fit, components, degrees), tuple(tried)
+    if components.padding and (fit := attempt("loss terms and padding", padding_columns(components))):
+        return _say_padding(fit), tuple(tried)
+    if fit := attempt("a factor for each term of each share", term_share_columns(components)):
+        return _say_shares(fit, components, degrees), tuple(tried)
+    return None, tuple(tried)
+
+
+def _say_scale(fit: Fit, degrees: dict[str, int]) -> Verdict:
+    factor = fit.coefficients[0]
+    text, axes = name_factor(factor, degrees)
+    where = f"axis {axes}" if axes else ""
+    return Verdict(Cause.SCALE, f"every value is {text} times the right one", where, _numbers(fit))
+
+
+def _say_terms(fit: Fit, degrees: dict[str, int]) -> Verdict:
+    wrong = [(term, value) for term, value in zip(fit.labels, fit.coefficients, strict=True) if _off(value)]
+    texts, places = [], []
+    for term, value in wrong:
+        text, axes = name_factor(value, degrees)
+        missing = abs(value) < 1e-6
+        texts.append(
+            f"the part of the {term} loss is {'missing' if missing else text + ' times the right one'}"
+        )
+        places += [f"{term} loss"] + ([f"axis {axes}"] if axes else [])
+    return Verdict(Cause.TERM_SCALE, "; ".join(texts), ", ".join(places), _numbers(fit))
+
+
+def _say_padding(fit: Fit) -> Verdict:
+    counted = [
+        label.removesuffix(" of padding")
+        for label, value in zip(fit.labels, fit.coefficients, strict=True)
+        if label.endswith("of padding") and abs(value) > 1e-6
+    ]
+    sentence = f"padding tokens count in the {' and the '.join(counted)} loss"
+    return Verdict(Cause.PADDING, sentence, ", ".join(f"{term} loss" for term in counted), _numbers(fit))
+
+
+def _say_shares(fit: Fit, components: Components, degrees: dict[str, int]) -> Verdict:
+    wrong = [(label, value) for label, value in zip(fit.labels, fit.coefficients, strict=True) if _off(value)]
+    missing = [label for label, value in wrong if abs(value) < 1e-6]
+    evidence = _numbers(fit)
+    if len(missing) == len(wrong):
+        return Verdict(
+            Cause.SHARE_WEIGHTS, f"the share of {_some(missing)} is missing", _some(missing), evidence
+        )
+    local = _local_means(fit, components)
+    if local:
+        return Verdict(Cause.SHARE_WEIGHTS, local, "denominators", evidence)
+    sentence = "the shares of the batch are weighted otherwise: " + _some(
+        [f"{label} by {name_factor(value, degrees)[0]}" for label, value in wrong]
+    )
+    return Verdict(Cause.SHARE_WEIGHTS, sentence, _some([label for label, _ in wrong]), evidence)
+
+
+def _local_means(fit: Fit, components: Components) -> str:
+    """Return a sentence if the lm weights are those of a mean of each share's own mean."""
+    weights = dict(zip(fit.labels, fit.coefficients, strict=True))
+    total, count = sum(components.num_valid), len(components.cells)
+    hits = 0
+    for cell, num_valid in zip(components.cells, components.num_valid, strict=True):
+        value = weights.get(cell.label, weights.get(f"lm of {cell.label}"))
+        if value is None:
+            continue
+        if abs(value - total / (count * num_valid)) > 1e-6 * abs(value):
+            return ""
+        hits += 1
+    if not hits:
+        return ""
+    return f"a mean of means: each of the {count} shares divides by its own number of valid tokens"
+
+
+def _numbers(fit: Fit) -> tuple[str, ...]:
+    shown = [f"{label}: {value:.10g}" for label, value in zip(fit.labels, fit.coefficients, strict=True)]
+    return (*shown, f"residual {fit.residual:.2g}")
+
+
+def _off(value: float) -> bool:
+    return abs(value - 1.0) > 1e-6
+
+
+def _some(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")

@@ -1,0 +1,162 @@
+"""Findings in, cause and place out: what began it comes first, and what follows from it is marked so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, check_of
+from moeverify.compare.result import Finding
+from moeverify.diagnose.cause import Cause
+from moeverify.diagnose.components import ComponentSource
+from moeverify.diagnose.evidence import Key, Suspect
+from moeverify.diagnose.gradient import Named, name_gradient_causes
+from moeverify.diagnose.place import Origin
+from moeverify.diagnose.state import (
+    name_forward,
+    name_initial,
+    name_loss,
+    name_norm,
+    name_state,
+    name_update,
+)
+from moeverify.diagnose.tap import BACKWARD, FORWARD
+from moeverify.diagnose.verdict import Verdict
+
+Coordinates = Mapping[int, Mapping[str, int]]
+
+_FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
+_GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
+_APART = (COVERAGE, SHARDING, REPEAT)
+
+
+@dataclass
+class Material:
+    """Everything that was gathered about a mismatch. `degrees` are the sizes of the layout's axes."""
+
+    suspects: Mapping[Key, Suspect]
+    origins: Mapping[str, Origin]
+    coordinates: Coordinates
+    degrees: dict[str, int]
+    components: ComponentSource | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def origin_step(findings: Sequence[Finding]) -> int | None:
+    """Return the first step at which a comparison with the golden failed, None where none did."""
+    return min((finding.step for finding in findings if finding.check not in _APART), default=None)
+
+
+def diagnose(findings: Sequence[Finding], material: Material) -> list[Finding]:
+    """Return the findings with causes, the origins first; all others name the origin that they follow."""
+    step = origin_step(findings)
+    apart = [finding for finding in findings if finding.check in _APART]
+    if step is None:
+        return [_name_apart(finding) for finding in apart]
+    first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
+    named = _name(first, step, material)
+    origins, explained = _make_origins(named, first)
+    if not origins:
+        return list(findings)
+    rest = [finding for finding in findings if _identity(finding) not in explained]
+    followers = [
+        finding.model_copy(update={"follows": origins[0].tensor})
+        for finding in rest
+        if finding.check not in (COVERAGE, SHARDING)
+    ]
+    return origins + [_name_apart(f) for f in apart if f.check in (COVERAGE, SHARDING)] + followers
+
+
+def _identity(finding: Finding) -> tuple[str, str, int]:
+    return finding.check, finding.tensor, finding.step
+
+
+def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named]:
+    """Return the causes of what failed at the first failing step, by the part of the step that failed first."""
+    checks = {finding.check for finding in first}
+    suspects = material.suspects
+    by_kind: dict[str, list[Suspect]] = {}
+    for suspect in suspects.values():
+        by_kind.setdefault(suspect.key[1], []).append(suspect)
+    if "initial state" in checks:
+        return name_initial([*by_kind.get("initial_weight", []), *by_kind.get("initial_buffer", [])])
+    if FORWARD in material.origins:
+        return [name_forward(material.origins[FORWARD], material.coordinates, material.degrees, by_kind)]
+    if checks & {"routing", "routing flips", "routing weights"} or "token_loss" in by_kind:
+        return name_loss(by_kind, material.degrees, gradient_is_right="gradient" not in checks)
+    named: list[Named] = []
+    if "gradient" in checks:
+        named += name_gradient_causes(
+            by_kind.get("gradient", []), material.components, material.coordinates, material.degrees
+        )
+        named = [_add_backward_place(item, material.origins.get(BACKWARD), material) for item in named]
+    elif "loss" in checks:
+        named += name_loss(by_kind, material.degrees, gradient_is_right=True)
+    elif "gradient norm" in checks:
+        named += name_norm(by_kind.get("gradient_norm", []), material.degrees)
+    elif checks & {"update", "optimizer state"}:
+        named += name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])])
+    if "buffers" in checks:
+        named += name_state(by_kind.get("buffer", []))
+    if not named and REPLICAS in checks:
+        named += _name_replicas(first)
+    return named
+
+
+def _add_backward_place(named: Named, origin: Origin | None, material: Material) -> Named:
+    """Give a cause that nothing explains the module from which the gradients are wrong on."""
+    if named.verdict is not None or origin is None:
+        return named
+    found = name_forward(origin, material.coordinates, material.degrees, {})
+    return Named(named.suspects, found.verdict, named.tried)
+
+
+def _name_replicas(first: Sequence[Finding]) -> list[Named]:
+    differing = [finding for finding in first if finding.check == REPLICAS]
+    where = differing[0].where or "ranks " + ", ".join(map(str, differing[0].ranks))
+    sentence = f"ranks that should hold the same values do not: {where}"
+    return [Named((), Verdict(Cause.REPLICAS, sentence, where))]
+
+
+def _name_apart(finding: Finding) -> Finding:
+    if finding.check == REPEAT:
+        sentence = "two runs of the same layout differ: something in it is not deterministic"
+        return finding.model_copy(update={"cause": sentence, "code": Cause.NONDETERMINISM.value})
+    return finding
+
+
+def _make_origins(
+    named: Sequence[Named], first: Sequence[Finding]
+) -> tuple[list[Finding], set[tuple[str, str, int]]]:
+    """Return one finding for each cause, and the identities of all findings that the causes explain."""
+    origins: list[Finding] = []
+    explained: set[tuple[str, str, int]] = set()
+    for item in named:
+        names = {suspect.name for suspect in item.suspects}
+        checks = {check_of(suspect.key[1]).name for suspect in item.suspects}
+        about = [finding for finding in first if finding.tensor in names]
+        members = [finding for finding in about if finding.check in checks] or about
+        head = max(members, key=lambda finding: finding.error, default=None)
+        if head is None:
+            head = first[0]
+        if _identity(head) in explained:
+            continue
+        origins.append(_with_verdict(head, item, len(names)))
+        explained.add(_identity(head))
+    return origins, explained
+
+
+def _with_verdict(head: Finding, named: Named, num_tensors: int) -> Finding:
+    others = f" ({num_tensors} tensors in all)" if num_tensors > 1 else ""
+    if named.verdict is None:
+        cause = f"no linear combination of the golden's parts explains it{others}"
+        return head.model_copy(update={"cause": cause, "evidence": (*head.evidence, *named.tried)})
+    verdict = named.verdict
+    return head.model_copy(
+        update={
+            "cause": verdict.sentence + others,
+            "code": verdict.cause.value,
+            "where": verdict.where or head.where,
+            "evidence": (*head.evidence, *verdict.evidence, *named.tried),
+        }
+    )

@@ -1,0 +1,114 @@
+"""Taps a model's modules: what goes into each, what comes out, and the gradients of both, in order.
+
+Only tensors that run along the tokens of the batch, (rows, positions, ...), are kept, for one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.layout.holding import logical_name
+from moeverify.layout.placement import local_part
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One tensor at one end of one module in one micro-batch.
+
+    `order` counts the readings of its direction; `end` is `input` or `output`. Shape: (rows, positions, ...)
+    of this rank.
+    """
+
+    direction: str
+    order: int
+    module: str
+    end: str
+    micro_batch: int
+    local: Tensor
+
+
+class Tap:
+    """Reads the modules of a model while it trains one step; `readings` has what it saw.
+
+    `scale` is what the loss was multiplied by, and is divided out of gradients again. `limit` bounds the
+    elements that are kept.
+    """
+
+    def __init__(self, model: nn.Module, num_positions: int, *, scale: float, limit: int) -> None:
+        self.readings: list[Reading] = []
+        self._model = model
+        self._num_positions = num_positions
+        self._scale = scale
+        self._room = limit
+        self._micro_batch = -1
+        self._seen: set[tuple[str, str, int]] = set()
+        self._orders = {FORWARD: 0, BACKWARD: 0}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read while the block runs."""
+        handles: list[RemovableHandle] = []
+        for name, module in self._model.named_modules():
+            is_root = module is self._model
+            pre_hook = self._make_pre_hook(logical_name(name), is_root=is_root)
+            handles.append(module.register_forward_pre_hook(pre_hook))
+            handles.append(module.register_forward_hook(self._make_hook(logical_name(name))))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _make_pre_hook(self, name: str, *, is_root: bool) -> Any:
+        def hook(_: nn.Module, inputs: Any) -> None:
+            self._micro_batch += is_root
+            self._take(name, "input", inputs)
+
+        return hook
+
+    def _make_hook(self, name: str) -> Any:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            self._take(name, "output", output)
+
+        return hook
+
+    def _take(self, name: str, end: str, value: Any) -> None:
+        key = (name, end, self._micro_batch)
+        tensor = _first_float(value)
+        if tensor is None or key in self._seen or tensor.ndim < 3:
+            return  # a second visit is a recomputation
+        self._seen.add(key)
+        self._keep(FORWARD, name, end, self._micro_batch, tensor)
+        if tensor.requires_grad:
+            micro_batch = self._micro_batch
+
+            def on_gradient(gradient: Tensor) -> None:
+                self._keep(BACKWARD, name, end, micro_batch, gradient / self._scale)
+
+            tensor.register_hook(on_gradient)
+
+    def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
+        local = local_part(tensor.detach())
+        if local.numel() > self._room:
+            return
+        self._room -= local.numel()
+        order = self._orders[direction]
+        self._orders[direction] += 1
+        copy = local.to("cpu", copy=True)
+        self.readings.append(Reading(direction, order, name, end, micro_batch, copy))
+
+
+def _first_float(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if isinstance(value, tuple | list):
+        return next((found for item in value if (found := _first_float(item)) is not None), None)
+    return None

@@ -1,0 +1,38 @@
+"""Expert gradients hold the tokens of all ep ranks, and nothing divides them as DDP divides the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from moeverify.case.schema import Layout
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import plan
+from moeverify.parallel.gradients import Reduction
+from moeverify.parallel.meshes import Meshes
+
+
+def inject() -> None:
+    """Leave the gradients of experts as the sum over the ranks of ep."""
+
+    def reduce_experts(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+        return [replace(reduction, divisor=1.0) for reduction in original(experts, layout, meshes)]
+
+    original = plan._expert_reductions
+    plan._expert_reductions = reduce_experts
+
+
+FAULT = Fault(
+    number="A01",
+    title="expert gradients are ep times too large beside DDP's averages",
+    source="databricks/megablocks PR #20 (4b487d1), issue #86",
+    mechanism="an ep rank sums the tokens of all ep ranks and no data-parallel average follows; 1/ep is missing",
+    trigger="expert parallelism over data-parallel ranks",
+    case=make_case("a01", dp_replicate=2, data_parallel="ddp", ep=2),
+    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    inject=inject,
+)

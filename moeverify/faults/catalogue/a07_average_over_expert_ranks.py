@@ -1,0 +1,37 @@
+"""The reduce-scatter of expert gradients averages over the expert-data-parallel ranks and nothing else divides."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.experts import Experts
+from moeverify.parallel import fsdp2
+
+
+def inject() -> None:
+    """Shard experts with the average that the reduce-scatter takes over its own ranks."""
+
+    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+        for module in block.modules():
+            if isinstance(module, Experts):
+                fully_shard(module, mesh=mesh)
+
+    fsdp2._shard_experts = shard_experts
+
+
+FAULT = Fault(
+    number="A07",
+    title="expert gradients are averaged over the expert-data-parallel ranks only",
+    source="NVIDIA/Megatron-LM PR #5956, issue #5656",
+    mechanism="the reduce-scatter is an AVG over the expert mesh, without a divisor for ep: ep times too large",
+    trigger="fully sharded data parallelism with expert parallelism, here with ep borrowed from cp",
+    case=make_case("a07", dp_shard=2, cp=2, ep=2),
+    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    inject=inject,
+    notes="first blamed on NCCL's rounding, with the proposal to widen the tolerance",
+)

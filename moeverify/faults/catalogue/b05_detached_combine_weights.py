@@ -1,0 +1,44 @@
+"""Routing weights are gathered over ep by a collective without backward: the router learns from no token's loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.dispatcher import ExpertFunction
+from moeverify.parallel.expert import AllToAllDispatcher
+
+
+def inject() -> None:
+    """Send combine weights through an all-gather that autograd does not see."""
+
+    def dispatch(
+        self: AllToAllDispatcher, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction
+    ) -> Tensor:
+        return original(self, x, ids, _gather_weights(weights, self.group)[self.group.rank()], experts)
+
+    original = AllToAllDispatcher.__call__
+    AllToAllDispatcher.__call__ = dispatch  # type: ignore[method-assign]
+
+
+def _gather_weights(weights: Tensor, group: ProcessGroup) -> list[Tensor]:
+    gathered = [torch.empty_like(weights) for _ in range(group.size())]
+    dist.all_gather(gathered, weights.contiguous(), group=group)
+    return gathered
+
+
+FAULT = Fault(
+    number="B05",
+    title="the router gets no gradient from the language model's loss",
+    source="NVIDIA-NeMo/Automodel PR #2995, second item",
+    mechanism="routing probabilities pass through dist.all_gather, which has no backward",
+    trigger="expert parallelism; total where the auxiliary losses are off",
+    case=make_case("b05", dp_shard=2, ep=2, moe={"balance_coef": 0.0, "z_coef": 0.0}),
+    expected=Expected(where=r"moe\.router", causes=(Cause.DETACHED,)),
+    inject=inject,
+)

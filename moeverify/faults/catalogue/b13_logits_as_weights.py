@@ -1,0 +1,36 @@
+"""The gate returns the logits of the chosen experts as combine weights, and not their softmax."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.router import Router, Routing
+
+
+def inject() -> None:
+    """Combine the experts' outputs by raw logits."""
+
+    def forward(self: Router, x: Tensor, valid: Tensor | None = None) -> Routing:
+        routing = original(self, x, valid)
+        weights = self._compute_logits(x).gather(-1, routing.ids).to(x.dtype)
+        if self.record is not None:
+            self.record = self.record._replace(weights=weights.detach())
+        return routing._replace(weights=weights)
+
+    original = Router.forward
+    Router.forward = forward  # type: ignore[method-assign]
+
+
+FAULT = Fault(
+    number="B13",
+    title="raw logits are used as combine weights",
+    source="laekov/fastmoe a6ca7f6",
+    mechanism="the naive gate returns the top-k logits that it should have put through a softmax",
+    trigger="any layout with this gate; softmax over the chosen experts",
+    case=make_case("b13", preset="tiny-mixtral-8x7b", dp_replicate=2, data_parallel="ddp", ep=2),
+    expected=Expected(where=r"moe\.router", causes=(Cause.FORWARD,)),
+    inject=inject,
+)

@@ -1,0 +1,33 @@
+"""The balance loss takes the softmax of what the router has already turned into probabilities."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model import router
+from moeverify.model.router import RouterStats
+
+
+def inject() -> None:
+    """Apply a second softmax to the probabilities that the balance loss sums."""
+
+    def summarize(logits: Tensor, probabilities: Tensor, ids: Tensor, valid: Tensor) -> RouterStats:
+        return original(logits, probabilities.softmax(dim=-1), ids, valid)
+
+    original = router.summarize
+    router.summarize = summarize
+
+
+FAULT = Fault(
+    number="C04",
+    title="double softmax in the balance loss",
+    source="huggingface/transformers #45120, PR #45111",
+    mechanism="the router returns probabilities under the name of logits, and the loss takes their softmax",
+    trigger="any layout, a softmax router",
+    case=make_case("c04", dp_shard=2, moe={"score": "softmax"}),
+    expected=Expected(where=r"balance|router", causes=(Cause.FORWARD,)),
+    inject=inject,
+)

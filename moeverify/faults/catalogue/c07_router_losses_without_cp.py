@@ -1,0 +1,47 @@
+"""Router losses are not multiplied by the cp degree before gradients are averaged over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import MoE
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.router import RouterStats
+from moeverify.train import forward
+from moeverify.train.data import Batch
+from moeverify.train.objective import Normalizers, Sums
+
+
+def inject() -> None:
+    """Divide the gradient of both router losses by the number of cp ranks; their values stay right."""
+
+    def router_losses(
+        spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+    ) -> tuple[Tensor, Tensor]:
+        cp = float(sums.over_sequence(torch.ones((), device=batch.tokens.device)))
+        balance, z = original(spec, routers, batch, normalizers, sums)
+        return _scale_gradient(balance, 1 / cp), _scale_gradient(z, 1 / cp)
+
+    original = forward.router_losses
+    forward.router_losses = router_losses
+
+
+def _scale_gradient(value: Tensor, factor: float) -> Tensor:
+    return value.detach() + (value - value.detach()) * factor
+
+
+FAULT = Fault(
+    number="C07",
+    title="gradients of the router losses are 1/cp of the right ones",
+    source="NVIDIA/Megatron-LM PR #2237 (f6e0d425a5)",
+    mechanism="the scale of the auxiliary losses lacks the factor cp that the main loss has",
+    trigger="context parallelism",
+    case=make_case("c07", cp=2),
+    expected=Expected(where=r"balance|\bz\b|router", causes=(Cause.TERM_SCALE,)),
+    inject=inject,
+)

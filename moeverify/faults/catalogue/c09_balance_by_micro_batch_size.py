@@ -1,0 +1,41 @@
+"""The gradient of the sequence balance loss shrinks with the number of rows in a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeverify.case.schema import MoE
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.router import RouterStats
+from moeverify.train import forward
+from moeverify.train.data import Batch
+from moeverify.train.objective import Normalizers, Sums
+
+
+def inject() -> None:
+    """Divide the gradient of the balance loss by the rows of the micro-batch; its value stays right."""
+
+    def router_losses(
+        spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+    ) -> tuple[Tensor, Tensor]:
+        balance, z = original(spec, routers, batch, normalizers, sums)
+        return balance.detach() + (balance - balance.detach()) / len(batch.share.rows), z
+
+    original = forward.router_losses
+    forward.router_losses = router_losses
+
+
+FAULT = Fault(
+    number="C09",
+    title="gradient of the sequence balance loss depends on the micro-batch size",
+    source="NVIDIA/Megatron-LM PR #5798 (e3fe5508c9)",
+    mechanism="the tokens of one sequence are given where those of the micro-batch are wanted: 1/rows",
+    trigger="more than one row in a micro-batch, sequence scope",
+    case=make_case("c09", dp_shard=2),
+    expected=Expected(where=r"balance|router", causes=(Cause.TERM_SCALE,)),
+    inject=inject,
+)

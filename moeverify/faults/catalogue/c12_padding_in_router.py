@@ -1,0 +1,33 @@
+"""No padding mask reaches the router: its losses and its counters take padding for tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.moe import MoE
+from moeverify.model.router import RouterStats
+
+
+def inject() -> None:
+    """Call every MoE block without saying which tokens are valid."""
+
+    def forward(self: MoE, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        return original(self, x, None)
+
+    original = MoE.forward
+    MoE.forward = forward  # type: ignore[method-assign]
+
+
+FAULT = Fault(
+    number="C12",
+    title="padding counts in the router losses and in the expert counters",
+    source="NVIDIA/Megatron-LM #1984, PR #2121; pytorch/torchtitan PR #4594",
+    mechanism="the router gets no padding mask, so padding enters both losses and the counts behind the bias",
+    trigger="padded rows",
+    case=make_case("c12", dp_shard=2),
+    expected=Expected(where=r"router|balance", causes=(Cause.PADDING,)),
+    inject=inject,
+)

@@ -1,0 +1,34 @@
+"""Outputs of token slices are put back as if the slices were cut from the flattened tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import moe_tensor
+
+
+def inject() -> None:
+    """Place local token i of rank r at i + r * local tokens: right for a batch of one row only."""
+
+    def gather_from(y: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        rows, _, hidden = y.shape
+        return original(y.flatten(0, 1), 0, group).view(rows, -1, hidden)
+
+    original = moe_tensor.gather_from
+    moe_tensor.gather_from = gather_from
+
+
+FAULT = Fault(
+    number="E01",
+    title="MoE outputs are added to the wrong tokens",
+    source="pytorch/torchtitan PR #3604 (5ba439938)",
+    mechanism="the global index of a token is taken as local index + rank * local tokens, whatever the rows",
+    trigger="TP + EP with the positions sliced over TP, more than one row",
+    case=make_case("e01", tp=2, ep=2),
+    expected=Expected(where=r"moe", causes=(Cause.PERMUTATION, Cause.FORWARD)),
+    inject=inject,
+)

@@ -1,0 +1,54 @@
+"""Every TP rank sends all tokens to the experts, which therefore see each of them tp times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.dispatcher import Dispatcher, ExpertFunction
+from moeverify.model.moe import MoE
+from moeverify.parallel import moe_tensor
+from moeverify.parallel.collectives import gather_from, split_to
+
+
+class DuplicatingDispatcher:
+    """Sends the tokens of the whole group from each of its ranks, and keeps this rank's outputs."""
+
+    def __init__(self, inner: Dispatcher, group: ProcessGroup) -> None:
+        self.inner = inner
+        self.group = group
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
+        """Return the outputs (N, H) of this rank's tokens; the group's ranks all ran the experts on them."""
+        all_x, all_ids, all_weights = (gather_from(part, 0, self.group) for part in (x, ids, weights))
+        return split_to(self.inner(all_x, all_ids, all_weights, experts), 0, self.group)
+
+
+def inject() -> None:
+    """Do not drop the tokens of the other TP ranks before the exchange."""
+
+    def apply_token_slices(model: nn.Module, mesh: Any, *, sequence_parallel: bool) -> None:
+        original(model, mesh, sequence_parallel=sequence_parallel)
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.dispatcher = DuplicatingDispatcher(module.dispatcher, mesh.get_group())
+
+    original = moe_tensor.apply_token_slices
+    moe_tensor.apply_token_slices = apply_token_slices
+
+
+FAULT = Fault(
+    number="E08",
+    title="experts see every token once for each TP rank",
+    source="deepspeedai/DeepSpeed PR #2074; Megatron-DeepSpeed PR #63",
+    mechanism="TP ranks hold the same tokens and all send them, since duplicates are not dropped before",
+    trigger="TP + EP, experts not tensor-parallel",
+    case=make_case("e08", tp=2, ep=2),
+    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    inject=inject,
+)

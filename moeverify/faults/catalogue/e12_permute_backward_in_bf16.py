@@ -1,0 +1,57 @@
+"""The backward of the permutation adds up the gradients of a token's copies in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model import dispatcher
+from moeverify.model.dispatcher import SortedCopies
+from moeverify.parallel import expert
+
+
+class _Copies(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_choices: int) -> Tensor:
+        ctx.shape = (x.shape[0], num_choices, x.shape[1])
+        return x.repeat_interleave(num_choices, dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        first, *others = grad.view(ctx.shape).to(torch.bfloat16).unbind(dim=1)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total.to(grad.dtype), None
+
+
+def inject() -> None:
+    """Sum over the k copies of a token in bfloat16, one after the other."""
+
+    def permute(x: Tensor, ids: Tensor, num_experts: int) -> SortedCopies:
+        sorted_copies = original(x.detach(), ids, num_experts)
+        copies: Tensor = _Copies.apply(x, ids.shape[1])  # type: ignore[no-untyped-call]
+        return sorted_copies._replace(x=copies.index_select(0, sorted_copies.order))
+
+    original = dispatcher.permute
+    dispatcher.permute = permute
+    expert.permute = permute  # type: ignore[attr-defined]
+
+
+FAULT = Fault(
+    number="E12",
+    title="backward of the fused permutation is inaccurate",
+    source="NVIDIA/TransformerEngine #1336",
+    mechanism="gradients of a token's k copies are accumulated in bfloat16, so the error grows with k",
+    trigger="fused permutation",
+    case=make_case("e12", dp_shard=2, recipe={"precision": "float32"}),
+    expected=Expected(where=r"layers\.2\.(ffn_norm|moe)", causes=(Cause.ROUNDING,)),
+    inject=inject,
+    notes="the recipe is float32, so that the rounding stands out from that of the recipe",
+)

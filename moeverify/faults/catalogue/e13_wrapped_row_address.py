@@ -1,0 +1,41 @@
+"""The address of a routed row overflows, so rows beyond the limit are read from the start of the buffer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model import dispatcher
+from moeverify.parallel import expert
+
+ADDRESSES = 2**12
+"""Elements that an address reaches: in the real kernels 2^31, scaled down as the model is."""
+
+
+def inject() -> None:
+    """Compute the address of every row of the experts' outputs modulo the limit when they are combined."""
+
+    def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        hidden = y.shape[-1]
+        rows = expert.invert(order) * hidden % ADDRESSES // hidden
+        # In the order of (token, choice) after this, so the original has nothing left to permute.
+        return original(y.index_select(0, rows), order.sort().values, weights)
+
+    original = dispatcher.unpermute
+    dispatcher.unpermute = unpermute
+    expert.unpermute = unpermute  # type: ignore[attr-defined]
+
+
+FAULT = Fault(
+    number="E13",
+    title="row addresses of the combine kernel overflow",
+    source="pytorch/torchtitan PR #3969 (b3a13eed9)",
+    mechanism="row times stride is computed in too few bits, so large buffers are read at wrapped addresses",
+    trigger="EP, many routed rows",
+    case=make_case("e13", dp_shard=2, ep=2),
+    expected=Expected(where=r"moe", causes=(Cause.FORWARD,)),
+    inject=inject,
+    notes="the width of an address is scaled down from 31 to 12 bits; a wrapped address is taken modulo the limit",
+)

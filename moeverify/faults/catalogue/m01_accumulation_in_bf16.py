@@ -1,0 +1,37 @@
+"""Gradients of the micro-batches are accumulated in bfloat16 and only widened for the reduction."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+
+
+def inject() -> None:
+    """Round what FSDP2 carries from one micro-batch to the next."""
+
+    def accumulate(self: FSDPParam) -> None:
+        original(self)
+        gradient = self._unsharded_param.grad
+        if gradient is not None:
+            gradient.copy_(gradient.to(torch.bfloat16))
+
+    original = FSDPParam.to_accumulated_grad_if_needed
+    FSDPParam.to_accumulated_grad_if_needed = accumulate  # type: ignore[method-assign]
+
+
+FAULT = Fault(
+    number="M01",
+    title="micro-batch gradients are accumulated in bfloat16",
+    source="ISEEKYAN/Megatron-LM #149, PR #146",
+    mechanism="the buffer between micro-batches is bfloat16, only the last reduction is float32",
+    trigger="FSDP with gradient accumulation",
+    case=make_case("m01", dp_shard=2, micro_batches=4, recipe={"precision": "float32"}),
+    expected=Expected(where=r".", causes=(Cause.ROUNDING,)),
+    inject=inject,
+    is_moe=False,
+    notes="every gradient is at fault, so every place is right",
+)

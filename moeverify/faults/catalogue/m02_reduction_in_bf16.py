@@ -1,0 +1,37 @@
+"""Gradients are reduced over the data ranks in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import fsdp2
+
+
+def inject() -> None:
+    """Give FSDP2 a reduction in bfloat16; parameters and computation keep the recipe's precision."""
+
+    def fully_shard(module: Any, **arguments: Any) -> Any:
+        return original(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), **arguments)
+
+    original = fsdp2.fully_shard
+    fsdp2.fully_shard = fully_shard  # type: ignore[attr-defined]
+
+
+FAULT = Fault(
+    number="M02",
+    title="gradients are reduced in bfloat16",
+    source="pytorch/pytorch #106395, PR #194628",
+    mechanism="the sums over ranks, and over replicas in HSDP, are held in the dtype of the reduction",
+    trigger="FSDP or HSDP with a bfloat16 reduction",
+    case=make_case("m02", dp_replicate=2, dp_shard=2, recipe={"precision": "float32"}),
+    expected=Expected(where=r".", causes=(Cause.ROUNDING,)),
+    inject=inject,
+    is_moe=False,
+    notes="every gradient is at fault, so every place is right",
+)

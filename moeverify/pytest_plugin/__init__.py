@@ -1,0 +1,98 @@
+"""`pytest cases/`: every case file is a test, and one launch of ranks serves all of them.
+
+pytest loads this module in every session of an environment that has moeverify. So it imports nothing of
+weight: what a session without cases pays is one regular expression for each `*.yaml` below what it was given.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from moeverify.pytest_plugin.recognition import is_asked_for, looks_like_case
+
+if TYPE_CHECKING:
+    from moeverify.pytest_plugin.item import CaseFile
+
+_SHARED = pytest.StashKey[Path]()
+_TOLD = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of a session with cases."""
+    group = parser.getgroup("moeverify", "cases of moeverify (`*.yaml` with `recipe:` and `layout:`)")
+    group.addoption(
+        "--update-golden",
+        action="store_true",
+        help="Record or refresh the goldens of the selected cases before they run.",
+    )
+    group.addoption(
+        "--moeverify-device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="On what the ranks compute; auto takes CUDA when there is a GPU.",
+    )
+    group.addoption(
+        "--moeverify-timeout",
+        type=float,
+        metavar="S",
+        help="Seconds a case may take, in place of its own limit.",
+    )
+    group.addoption(
+        "--moeverify-goldens",
+        type=Path,
+        metavar="DIR",
+        help="Where the goldens are that belong to the cases. Default: golden/ in pytest's root folder.",
+    )
+    group.addoption(
+        "--moeverify-cache",
+        type=Path,
+        metavar="DIR",
+        help="Where full tensors of goldens are kept; they can be made again.",
+    )
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
+    """Collect a file that looks like a case, below a folder that was asked for."""
+    if file_path.suffix != ".yaml" or not is_asked_for(parent.config) or not looks_like_case(file_path):
+        return None
+    from moeverify.pytest_plugin.item import CaseFile
+
+    found: CaseFile = CaseFile.from_parent(parent, path=file_path)
+    return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where it meets the others: one of them runs the cases for all."""
+    stash = node.config.stash
+    if _SHARED not in stash:
+        stash[_SHARED] = Path(tempfile.mkdtemp(prefix="moeverify-pytest-"))
+    node.workerinput["moeverify_folder"] = str(stash[_SHARED])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker has to say in the summary."""
+    told = (getattr(node, "workeroutput", None) or {}).get("moeverify_told", [])
+    node.config.stash.setdefault(_TOLD, []).extend(told)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what became of the goldens under `--update-golden`."""
+    own = config.pluginmanager.get_plugin("moeverify-session")
+    told = [*config.stash.get(_TOLD, []), *(own.told if own is not None else [])]
+    if told:
+        terminalreporter.section("goldens")
+        for line in told:
+            terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the workers shared."""
+    if _SHARED in config.stash:
+        shutil.rmtree(config.stash[_SHARED], ignore_errors=True)

@@ -1,0 +1,155 @@
+"""What the cases of one pytest session share: which there are, how they run, and the goldens beside them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeverify.case.load import load_cases
+from moeverify.case.schema import Case
+from moeverify.compare.result import CaseResult
+from moeverify.errors import CaseError, Problem
+from moeverify.launch.world import external_world
+from moeverify.pytest_plugin.recognition import looks_like_case
+from moeverify.pytest_plugin.runner import CaseRunner
+from moeverify.suite.options import RunOptions
+from moeverify.suite.record import GoldenRow, find_unused
+
+_NAME = "moeverify-session"
+
+
+class CaseSession:
+    """A plugin that is registered with the first case, so that other sessions have none of its hooks."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._cases: dict[Path, Case] = {}
+        self._parents: dict[Path, pytest.Collector] = {}
+        self.options = _read_options(config)
+        shared = getattr(config, "workerinput", {}).get("moeverify_folder")
+        self._runner = CaseRunner(
+            self.options, update=config.getoption("update_golden"), shared=Path(shared) if shared else None
+        )
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> CaseSession:
+        """Return the one of this pytest session."""
+        plugin = config.pluginmanager.get_plugin(_NAME)
+        if plugin is None:
+            plugin = cls(config)
+            config.pluginmanager.register(plugin, _NAME)
+        assert isinstance(plugin, cls)
+        return plugin
+
+    @property
+    def command(self) -> str:
+        """Return the command line that does what this session does, without the cases."""
+        words = ["moeverify", "run"]
+        for option, name in (("--device", "moeverify_device"), ("--timeout", "moeverify_timeout")):
+            if self._config.getoption(name) not in (None, "auto"):
+                words += [option, str(self._config.getoption(name))]
+        if self.options.golden_folder != Path("golden"):
+            words += ["--goldens", str(self.options.golden_folder)]
+        if self.options.cache_folder is not None:
+            words += ["--cache", str(self.options.cache_folder)]
+        return shlex.join(words)
+
+    @property
+    def told(self) -> list[str]:
+        """Return what became of the goldens, a line each; nothing where none was to be refreshed."""
+        return [f"{row.status:<10}{row.name}  {row.detail}".rstrip() for row in self._runner.rows]
+
+    def load(self, collector: pytest.File) -> Case:
+        """Return the case of a collected file.
+
+        Raises: CaseError with everything that is wrong with it, beside the cases collected before it too.
+        """
+        if external_world() is not None:
+            message = "pytest cannot be a rank of torchrun or srun"
+            raise CaseError([Problem(message, remedy="start `moeverify run` with it")])
+        path = collector.path
+        shown = _shorten(path, self._config)
+        (case,) = load_cases([shown])
+        others = [other for known, other in self._cases.items() if known != path and _collide(other, case)]
+        load_cases([*(Path(other.file) for other in others), shown])
+        self._cases[path] = case
+        if collector.parent is not None:
+            self._parents[path.parent] = collector.parent
+        return case
+
+    def result(self, case: Case, wanted: Sequence[Case]) -> CaseResult:
+        """Return the verdict of a case; the first call runs all that are wanted."""
+        return self._runner.result(case, wanted)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Add a failing test for goldens that nobody uses, where whole folders were collected and selected."""
+        selected = {item.path for item in items} & self._cases.keys()
+        is_whole = bool(selected) and all(
+            path in selected
+            for folder in {path.parent for path in self._cases}
+            for path in folder.glob("*.yaml")
+            if looks_like_case(path)
+        )
+        unused = find_unused(list(self._cases.values()), self.options.golden_folder) if is_whole else []
+        if unused:
+            parent = next(iter(self._parents.values()))
+            items.append(UnusedGoldens.from_parent(parent, name="unused-goldens", rows=unused))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Let a case that is skipped say so at its own place and not at that of this plugin."""
+        report = yield
+        if item.path in self._cases and report.skipped and isinstance(report.longrepr, tuple):
+            path, line, _ = item.reportinfo()
+            report.longrepr = (str(path), (line or 0) + 1, report.longrepr[2])
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        """End the ranks, and leave for the controller of pytest-xdist what it is to print."""
+        self._runner.close()
+        output = getattr(self._config, "workeroutput", None)
+        if output is not None:
+            output["moeverify_told"] = self.told
+
+
+class UnusedGoldens(pytest.Item):
+    """Fails, since a golden without a case looks like something that is verified."""
+
+    def __init__(self, *, rows: Sequence[GoldenRow], **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._rows = rows
+
+    def runtest(self) -> None:
+        """Fail, with the goldens."""
+        pytest.fail("\n".join(f"{row.name}: unused: {row.detail}" for row in self._rows), pytrace=False)
+
+
+def _collide(one: Case, other: Case) -> bool:
+    """Return whether two cases have the name in common, or that of recipes that differ."""
+    same_recipe = one.recipe.fingerprint() == other.recipe.fingerprint()
+    return one.name == other.name or (one.recipe.name == other.recipe.name and not same_recipe)
+
+
+def _read_options(config: pytest.Config) -> RunOptions:
+    goldens = config.getoption("moeverify_goldens") or _shorten(config.rootpath / "golden", config)
+    return RunOptions(
+        device=config.getoption("moeverify_device"),
+        require_goldens=os.environ.get("CI", "").strip().lower() in ("1", "true", "yes"),
+        golden_folder=goldens,
+        cache_folder=config.getoption("moeverify_cache"),
+        timeout=config.getoption("moeverify_timeout"),
+    )
+
+
+def _shorten(path: Path, config: pytest.Config) -> Path:
+    """Return a path as a user would type it where pytest was started."""
+    start = config.invocation_params.dir
+    return path.relative_to(start) if path.is_relative_to(start) else path

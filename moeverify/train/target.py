@@ -1,0 +1,107 @@
+"""Functions that a case names as `package.module:function`: found, called, and what to say when they fail."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moeverify.case.suggest import suggest
+from moeverify.errors import CaseError, Problem
+
+_OWN_FOLDER = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def import_path(folders: Sequence[str]) -> Iterator[None]:
+    """Let imports look into these folders first, for as long as the context lasts."""
+    before = list(sys.path)
+    sys.path[:0] = folders
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def resolve(target: str, path: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` names.
+
+    Raises: CaseError, naming the field `path`, where there is no such module or function, where the module
+    fails on import, or where another module of that name was imported before.
+    """
+    module_name, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not _is_part_of(error.name, module_name):
+            raise _failure(f"the import of `{module_name}` failed: {describe_error(error)}", path) from error
+        message = f"there is no module `{error.name}` for `{target}`"
+        raise _failure(message, path, f"looked in {_describe_path()}") from error
+    except Exception as error:
+        raise _failure(f"the import of `{module_name}` failed: {describe_error(error)}", path) from error
+    _check_origin(module_name, path)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        kind = "no" if found is None else "no function but another value"
+        message = f"`{module_name}` ({_origin(module_name)}) has {kind} `{name}`"
+        raise _failure(message, path, suggest(name, functions))
+    function: Callable[..., Any] = found
+    return function
+
+
+def describe_error(error: BaseException) -> str:
+    """Return `ValueError at model.py:12 in make: text`, with the innermost place that is the user's own code."""
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{kind} at {error.filename}:{error.lineno}: {error.msg}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    place = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return f"{kind}{place}: {error}" if str(error) else f"{kind}{place}"
+
+
+def _failure(message: str, path: str, remedy: str = "") -> CaseError:
+    return CaseError([Problem(message, path=path, remedy=remedy)])
+
+
+def _is_part_of(missing: str | None, module_name: str) -> bool:
+    """Return whether the module that is missing is the wanted one or a package around it."""
+    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
+
+
+def _is_users(filename: str) -> bool:
+    file = Path(filename)
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    in_python = file.is_relative_to(sys.base_prefix) and f"python{sys.version_info.major}." in filename
+    return not (installed or in_python or filename.startswith("<") or file.is_relative_to(_OWN_FOLDER))
+
+
+def _describe_path() -> str:
+    """Return the folders of the import path that are not Python's own, and what is behind them."""
+    own = (sys.prefix, sys.base_prefix)
+    folders = [entry for entry in sys.path if entry and not entry.startswith(own) and Path(entry).is_dir()]
+    return ", ".join([*dict.fromkeys(folders), "the installed packages"])
+
+
+def _origin(module_name: str) -> str:
+    return getattr(sys.modules[module_name], "__file__", None) or "a folder without __init__.py"
+
+
+def _check_origin(module_name: str, path: str) -> None:
+    """Report that the name was taken by another file before: ranks serve many cases, and import once.
+
+    Raises: CaseError.
+    """
+    top = module_name.partition(".")[0]
+    used = getattr(sys.modules.get(top), "__file__", None)
+    spec = importlib.machinery.PathFinder.find_spec(top, sys.path)
+    if used is None or spec is None or spec.origin is None or Path(spec.origin) == Path(used):
+        return
+    message = f"`{top}` means {spec.origin} here, but an earlier case has imported {used} under this name"
+    raise _failure(message, path, "give one of them another name, or put each into a package of its own")
