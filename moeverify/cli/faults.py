@@ -125,4 +125,5 @@ def _choose(numbers: list[str] | None) -> list[Fault]:
 def _options(device: Device, cache: Path | None) -> RunOptions:
     from moeverify.suite.options import RunOptions
 
-    return RunOptions(device=device.value, cache_folder=cache, golden_folder=Path("no goldens are recorded for these"))
+    nowhere = Path("golden", "of-faults")  # no goldens are recorded for these cases
+    return RunOptions(device=device.value, cache_folder=cache, golden_folder=nowhere)

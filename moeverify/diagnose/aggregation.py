@@ -1,20 +1,19 @@
 """Wrong gradients as wrong sums: the fit on the golden's parts, put into words.
 
-Hypotheses are tried from the one with the fewest coefficients on; the first that leaves no residual is the
-cause, because a wrong one with fewer coefficients cannot fit float64 numbers to ten digits by chance.
+Hypotheses are tried from the one with the fewest coefficients on; the first that leaves nothing of the
+error is the cause, because a wrong one with fewer coefficients cannot fit that many numbers by chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import Components
-from moeverify.diagnose.evidence import EXACT
 from moeverify.diagnose.fit import (
+    PADDING,
     Fit,
+    Wrong,
     fit_columns,
     padding_columns,
     scale_columns,
@@ -24,21 +23,22 @@ from moeverify.diagnose.fit import (
 )
 from moeverify.diagnose.verdict import Verdict, name_factor
 
-Gradients = Sequence[tuple[str, Tensor]]
+EXPLAINED = 1e-3
+"""The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""
 
 
 def examine_aggregation(
-    gradients: Gradients, components: Components, degrees: dict[str, int]
+    wrong: Sequence[Wrong], components: Components, degrees: dict[str, int]
 ) -> tuple[Verdict | None, tuple[str, ...]]:
     """Return the verdict on some wrong gradients taken together, and what each hypothesis left as residual."""
     tried: list[str] = []
 
     def attempt(name: str, columns: Sequence[tuple[str, object]]) -> Fit | None:
-        fit = fit_columns(gradients, columns)  # type: ignore[arg-type]
+        fit = fit_columns(wrong, columns)  # type: ignore[arg-type]
         if fit is None:
             return None
-        tried.append(f"{name}: residual {fit.residual:.2g}")
-        return fit if fit.residual < EXACT else None
+        tried.append(f"{name}: {fit.residual:.2g} of the error left")
+        return fit if fit.residual < EXPLAINED else None
 
     if fit := attempt("one factor", scale_columns(components)):
         return _say_scale(fit, degrees), tuple(tried)
@@ -75,9 +75,9 @@ def _say_terms(fit: Fit, degrees: dict[str, int]) -> Verdict:
 
 def _say_padding(fit: Fit) -> Verdict:
     counted = [
-        label.removesuffix(" of padding")
+        label.removesuffix(f" {PADDING}")
         for label, value in zip(fit.labels, fit.coefficients, strict=True)
-        if label.endswith("of padding") and abs(value) > 1e-6
+        if label.endswith(PADDING) and abs(value) > 1e-6
     ]
     sentence = f"padding tokens count in the {' and the '.join(counted)} loss"
     return Verdict(Cause.PADDING, sentence, ", ".join(f"{term} loss" for term in counted), _numbers(fit))
@@ -119,7 +119,7 @@ def _local_means(fit: Fit, components: Components) -> str:
 
 def _numbers(fit: Fit) -> tuple[str, ...]:
     shown = [f"{label}: {value:.10g}" for label, value in zip(fit.labels, fit.coefficients, strict=True)]
-    return (*shown, f"residual {fit.residual:.2g}")
+    return (*shown, f"{fit.residual:.2g} of the error is left")
 
 
 def _off(value: float) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, check_of
 from moeverify.compare.result import Finding
@@ -12,18 +14,19 @@ from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.evidence import Key, Suspect
 from moeverify.diagnose.gradient import Named, name_gradient_causes
 from moeverify.diagnose.place import Origin
+from moeverify.diagnose.replicas import Groups
 from moeverify.diagnose.state import (
     name_forward,
     name_initial,
     name_loss,
     name_norm,
+    name_routing,
     name_state,
+    name_term,
     name_update,
 )
 from moeverify.diagnose.tap import BACKWARD, FORWARD
 from moeverify.diagnose.verdict import Verdict
-
-Coordinates = Mapping[int, Mapping[str, int]]
 
 _FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
 _GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
@@ -32,14 +35,19 @@ _APART = (COVERAGE, SHARDING, REPEAT)
 
 @dataclass
 class Material:
-    """Everything that was gathered about a mismatch. `degrees` are the sizes of the layout's axes."""
+    """Everything that was gathered about a mismatch.
+
+    `groups` are the groups of ranks of every axis, `degrees` the sizes that a factor may come from, `previous`
+    the golden's buffers a step earlier, `num_tokens` the tokens of the batch with padding.
+    """
 
     suspects: Mapping[Key, Suspect]
     origins: Mapping[str, Origin]
-    coordinates: Coordinates
+    groups: Groups
     degrees: dict[str, int]
+    previous: Mapping[Key, Tensor]
     components: ComponentSource | None = None
-    notes: list[str] = field(default_factory=list)
+    num_tokens: int = 0
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -81,33 +89,44 @@ def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named
     if "initial state" in checks:
         return name_initial([*by_kind.get("initial_weight", []), *by_kind.get("initial_buffer", [])])
     if FORWARD in material.origins:
-        return [name_forward(material.origins[FORWARD], material.coordinates, material.degrees, by_kind)]
-    if checks & {"routing", "routing flips", "routing weights"} or "token_loss" in by_kind:
-        return name_loss(by_kind, material.degrees, gradient_is_right="gradient" not in checks)
-    named: list[Named] = []
-    if "gradient" in checks:
-        named += name_gradient_causes(
-            by_kind.get("gradient", []), material.components, material.coordinates, material.degrees
-        )
-        named = [_add_backward_place(item, material.origins.get(BACKWARD), material) for item in named]
-    elif "loss" in checks:
-        named += name_loss(by_kind, material.degrees, gradient_is_right=True)
-    elif "gradient norm" in checks:
-        named += name_norm(by_kind.get("gradient_norm", []), material.degrees)
-    elif checks & {"update", "optimizer state"}:
-        named += name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])])
+        return [name_forward(material.origins[FORWARD], material.groups, material.degrees, by_kind)]
+    if checks & {"routing", "routing flips", "routing weights"}:
+        return name_routing(by_kind, material.num_tokens)
+    named = _name_backward(checks, by_kind, material)
     if "buffers" in checks:
-        named += name_state(by_kind.get("buffer", []))
+        named += name_state(by_kind.get("buffer", []), material.previous)
     if not named and REPLICAS in checks:
         named += _name_replicas(first)
     return named
 
 
-def _add_backward_place(named: Named, origin: Origin | None, material: Material) -> Named:
-    """Give a cause that nothing explains the module from which the gradients are wrong on."""
-    if named.verdict is not None or origin is None:
+def _name_backward(checks: set[str], by_kind: Mapping[str, list[Suspect]], material: Material) -> list[Named]:
+    """Return the causes in losses, gradients, and what follows from them, over a right forward pass."""
+    if "gradient" in checks:
+        gradients = by_kind.get("gradient", [])
+        named = name_gradient_causes(gradients, material.components, material.groups, material.degrees)
+        return [_add_place(item, by_kind, material) for item in named]
+    if "loss" in checks:
+        return name_loss(by_kind, material.degrees, gradient_is_right=True)
+    if "gradient norm" in checks:
+        return name_norm(by_kind.get("gradient_norm", []), material.degrees)
+    if checks & {"update", "optimizer state"}:
+        return name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])])
+    return []
+
+
+def _add_place(named: Named, by_kind: Mapping[str, list[Suspect]], material: Material) -> Named:
+    """Give gradients that no sum explains the loss term, or the module from which on they are wrong."""
+    unexplained = named.verdict is None
+    if unexplained and (term := name_term(by_kind)) is not None:
+        return Named(named.suspects, term, named.tried)
+    origin = material.origins.get(BACKWARD)
+    if origin is None or not (unexplained or (named.verdict and named.verdict.cause is Cause.ROUNDING)):
         return named
-    found = name_forward(origin, material.coordinates, material.degrees, {})
+    found = name_forward(origin, material.groups, material.degrees, {})
+    if named.verdict is not None and found.verdict is not None:
+        verdict = Verdict(Cause.ROUNDING, named.verdict.sentence, origin.culprit, found.verdict.evidence)
+        return Named(named.suspects, verdict, named.tried)
     return Named(named.suspects, found.verdict, named.tried)
 
 

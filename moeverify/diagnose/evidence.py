@@ -6,7 +6,7 @@ the model is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,17 @@ class Suspect:
                 piece.region.put(whole, piece.local.to(torch.float64).reshape(piece.region.local_shape))
         return whole
 
+    def differs(self) -> bool:
+        """Return whether any piece is further from the golden than float64's rounding."""
+        for piece in self.pieces:
+            wanted = piece.region.take(self.expected).reshape(piece.region.local_shape)
+            if piece.local is None or piece.local.shape != wanted.shape:
+                return True
+            error = (piece.local.to(torch.float64) - wanted).norm()
+            if not error <= 1e-11 * self.expected.norm():
+                return True
+        return False
+
     def by_region(self) -> dict[str, list[Piece]]:
         """Return the replicas of each region."""
         groups: dict[str, list[Piece]] = {}
@@ -92,12 +103,3 @@ def collect_suspects(
                 suspects[key] = Suspect(key, expected.to(torch.float64))
             suspects[key].pieces.append(Piece(rank, region, local))
     return suspects
-
-
-def axis_groups(coordinates: Mapping[int, Mapping[str, int]], axis: str) -> list[list[int]]:
-    """Return the groups of ranks that differ only in their coordinate on an axis."""
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for rank, place in coordinates.items():
-        rest = tuple(item for item in place.items() if item[0] != axis)
-        groups.setdefault(rest, []).append(rank)
-    return list(groups.values())

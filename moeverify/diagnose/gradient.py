@@ -10,8 +10,9 @@ from moeverify.diagnose.aggregation import examine_aggregation
 from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.evidence import Suspect
+from moeverify.diagnose.fit import Wrong
 from moeverify.diagnose.places import examine_places
-from moeverify.diagnose.replicas import Coordinates, examine_replica_sums
+from moeverify.diagnose.replicas import Groups, examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.diagnose.verdict import Verdict
 
@@ -33,14 +34,14 @@ def family_of(name: str) -> str:
 def name_gradient_causes(
     suspects: Sequence[Suspect],
     components: ComponentSource | None,
-    coordinates: Coordinates,
+    groups: Groups,
     degrees: dict[str, int],
 ) -> list[Named]:
     """Return the causes of wrong gradients of one step, those that explain most first."""
     named: list[Named] = []
     rest: list[Suspect] = []
     for suspect in suspects:
-        verdict = _detached(suspect) or examine_replica_sums(suspect, coordinates)
+        verdict = _detached(suspect) or examine_replica_sums(suspect, groups)
         if verdict is None:
             rest.append(suspect)
         else:
@@ -48,9 +49,13 @@ def name_gradient_causes(
     if rest and components is not None:
         rest, fitted = _fit(rest, components, degrees)
         named += fitted
-    for suspect in rest:
-        named.append(Named((suspect,), examine_places(suspect) or examine_rounding(suspect)))
+    rounded = examine_rounding(rest)
+    named += [Named((suspect,), examine_places(suspect) or rounded) for suspect in rest]
     return merge_named(named)
+
+
+def _as_wrong(suspects: Sequence[Suspect]) -> list[Wrong]:
+    return [Wrong(suspect.name, suspect.whole(), suspect.expected) for suspect in suspects]
 
 
 def _detached(suspect: Suspect) -> Verdict | None:
@@ -70,7 +75,7 @@ def _fit(
     components = source()
     known = [suspect for suspect in suspects if suspect.name in components.names]
     foreign = [suspect for suspect in suspects if suspect.name not in components.names]
-    verdict, tried = examine_aggregation([(s.name, s.whole()) for s in known], components, degrees)
+    verdict, tried = examine_aggregation(_as_wrong(known), components, degrees)
     if verdict is not None and len(known) > 1:
         return foreign, [Named(tuple(known), verdict, tried)]
     named: list[Named] = []
@@ -79,12 +84,12 @@ def _fit(
     for suspect in known:
         families.setdefault(family_of(suspect.name), []).append(suspect)
     for members in families.values():
-        verdict, tried = examine_aggregation([(s.name, s.whole()) for s in members], components, degrees)
+        verdict, tried = examine_aggregation(_as_wrong(members), components, degrees)
         if verdict is not None:
             named.append(Named(tuple(members), verdict, tried))
             continue
         for suspect in members:
-            verdict, tried = examine_aggregation([(suspect.name, suspect.whole())], components, degrees)
+            verdict, tried = examine_aggregation(_as_wrong([suspect]), components, degrees)
             if verdict is None:
                 rest.append(suspect)
             else:

@@ -34,6 +34,7 @@ class Origin:
     error: float
     ranks: tuple[int, ...]
     suspect: Suspect
+    first_micro_batch: int = 0
 
     @property
     def culprit(self) -> str:
@@ -63,9 +64,25 @@ def find_origins(
         if worst > _BOUND:
             ranks = tuple(sorted(rank for rank, error in errors.items() if error > _BOUND))
             origins[reading.direction] = Origin(
-                reading.direction, reading.module, reading.end, worst, ranks, suspect
+                reading.direction,
+                reading.module,
+                reading.end,
+                worst,
+                ranks,
+                suspect,
+                min(_micro_batches(suspect, by_rank)),
             )
     return origins
+
+
+def _micro_batches(suspect: Suspect, by_rank: Sequence[RankReadings]) -> list[int]:
+    """Return the micro-batches in which some rank is wrong."""
+    wrong: list[int] = []
+    for piece in suspect.pieces:
+        if _error(piece, suspect.expected) > _BOUND:
+            rows = [as_indices(rows) for rows, _ in by_rank[piece.rank].shares]
+            wrong.append(rows.index(piece.region.dims[0]))
+    return wrong
 
 
 def _gather(

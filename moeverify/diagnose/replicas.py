@@ -8,27 +8,26 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.cause import Cause
-from moeverify.diagnose.evidence import EXACT, Piece, Suspect, axis_groups
+from moeverify.diagnose.evidence import EXACT, Piece, Suspect
 from moeverify.diagnose.verdict import Verdict
 
-Coordinates = Mapping[int, Mapping[str, int]]
+Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 
 
-def examine_replica_sums(suspect: Suspect, coordinates: Coordinates) -> Verdict | None:
+def examine_replica_sums(suspect: Suspect, groups: Groups) -> Verdict | None:
     """Return a verdict if summing or averaging what replicas hold over one axis gives the golden.
 
-    Every axis is tried, alone and in pairs; the one with the fewest ranks that explains it is named.
+    Every axis is tried; the first that explains it is named, axes of the data before those of the experts.
     """
-    axes = list(next(iter(coordinates.values()), {}))
     tried: list[str] = []
-    for axis in axes:
-        factor = _sum_over_axis(suspect, axis_groups(coordinates, axis))
+    for axis, members in groups.items():
+        factor = _sum_over_axis(suspect, members)
         if factor is None:
             continue
-        size = max(len(group) for group in axis_groups(coordinates, axis))
+        size = max(map(len, members))
         tried.append(f"sum over {axis} = {factor:.6g} * golden")
         if any(abs(factor - wanted) < 1e-6 * wanted for wanted in (1.0, float(size), 1.0 / size)):
-            sentence = f"the gradient is not reduced over {axis}: its {size} replicas add up to the golden"
+            sentence = f"it is not reduced over {axis}: its {size} replicas add up to the golden"
             return Verdict(Cause.MISSING_REDUCTION, sentence, f"axis {axis}", tuple(tried))
     return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,41 +11,57 @@ from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import Suspect
 from moeverify.diagnose.verdict import Verdict
 
-_DTYPES = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+_WINDOW = (0.02, 4.0)  # errors of sums and products of rounded numbers, in units of rounding
+_SPREAD = 50.0  # rounding hits all tensors about alike; a wrong formula does not
 
 
-def examine_rounding(suspect: Suspect) -> Verdict | None:
-    """Return a verdict if every value can be written in a lower precision, or the errors have its size.
+def examine_rounding(suspects: Sequence[Suspect]) -> Verdict | None:
+    """Return a verdict if the errors of all these tensors together look like rounding.
 
-    Rounding errors are small against every element and point nowhere: the scale stays 1 to second order.
+    Either every value can be written in a lower precision, which those of the golden cannot, or every error
+    has the size of its rounding, in no direction, and none is much larger than another.
     """
-    expected, actual = suspect.expected, suspect.whole()
-    norm = float(expected.norm())
-    error = float((actual - expected).norm()) / norm if norm else 0.0
-    if not 0.0 < error < 0.05:
+    cases = [(suspect, error) for suspect in suspects if (error := _error(suspect)) > 0.0]
+    if not cases:
         return None
-    stored = [piece.local.dtype for piece in suspect.pieces if piece.local is not None]
-    for dtype, unit in _DTYPES.items():
-        if all(known.itemsize <= dtype.itemsize for known in stored):
+    for dtype, unit in _UNITS.items():
+        if any(_is_stored_so(suspect, dtype) for suspect, _ in cases):
             continue  # the recipe's own precision is no lower one
-        if torch.equal(actual.to(dtype).to(actual.dtype), actual):
-            text = (
-                f"every value can be written in {_name(dtype)}, which the golden's cannot; error {error:.2g}"
-            )
-            return Verdict(Cause.ROUNDING, text, evidence=(text,))
-        if 0.05 * unit < error < 8 * unit and _is_unstructured(expected, actual, error):
-            text = f"errors of {error:.2g} in no direction: the rounding of {_name(dtype)}"
-            return Verdict(Cause.ROUNDING, text, evidence=(text,))
+        name = str(dtype).removeprefix("torch.")
+        if all(error < 0.05 and _can_be_written(suspect.whole(), dtype) for suspect, error in cases):
+            text = f"every value can be written in {name}, which the golden's cannot"
+            return Verdict(Cause.ROUNDING, text, evidence=(f"relative errors up to {_largest(cases):.2g}",))
+        errors = [error for _, error in cases]
+        fits = _WINDOW[0] * unit < min(errors) and max(errors) < _WINDOW[1] * unit
+        if fits and max(errors) < _SPREAD * min(errors) and all(map(_is_unstructured, suspects)):
+            text = f"errors of the size of {name}'s rounding, in no direction"
+            return Verdict(Cause.ROUNDING, text, evidence=(f"relative errors up to {_largest(cases):.2g}",))
     return None
 
 
-def _is_unstructured(expected: Tensor, actual: Tensor, error: float) -> bool:
-    """Return whether the error is nearly orthogonal to the golden and spread over many elements."""
-    difference = (actual - expected).reshape(-1)
-    along = float(torch.dot(difference, expected.reshape(-1))) / float(expected.norm()) ** 2
-    spread = int((difference.abs() > 0.01 * difference.abs().max()).sum())
-    return abs(along) < 0.3 * error and spread > 0.2 * difference.numel()
+def _error(suspect: Suspect) -> float:
+    norm = float(suspect.expected.norm())
+    return float((suspect.whole() - suspect.expected).norm()) / norm if norm else 0.0
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _largest(cases: Sequence[tuple[Suspect, float]]) -> float:
+    return max(error for _, error in cases)
+
+
+def _is_stored_so(suspect: Suspect, dtype: torch.dtype) -> bool:
+    held = [piece.local.dtype for piece in suspect.pieces if piece.local is not None]
+    return all(known.itemsize <= dtype.itemsize for known in held)
+
+
+def _can_be_written(actual: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(actual.to(dtype).to(actual.dtype), actual)
+
+
+def _is_unstructured(suspect: Suspect) -> bool:
+    """Return whether the error is nearly orthogonal to the golden."""
+    expected = suspect.expected.reshape(-1)
+    difference = suspect.whole().reshape(-1) - expected
+    norm = float(expected.norm())
+    along = abs(float(torch.dot(difference, expected))) / max(norm * norm, 1e-300)
+    return along < 0.5 * _error(suspect) or len(expected) < 8

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from moeverify.diagnose.cause import Cause
-from moeverify.diagnose.evidence import EXACT, Suspect
+from moeverify.diagnose.evidence import EXACT, Key, Suspect
 from moeverify.diagnose.gradient import Named, merge_named
 from moeverify.diagnose.place import Origin
 from moeverify.diagnose.places import examine_places, match_slices
-from moeverify.diagnose.replicas import Coordinates, examine_replica_sums
+from moeverify.diagnose.replicas import Groups, examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.diagnose.tap import FORWARD
 from moeverify.diagnose.verdict import Verdict, list_ranks, name_factor
@@ -34,7 +35,7 @@ def name_initial(suspects: Sequence[Suspect]) -> list[Named]:
     """Return the causes of wrong initial values."""
     named: list[Named] = []
     for suspect in suspects:
-        verdict = examine_places(suspect) or examine_rounding(suspect) or _zero(suspect)
+        verdict = examine_places(suspect) or examine_rounding([suspect]) or _zero(suspect)
         if verdict is None:
             verdict = _odd_replica(suspect)
         named.append(Named((suspect,), verdict))
@@ -74,7 +75,9 @@ def _equal_parts(suspect: Suspect) -> str:
     return ""
 
 
-def name_forward(origin: Origin, coordinates: Coordinates, degrees: dict[str, int], by_kind: ByKind) -> Named:
+def name_forward(  # noqa: PLR0911 - one return for each thing that it can have been
+    origin: Origin, groups: Groups, degrees: dict[str, int], by_kind: ByKind
+) -> Named:
     """Return what happened at the first module that went wrong, in words."""
     suspect, where = origin.suspect, origin.culprit
     what = "output" if origin.direction == FORWARD else "gradient"
@@ -82,31 +85,31 @@ def name_forward(origin: Origin, coordinates: Coordinates, degrees: dict[str, in
         f"first difference, {origin.direction}: {origin.end} of {origin.module}, off by {origin.error:.3g}",
         f"wrong on {list_ranks(origin.ranks)}",
     )
-    missing = examine_replica_sums(suspect, coordinates)
-    if missing is not None:
-        sentence = f"the {what} of {where} is not summed: {missing.sentence}"
-        return _place(Cause.MISSING_REDUCTION, sentence, f"{where}, {missing.where}", evidence, by_kind)
-    factor = find_scale(suspect)
-    if factor is not None:
-        text, _ = name_factor(factor, dict.fromkeys((), 0))
-        return _place(
-            Cause.SCALE, f"the {what} of {where} is {text} times the right one", where, evidence, by_kind
+
+    def say(cause: Cause, sentence: str, place: str = where) -> Named:
+        return _place(cause, sentence, place, evidence, by_kind)
+
+    if origin.direction == FORWARD and origin.first_micro_batch > 0:
+        sentence = (
+            f"{where} is right in the first micro-batch and wrong from micro-batch {origin.first_micro_batch} on: "
+            "something that should change once a step changed between them"
         )
+        return say(Cause.STATE, sentence)
+    if (missing := examine_replica_sums(suspect, groups)) is not None:
+        return say(
+            Cause.MISSING_REDUCTION, f"the {what} of {where}: {missing.sentence}", f"{where}, {missing.where}"
+        )
+    if (factor := find_scale(suspect)) is not None:
+        text, _ = name_factor(factor, degrees)
+        return say(Cause.SCALE, f"the {what} of {where} is {text} times the right one")
     if (moved := _moved_tokens(suspect)) is not None:
-        return _place(moved.cause, f"in {where}: {moved.sentence}", where, evidence, by_kind)
-    if (rounded := examine_rounding(suspect)) is not None:
-        return _place(rounded.cause, f"in {where}: {rounded.sentence}", where, evidence, by_kind)
-    if origin.direction == FORWARD and where.endswith("router"):
-        return _place(
-            Cause.ROUTING,
-            f"{where} scores or chooses otherwise, from the right input",
-            where,
-            evidence,
-            by_kind,
-        )
+        return say(moved.cause, f"in {where}: {moved.sentence}")
+    if (rounded := examine_rounding([suspect])) is not None:
+        return say(rounded.cause, f"in {where}: {rounded.sentence}")
+    if origin.direction == FORWARD and any(other.name == where for other in by_kind.get("router_ids", ())):
+        return say(Cause.ROUTING, f"{where} chooses otherwise, from the right input")
     cause = Cause.FORWARD if origin.direction == FORWARD else Cause.BACKWARD
-    sentence = f"the {what} goes wrong in {where}, from what was right until there"
-    return _place(cause, sentence, where, evidence, by_kind)
+    return say(cause, f"the {what} goes wrong in {where}, from what was right until there")
 
 
 def _place(cause: Cause, sentence: str, where: str, evidence: tuple[str, ...], by_kind: ByKind) -> Named:
@@ -128,26 +131,64 @@ def _moved_tokens(suspect: Suspect) -> Verdict | None:
     return Verdict(Cause.PERMUTATION, f"{len(moved)} tokens hold the values of other tokens")
 
 
-def name_loss(by_kind: ByKind, degrees: dict[str, int], *, gradient_is_right: bool) -> list[Named]:
-    """Return the causes of wrong losses or routing where every module's output is right."""
+def name_routing(by_kind: ByKind, num_tokens: int) -> list[Named]:
+    """Return the causes of wrong routing where every module's output is right.
+
+    `num_tokens` counts the tokens of the batch, padding included.
+    """
     named: list[Named] = []
-    for kind in ("router_ids", "router_counts", "router_weights"):
-        for suspect in by_kind.get(kind, ()):
-            sentence = f"{suspect.name} routes otherwise although its input is right"
-            named.append(Named((suspect,), Verdict(Cause.ROUTING, sentence, suspect.name)))
+    for suspect in by_kind.get("router_ids", ()):
+        sentence = f"{suspect.name} chooses otherwise although its input is right"
+        named.append(Named((suspect,), Verdict(Cause.ROUTING, sentence, suspect.name)))
+    for suspect in by_kind.get("router_weights", ()):
+        sentence = f"{suspect.name} weighs its choice otherwise although its input is right"
+        named.append(Named((suspect,), Verdict(Cause.FORWARD, sentence, suspect.name)))
     if named:
         return named
-    for suspect in by_kind.get("token_loss", ()):
-        verdict = Verdict(Cause.FORWARD, "the loss of tokens is wrong although the logits are right", "loss")
-        named.append(Named((suspect,), verdict))
-    for suspect in by_kind.get("loss", ()):
+    return [
+        Named((suspect,), _name_counts(suspect, num_tokens)) for suspect in by_kind.get("router_counts", ())
+    ]
+
+
+def _name_counts(suspect: Suspect, num_tokens: int) -> Verdict:
+    expected, actual = float(suspect.expected.sum()), float(suspect.whole().sum())
+    factor = find_scale(suspect)
+    if factor is not None:
+        sentence = f"{suspect.name} counts every token {factor:.6g} times; the routing itself is right"
+        return Verdict(Cause.METRIC, sentence, suspect.name)
+    if actual > expected and actual % num_tokens == 0:
+        sentence = f"{suspect.name} counts {actual:.0f} choices where {expected:.0f} are of valid tokens: padding too"
+        return Verdict(Cause.PADDING, sentence, suspect.name)
+    sentence = f"{suspect.name} counts {actual:.0f} choices where the routing says {expected:.0f}"
+    return Verdict(Cause.STATE, sentence, suspect.name)
+
+
+def name_loss(by_kind: ByKind, degrees: dict[str, int], *, gradient_is_right: bool) -> list[Named]:
+    """Return the causes of wrong losses where routing and every module's output are right."""
+    suspects = [*by_kind.get("token_loss", ()), *by_kind.get("loss", ())]
+    if not gradient_is_right:
+        sentence = "the loss of tokens is wrong although the logits are right"
+        return [Named(tuple(suspects), Verdict(Cause.FORWARD, sentence, "loss"))]
+    named: list[Named] = []
+    for suspect in suspects:
         factor = find_scale(suspect)
-        text, axes = name_factor(factor, degrees) if factor is not None else ("", "")
-        what = "only the reported number is off" if gradient_is_right else "the loss is off"
-        sentence = f"{suspect.name} loss: {what}, {text} times the right one"
+        text, axes = name_factor(factor, degrees) if factor is not None else ("not a multiple of", "")
+        how = f"{text} times the right one" if factor is not None else "and no multiple of the right one"
+        sentence = f"only a reported number is off, the {suspect.name} loss, {how}: the gradients are right"
         where = f"{suspect.name} loss" + (f", axis {axes}" if axes else "")
         named.append(Named((suspect,), Verdict(Cause.METRIC, sentence, where)))
     return named
+
+
+def name_term(by_kind: ByKind) -> Verdict | None:
+    """Return a verdict if the losses themselves say which term is computed otherwise."""
+    wrong = [suspect for suspect in by_kind.get("loss", ()) if suspect.name != "total"]
+    if not wrong:
+        return None
+    terms = " and ".join(suspect.name for suspect in wrong)
+    values = [f"{s.name}: expected {float(s.expected):.10g}, actual {float(s.whole()):.10g}" for s in wrong]
+    sentence = f"the {terms} loss is computed otherwise, from the right routing"
+    return Verdict(Cause.FORWARD, sentence, f"{terms} loss", tuple(values))
 
 
 def name_norm(suspects: Sequence[Suspect], degrees: dict[str, int]) -> list[Named]:
@@ -182,24 +223,26 @@ def name_update(suspects: Sequence[Suspect]) -> list[Named]:
             sentence = f"the update is {factor:.6g} times the right one although the gradient is right"
             verdict = Verdict(Cause.SCALE, sentence, "optimizer step")
         else:
-            verdict = examine_places(suspect) or examine_rounding(suspect)
+            verdict = examine_places(suspect) or examine_rounding([suspect])
         named.append(Named((suspect,), verdict))
     return merge_named(named)
 
 
-def name_state(suspects: Sequence[Suspect]) -> list[Named]:
-    """Return the causes of wrong buffers where the routing is right."""
-    named: list[Named] = []
-    for suspect in suspects:
-        rounded = examine_rounding(suspect)
-        if rounded is not None:
-            verdict = rounded
-        else:
-            wrong = int((suspect.whole() != suspect.expected).sum())
-            sentence = (
-                f"{suspect.name} moved otherwise than the routing of this step says ({wrong} of "
-                f"{suspect.expected.numel()} elements)"
-            )
-            verdict = Verdict(Cause.STATE, sentence, suspect.name)
-        named.append(Named((suspect,), verdict))
-    return named
+def name_state(suspects: Sequence[Suspect], previous: Mapping[Key, Tensor]) -> list[Named]:
+    """Return the causes of wrong buffers where the routing is right; `previous` has them a step earlier."""
+    return [Named((suspect,), _name_buffer(suspect, previous.get(suspect.key))) for suspect in suspects]
+
+
+def _name_buffer(suspect: Suspect, previous: Tensor | None) -> Verdict:
+    actual = suspect.whole()
+    if previous is not None and torch.equal(actual, previous.to(actual.dtype)):
+        sentence = f"{suspect.name} did not move in this step although the routing says it should"
+        return Verdict(Cause.STALE, sentence, suspect.name)
+    if (rounded := examine_rounding([suspect])) is not None:
+        return rounded
+    wrong = int((actual != suspect.expected).sum())
+    sentence = (
+        f"{suspect.name} moved otherwise than the routing of this step says "
+        f"({wrong} of {suspect.expected.numel()} elements)"
+    )
+    return Verdict(Cause.STATE, sentence, suspect.name)

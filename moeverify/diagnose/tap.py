@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.holding import logical_name
-from moeverify.layout.placement import local_part
+from moeverify.layout.placement import is_partial, local_part
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -96,6 +96,8 @@ class Tap:
             tensor.register_hook(on_gradient)
 
     def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
+        if is_partial(tensor):
+            return  # an addend: what it will be summed to is read at the next end
         local = local_part(tensor.detach())
         if local.numel() > self._room:
             return

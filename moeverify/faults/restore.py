@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-_PREFIXES = ("moeverify.model", "moeverify.parallel", "moeverify.train", "moeverify.layout", "moeverify.suite")
+_PREFIXES = (
+    "moeverify.model",
+    "moeverify.parallel",
+    "moeverify.train",
+    "moeverify.layout",
+    "moeverify.suite",
+)
 _TORCH = (
     "torch",
     "torch.distributed",

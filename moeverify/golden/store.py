@@ -168,6 +168,8 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise FormatError(
             f"{path}: not a readable golden ({error}); delete the folder, it is made again"
         ) from error
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
+    if not isinstance(content, dict) or content.keys() != {"version", "noise", "summary"}:
+        raise FormatError(f"{path}: not a golden; delete the folder, it is made again")
+    if content["version"] != _VERSION:
         raise FormatError(f"{path}: a golden of another version; delete the folder, it is made again")
     return content

@@ -62,6 +62,8 @@ def _set_logging() -> None:
     torch's own formatter imports the compiler before its first line, a second in which nobody stops the peers
     of a rank that failed.
     """
+    # Elastic has a thread of its own when the ranks are forked; it holds nothing that they use.
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.propagate = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +74,7 @@ class JobRunner:
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
+        self._caches = _find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.witness = Witness(folder, rank, self.trace, catch_terminate)
 
@@ -141,7 +143,7 @@ class JobRunner:
             self._on_raise(error)
             raise
         finally:
-            _tear_down()
+            _tear_down(self._caches)
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:
@@ -154,16 +156,27 @@ class JobRunner:
         return report
 
 
-def _tear_down() -> None:
-    """Destroy every group, and what torch caches about the meshes that stood on them."""
+def _find_caches() -> list[Any]:
+    """Return the caches of torch's DTensor code, also those in closures; call it before `gc.freeze`."""
+    return [
+        found
+        for found in gc.get_objects()
+        if isinstance(found, functools._lru_cache_wrapper)
+        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.tensor")
+    ]
+
+
+def _tear_down(caches: Sequence[Any]) -> None:
+    """Destroy every group, and what torch caches about the meshes that stood on them.
+
+    A mesh of the next job may be equal to an old one, and a cached answer then names groups that are gone.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-    # What torch caches by mesh names groups that are gone, and a mesh of the next job may be equal to an old one.
     debug = sys.modules.get("torch.distributed.tensor.debug")
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         with contextlib.suppress(AttributeError):  # private, and not in every version
             getattr(debug, name)()
-    plans = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_gen_transform_infos", None)
-    if plans is not None and hasattr(plans, "cache_clear"):
-        plans.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     gc.collect()

@@ -53,7 +53,7 @@ class CollectiveTrace:
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
         self._collectives: deque[Collective] = deque(maxlen=capacity)
-        self._open: list[Collective] = []
+        self._open: deque[Collective] = deque(maxlen=capacity)
         self._counts: dict[Any, int] = {}
         self._groups: dict[Any, Group] = {}
         self._number = 0
@@ -147,7 +147,9 @@ class CollectiveTrace:
             except BaseException:
                 self._mark_failed(0)
                 raise
-            if any(collective.outputs for collective in self._open):
+            with self._lock:
+                lazy = any(collective.outputs for collective in self._open)
+            if lazy:
                 storage = find_storage(tensor)
                 self._finish_lazy(lambda collective: storage in collective.outputs)
             return returned
@@ -173,7 +175,9 @@ class CollectiveTrace:
         collective = Collective(operator, group, arguments, _find_site())
         key = (group.head, collective.peer) if operator.point_to_point else group.head
         with self._lock:
-            self._close_finished()
+            # Not all of them: on CUDA hundreds may be under way.
+            while self._open and self._open[0].update():
+                self._close(self._open.popleft())
             self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
             self._number += 1
             collective.number = self._number
@@ -191,16 +195,19 @@ class CollectiveTrace:
     def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
         """Mark the lazy collectives that somebody has waited for."""
         with self._lock:
-            for collective in self._open:
-                if collective.outputs and matches(collective):
-                    collective.state = "finished"
-            self._close_finished()
+            waited_for = [each for each in self._open if each.outputs and matches(each)]
+            for collective in waited_for:
+                collective.state = "finished"
+            if waited_for:
+                self._close_finished()
 
     def _mark_failed(self, work_id: int) -> None:
         """Mark the collective of a work whose waiter got an error; without an id, the oldest that is open."""
         with self._lock:
             recent = list(self._collectives)[-NUM_SLOTS:]
-            known = [each for each in recent if each.work_id == work_id] or self._open[:1] or recent[-1:]
+            known = (
+                [each for each in recent if each.work_id == work_id] or list(self._open)[:1] or recent[-1:]
+            )
             for collective in known[-1:]:
                 collective.state = "failed"
                 if self._flight is not None:
@@ -208,18 +215,19 @@ class CollectiveTrace:
             self._close_finished()
 
     def _close_finished(self) -> None:
-        if not self._open:
-            return
-        still_open = []
-        for collective in self._open:
-            if not collective.update():
-                still_open.append(collective)
-                continue
-            collective.finished = time.time()
-            collective.work = None
-            if self._flight is not None:
-                self._flight.finish(collective.number, collective.state == "finished")
-        self._open = still_open
+        collectives = list(self._open)
+        self._open.clear()
+        for collective in collectives:
+            if collective.update():
+                self._close(collective)
+            else:
+                self._open.append(collective)
+
+    def _close(self, collective: Collective) -> None:
+        collective.finished = time.time()
+        collective.work = None
+        if self._flight is not None:
+            self._flight.finish(collective.number, collective.state == "finished")
 
 
 def _find_site() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,10 +40,16 @@ def wrap_fsdp1(
     module: nn.Module, mesh: DeviceMesh, strategy: Strategy, device: torch.device
 ) -> FullyShardedDataParallel:
     """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
-    return FullyShardedDataParallel(
-        module,
-        device_mesh=mesh,
-        sharding_strategy=_STRATEGIES[strategy, mesh.ndim],
-        device_id=device,
-        use_orig_params=True,
-    )
+    ranks = _choose_ranks(mesh, strategy)
+    return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
+
+
+def _choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
+    """Return over which ranks parameters are sharded and gradients averaged, as FSDP's arguments.
+
+    Replicas of one rank each are not sharded: a hybrid over them would keep to the one rank of a shard group
+    and average over no replica, silently (pytorch #154888).
+    """
+    if mesh.ndim == 2 and mesh.size(1) == 1:
+        return {"process_group": mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    return {"device_mesh": mesh, "sharding_strategy": _STRATEGIES[strategy, mesh.ndim]}

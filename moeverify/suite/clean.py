@@ -64,9 +64,7 @@ def clean_cases(num_seeds: int) -> Iterator[tuple[str, Case, str | None]]:
             yield from _make_nulls(seed, layout, degrees)
 
 
-def _make_nulls(
-    seed: int, layout: str, degrees: Mapping[str, Any]
-) -> Iterator[tuple[str, Case, str | None]]:
+def _make_nulls(seed: int, layout: str, degrees: Mapping[str, Any]) -> Iterator[tuple[str, Case, str | None]]:
     base = RECIPES["stress adamw"]
     reverse = f"{null.__name__}:{null.reverse_reductions.__name__}"
     for group, case, _ in _make("float64", f"reversed reductions, {layout}", seed, base, degrees):
@@ -90,9 +88,7 @@ def _make(
         yield precision, case, None
 
 
-def run_clean(
-    num_seeds: int, options: RunOptions, on_event: Callable[[Event], None]
-) -> list[CleanRow]:
+def run_clean(num_seeds: int, options: RunOptions, on_event: Callable[[Event], None]) -> list[CleanRow]:
     """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end."""
     runs = list(clean_cases(num_seeds))
     nulls = {case.name: fault for _, case, fault in runs if fault is not None}

@@ -30,27 +30,35 @@ from moeverify.train.program import Program
 Assemble = Callable[[], Program]
 
 
-def investigate(
-    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assemble, device: Any
-) -> list[Finding] | None:
-    """Return the findings with their causes on rank 0, None elsewhere.
+Gathered = tuple[int, list[tuple[list[Any], RankReadings]]]
 
-    Collective: all ranks. Without findings nothing is run again.
+
+def gather_material(
+    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assemble
+) -> Gathered | None:
+    """Return on rank 0 the step at which it began and what every rank shows of it; None without findings.
+
+    `judgement` is given on rank 0 only. Collective: all ranks.
     """
-    request: list[Any] = [None]
-    if dist.get_rank() == 0:
-        assert judgement is not None
-        request = [_make_request(judgement.findings)]
+    request: list[Any] = [_make_request(judgement.findings) if judgement is not None else None]
     dist.broadcast_object_list(request)
     if request[0] is None:
-        return list(judgement.findings) if judgement is not None else None
-    step, keys = request[0]
-    pieces, readings = _rerun(case, golden, assemble(), step, keys)
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((pieces, readings), gathered)
-    if gathered is None or judgement is None:
         return None
-    return _diagnose(case, golden, judgement, step, gathered, device)
+    step, keys = request[0]
+    shown = _rerun(case, golden, assemble(), step, keys)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(shown, gathered)
+    return None if gathered is None else (step, gathered)
+
+
+def conclude(
+    case: Case, golden: StoredGolden, judgement: Judgement, gathered: Gathered | None, device: torch.device
+) -> list[Finding]:
+    """Return the findings with their causes, on rank 0 alone."""
+    if gathered is None:
+        return diagnose(judgement.findings, Material({}, {}, {}, {}, {}))
+    step, by_rank = gathered
+    return _diagnose(case, golden, judgement, step, by_rank, device)
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
@@ -139,17 +147,36 @@ def _diagnose(
         return golden.whole(key[0], name) if name in found else None
 
     suspects = collect_suspects([pieces for pieces, _ in gathered], read)
-    wrong = {key: suspect for key, suspect in suspects.items() if key in _failed_keys(judgement)}
+    failed = _failed_keys(judgement)
+    wrong = {key: suspect for key, suspect in suspects.items() if key in failed and suspect.differs()}
+    readings = [found for _, found in gathered]
     material = Material(
         suspects=wrong,
-        origins=_find_origins(
-            case, golden, step, [readings for _, readings in gathered], coordinates, device
-        ),
-        coordinates=coordinates,
+        origins=_find_origins(case, golden, step, readings, coordinates, device),
+        groups=_groups(plan),
         degrees=_degrees(case, plan),
+        previous={key: value for key in wrong if (value := _read_previous(read, key)) is not None},
         components=_component_source(case, golden, step, device),
+        num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
     )
     return diagnose(judgement.findings, material)
+
+
+def _groups(plan: MeshPlan) -> dict[str, list[list[int]]]:
+    """Return the groups of ranks of every axis with more than one rank, of the data and of the expert axes."""
+    views = (
+        (plan.data, plan.data.axes),
+        (plan.sparse, [a for a in plan.sparse.axes if a not in plan.data.axes]),
+    )
+    return {axis: view.groups(axis) for view, axes in views for axis in axes if view.axes[axis] > 1}
+
+
+def _read_previous(read: Callable[[Key], Tensor | None], key: Key) -> Tensor | None:
+    """Return what the golden held of a buffer one step earlier."""
+    step, kind, name = key
+    if kind != "buffer":
+        return None
+    return read((INITIAL, "initial_buffer", name)) if step == 0 else read((step - 1, "buffer", name))
 
 
 def _failed_keys(judgement: Judgement) -> set[Key]:

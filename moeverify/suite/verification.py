@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.suite.claims import axis_claims
-from moeverify.suite.investigation import investigate
+from moeverify.suite.investigation import conclude, gather_material
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
@@ -39,26 +40,39 @@ def verify_case(
     with restored():
         if fault is not None:
             resolve(fault, "--fault")()
-        return _verify(case, golden, device)
+        observed = _observe(case, golden, device)
+        judgement = None if observed is None else observed.judgement
+        material = gather_material(case, golden, judgement, lambda: _assemble(case, device))
+    if observed is None:
+        return None
+    # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
+    findings = conclude(case, golden, observed.judgement, material, device)
+    return {
+        "checks": [check.model_dump(mode="json") for check in observed.judgement.checks],
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "losses": observed.losses,
+    }
 
 
-def _verify(case: Case, golden: StoredGolden, device: Any) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class _Observed:
+    """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step."""
+
+    judgement: Judgement
+    losses: list[tuple[float, float]]
+
+
+def _observe(case: Case, golden: StoredGolden, device: Any) -> _Observed | None:
+    """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     comparison = Comparison(golden)
     _train(case, golden, device, comparison)
     entries = list(comparison.entries())
     differing = _repeat(case, golden, device, entries) if case.checks.repeat else None
     gathered = _gather((entries, differing))
-    judgement = None
-    if gathered is not None:
-        judgement = judge_all(case, golden, [found for found, _ in gathered], [odd for _, odd in gathered])
-    findings = investigate(case, golden, judgement, lambda: _assemble(case, device), device)
-    if judgement is None or findings is None:
+    if gathered is None:
         return None
-    return {
-        "checks": [check.model_dump(mode="json") for check in judgement.checks],
-        "findings": [finding.model_dump(mode="json") for finding in findings],
-        "losses": _losses(entries),
-    }
+    judgement = judge_all(case, golden, [found for found, _ in gathered], [odd for _, odd in gathered])
+    return _Observed(judgement, _losses(entries))
 
 
 def _losses(entries: Sequence[Entry]) -> list[tuple[float, float]]:

@@ -29,7 +29,7 @@ def inject() -> None:
 
     original = plan._expert_reductions
     plan._expert_reductions = reduce_experts
-    loop.gradient_norm = _average_norm  # type: ignore[attr-defined]
+    loop.gradient_norm = _average_norm
 
 
 def _average_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:

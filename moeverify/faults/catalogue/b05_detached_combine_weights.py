@@ -23,7 +23,7 @@ def inject() -> None:
         return original(self, x, ids, _gather_weights(weights, self.group)[self.group.rank()], experts)
 
     original = AllToAllDispatcher.__call__
-    AllToAllDispatcher.__call__ = dispatch  # type: ignore[method-assign]
+    AllToAllDispatcher.__call__ = dispatch
 
 
 def _gather_weights(weights: Tensor, group: ProcessGroup) -> list[Tensor]:

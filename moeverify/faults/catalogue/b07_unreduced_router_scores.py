@@ -20,7 +20,7 @@ def inject() -> None:
     ) -> Tensor:
         return reduce_from(self.inner(copy_to(x, self.group), ids, weights, experts), self.group)
 
-    SlicedDispatcher.__call__ = dispatch  # type: ignore[method-assign]
+    SlicedDispatcher.__call__ = dispatch
 
 
 FAULT = Fault(

@@ -22,7 +22,7 @@ def inject() -> None:
         original(self, *unused)
 
     original = FSDPParamGroup.post_backward
-    FSDPParamGroup.post_backward = post_backward  # type: ignore[method-assign]
+    FSDPParamGroup.post_backward = post_backward
 
 
 FAULT = Fault(

@@ -21,7 +21,7 @@ def inject() -> None:
         return normalized.view_as(chosen_scores) * self.spec.route_scale
 
     original = Router._weigh
-    Router._weigh = weigh  # type: ignore[method-assign]
+    Router._weigh = weigh
 
 
 FAULT = Fault(

@@ -21,7 +21,7 @@ def inject() -> None:
         return routing._replace(weights=weights)
 
     original = Router.forward
-    Router.forward = forward  # type: ignore[method-assign]
+    Router.forward = forward
 
 
 FAULT = Fault(

@@ -16,7 +16,7 @@ def inject() -> None:
     def weigh(self: Router, chosen_scores: Tensor) -> Tensor:
         return chosen_scores * self.spec.route_scale
 
-    Router._weigh = weigh  # type: ignore[method-assign]
+    Router._weigh = weigh
 
 
 FAULT = Fault(

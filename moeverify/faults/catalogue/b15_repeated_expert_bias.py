@@ -21,8 +21,8 @@ def inject() -> None:
             if isinstance(module, Experts):
                 module.add_down_bias = True
 
-    original = plan.apply_expert_parallel  # type: ignore[attr-defined]
-    plan.apply_expert_parallel = apply_expert_parallel  # type: ignore[attr-defined]
+    original = plan.apply_expert_parallel
+    plan.apply_expert_parallel = apply_expert_parallel
 
 
 FAULT = Fault(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moeverify.case.schema import MoE
@@ -9,22 +11,25 @@ from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
-from moeverify.train import objective
+from moeverify.train import forward
 from moeverify.train.data import Batch
-from moeverify.train.objective import Normalizers, Sums
+from moeverify.train.objective import Normalizers, Sums, router_losses
 
 
 def inject() -> None:
     """Give every expert the mean over the experts: probabilities sum to one, so it is a constant."""
+    forward.router_losses = _losses
 
-    def balance(
-        spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums
-    ) -> Tensor:
-        means = stats.probability_sum.mean(dim=-1, keepdim=True).expand_as(stats.probability_sum)
-        return original(spec, stats._replace(probability_sum=means), batch, normalizers, sums)
 
-    original = objective._balance
-    objective._balance = balance
+def _losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    return router_losses(spec, [_average(stats) for stats in routers], batch, normalizers, sums)
+
+
+def _average(stats: RouterStats) -> RouterStats:
+    means = stats.probability_sum.mean(dim=-1, keepdim=True).expand_as(stats.probability_sum)
+    return stats._replace(probability_sum=means)
 
 
 FAULT = Fault(

@@ -14,22 +14,21 @@ from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
 from moeverify.train import forward
 from moeverify.train.data import Batch
-from moeverify.train.objective import Normalizers, Sums
+from moeverify.train.objective import Normalizers, Sums, router_losses
 
 
 def inject() -> None:
     """Average counts and probabilities over the layers first, then let every layer have the product of those."""
+    forward.router_losses = _losses
 
-    def router_losses(
-        spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
-    ) -> tuple[Tensor, Tensor]:
-        counts = torch.stack([stats.counts for stats in routers]).to(torch.float64).mean(dim=0)
-        probabilities = torch.stack([stats.probability_sum for stats in routers]).mean(dim=0)
-        joined = [stats._replace(probability_sum=probabilities, counts=counts) for stats in routers]
-        return original(spec, joined, batch, normalizers, sums)
 
-    original = forward.router_losses
-    forward.router_losses = router_losses
+def _losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    counts = torch.stack([stats.counts for stats in routers]).to(torch.float64).mean(dim=0)
+    probabilities = torch.stack([stats.probability_sum for stats in routers]).mean(dim=0)
+    joined = [stats._replace(probability_sum=probabilities, counts=counts) for stats in routers]
+    return router_losses(spec, joined, batch, normalizers, sums)
 
 
 FAULT = Fault(

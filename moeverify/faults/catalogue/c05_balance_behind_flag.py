@@ -14,20 +14,19 @@ from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
 from moeverify.train import forward
 from moeverify.train.data import Batch
-from moeverify.train.objective import Normalizers, Sums
+from moeverify.train.objective import Normalizers, Sums, router_losses
 
 
 def inject() -> None:
     """Compute the router losses and drop the balance part."""
+    forward.router_losses = _losses
 
-    def router_losses(
-        spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
-    ) -> tuple[Tensor, Tensor]:
-        balance, z = original(spec, routers, batch, normalizers, sums)
-        return torch.zeros_like(balance), z
 
-    original = forward.router_losses
-    forward.router_losses = router_losses
+def _losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    balance, z = router_losses(spec, routers, batch, normalizers, sums)
+    return torch.zeros_like(balance), z
 
 
 FAULT = Fault(

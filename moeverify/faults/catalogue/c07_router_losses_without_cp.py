@@ -14,21 +14,20 @@ from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
 from moeverify.train import forward
 from moeverify.train.data import Batch
-from moeverify.train.objective import Normalizers, Sums
+from moeverify.train.objective import Normalizers, Sums, router_losses
 
 
 def inject() -> None:
     """Divide the gradient of both router losses by the number of cp ranks; their values stay right."""
+    forward.router_losses = _losses
 
-    def router_losses(
-        spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
-    ) -> tuple[Tensor, Tensor]:
-        cp = float(sums.over_sequence(torch.ones((), device=batch.tokens.device)))
-        balance, z = original(spec, routers, batch, normalizers, sums)
-        return _scale_gradient(balance, 1 / cp), _scale_gradient(z, 1 / cp)
 
-    original = forward.router_losses
-    forward.router_losses = router_losses
+def _losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    num_cp_ranks = float(sums.over_sequence(torch.ones((), device=batch.tokens.device)))
+    balance, z = router_losses(spec, routers, batch, normalizers, sums)
+    return _scale_gradient(balance, 1 / num_cp_ranks), _scale_gradient(z, 1 / num_cp_ranks)
 
 
 def _scale_gradient(value: Tensor, factor: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from moeverify.case.schema import Recipe
@@ -10,22 +12,22 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.train import loop
 from moeverify.train.data import Batch
+from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Losses, Normalizers
 from moeverify.train.program import Program
 
 
 def inject() -> None:
     """Multiply the gradient of the z loss by the number of micro-batches; its value stays right."""
+    loop.compute_losses = _compute_losses
 
-    def compute_losses(
-        recipe: Recipe, program: Program, batch: Batch, normalizers: Normalizers
-    ) -> tuple[Losses, Tensor | None]:
-        losses, token_loss = original(recipe, program, batch, normalizers)
-        z = losses.z.detach() + (losses.z - losses.z.detach()) * program.num_micro_batches
-        return Losses(losses.lm, losses.balance, z), token_loss
 
-    original = loop.compute_losses
-    loop.compute_losses = compute_losses
+def _compute_losses(
+    recipe: Recipe, program: Program, batch: Batch, normalizers: Normalizers
+) -> tuple[Losses, Tensor | None]:
+    losses, token_loss = compute_losses(recipe, program, batch, normalizers)
+    value = losses.z.detach()
+    return replace(losses, z=value + (losses.z - value) * program.num_micro_batches), token_loss
 
 
 FAULT = Fault(

@@ -18,7 +18,7 @@ def inject() -> None:
         return {**values, "lm": values["lm"] + values["balance"]}
 
     original = Losses.named
-    Losses.named = named  # type: ignore[method-assign]
+    Losses.named = named
 
 
 FAULT = Fault(

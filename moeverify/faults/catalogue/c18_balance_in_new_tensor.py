@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
@@ -9,22 +12,22 @@ from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
-from moeverify.train import objective
+from moeverify.train import forward
 from moeverify.train.data import Batch
-from moeverify.train.objective import Normalizers, Sums
+from moeverify.train.objective import Normalizers, Sums, router_losses
 
 
 def inject() -> None:
-    """Copy each layer's value into a tensor of its own."""
+    """Copy each layer's value into a list, and the list into a tensor."""
+    forward.router_losses = _losses
 
-    def balance(
-        spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums
-    ) -> Tensor:
-        value = original(spec, stats, batch, normalizers, sums)
-        return value.new_tensor(value.item())
 
-    original = objective._balance
-    objective._balance = balance
+def _losses(
+    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+) -> tuple[Tensor, Tensor]:
+    _, z = router_losses(spec, routers, batch, normalizers, sums)
+    layers = [router_losses(spec, [stats], batch, normalizers, sums)[0] for stats in routers]
+    return torch.tensor([layer.item() for layer in layers], dtype=z.dtype, device=z.device).sum(), z
 
 
 FAULT = Fault(

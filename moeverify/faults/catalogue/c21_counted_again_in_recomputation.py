@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from moeverify.case.schema import Recipe
 from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.layout.observer import Observer
 from moeverify.model.router import Router, Routing
 from moeverify.train import loop
+from moeverify.train.data import Batch
+from moeverify.train.program import Program, Source
+from moeverify.train.routing import observe_routing
 
 
 def inject() -> None:
@@ -19,20 +22,22 @@ def inject() -> None:
     def forward(self: Router, x: Tensor, valid: Tensor | None = None) -> Routing:
         logged = self.record
         routing = original(self, x, valid)
-        assert self.record is not None
-        if logged is not None:
+        if logged is not None and self.record is not None:
             self.record = self.record._replace(counts=logged.counts + self.record.counts)
         return routing
 
-    def observe_routing(recipe: Any, program: Any, *rest: Any) -> list[Tensor]:
-        counts = read(recipe, program, *rest)
-        for router in program.routers:
-            router.module.record = None
-        return counts
+    original = Router.forward
+    Router.forward = forward
+    loop.observe_routing = _read_and_clear
 
-    original, read = Router.forward, loop.observe_routing
-    Router.forward = forward  # type: ignore[method-assign]
-    loop.observe_routing = observe_routing
+
+def _read_and_clear(
+    recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
+) -> list[Tensor]:
+    counts = observe_routing(recipe, program, batch, observer, step, replayed)
+    for router in program.routers:
+        router.module.record = None
+    return counts
 
 
 FAULT = Fault(

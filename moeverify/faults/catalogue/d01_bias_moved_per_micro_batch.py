@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moeverify.case.schema import MoE, Recipe
+from moeverify.case.schema import MoE, Recipe, ReferenceModel
 from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
@@ -24,16 +24,16 @@ def inject() -> None:
         recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
     ) -> list[Tensor]:
         counts = original(recipe, program, batch, observer, step, replayed)
-        moe = recipe.model.moe  # type: ignore[union-attr]
+        moe = recipe.model.moe if isinstance(recipe.model, ReferenceModel) else None
         for router, local in zip(program.routers, counts, strict=True):
             bias = router.module.selection_bias
             if moe is not None and bias is not None:
                 routing.move_bias(bias, program.sums.over_tokens(local), moe.selection_bias_rate)
         return counts
 
-    original = loop.observe_routing  # type: ignore[attr-defined]
-    loop.observe_routing = observe_routing  # type: ignore[attr-defined]
-    loop.update_selection_bias = _report_counts  # type: ignore[attr-defined]
+    original = loop.observe_routing
+    loop.observe_routing = observe_routing
+    loop.update_selection_bias = _report_counts
 
 
 def _report_counts(

@@ -22,8 +22,8 @@ def inject() -> None:
             if is_renamed and isinstance(module, Router) and module.selection_bias is not None:
                 module.selection_bias = module.selection_bias.to(torch.bfloat16)
 
-    original = plan.apply_recompute  # type: ignore[attr-defined]
-    plan.apply_recompute = apply_recompute  # type: ignore[attr-defined]
+    original = plan.apply_recompute
+    plan.apply_recompute = apply_recompute
 
 
 FAULT = Fault(

@@ -9,17 +9,16 @@ from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import moe_tensor
+from moeverify.parallel.collectives import gather_from
 
 
 def inject() -> None:
     """Place local token i of rank r at i + r * local tokens: right for a batch of one row only."""
+    moe_tensor.gather_from = _gather_flat
 
-    def gather_from(y: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        rows, _, hidden = y.shape
-        return original(y.flatten(0, 1), 0, group).view(rows, -1, hidden)
 
-    original = moe_tensor.gather_from
-    moe_tensor.gather_from = gather_from
+def _gather_flat(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return gather_from(x.flatten(0, 1), 0, group).view(x.shape[0], -1, x.shape[2])
 
 
 FAULT = Fault(

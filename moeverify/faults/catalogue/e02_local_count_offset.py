@@ -14,16 +14,16 @@ from moeverify.parallel.collectives import reduce_from
 
 def inject() -> None:
     """Put each rank's outputs back at 1/tp of their offset and add up what collides."""
+    moe_tensor.gather_from = _place_too_early
 
-    def gather_from(y: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        shape = list(y.shape)
-        shape[dim] *= group.size()
-        offset = y.shape[dim] // group.size() * group.rank()
-        whole = y.new_zeros(shape)
-        whole.narrow(dim, offset, y.shape[dim]).copy_(y)
-        return reduce_from(whole, group)
 
-    moe_tensor.gather_from = gather_from
+def _place_too_early(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= group.size()
+    whole = x.new_zeros(shape)
+    offset = x.shape[dim] // group.size() * group.rank()
+    whole.narrow(dim, offset, x.shape[dim]).copy_(x)
+    return reduce_from(whole, group)
 
 
 FAULT = Fault(

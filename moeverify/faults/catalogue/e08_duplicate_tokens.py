@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
@@ -32,7 +31,7 @@ class DuplicatingDispatcher:
 def inject() -> None:
     """Do not drop the tokens of the other TP ranks before the exchange."""
 
-    def apply_token_slices(model: nn.Module, mesh: Any, *, sequence_parallel: bool) -> None:
+    def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         original(model, mesh, sequence_parallel=sequence_parallel)
         for module in model.modules():
             if isinstance(module, MoE):

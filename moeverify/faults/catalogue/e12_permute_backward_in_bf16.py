@@ -23,7 +23,7 @@ class _Copies(Function):
         return x.repeat_interleave(num_choices, dim=0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         first, *others = grad.view(ctx.shape).to(torch.bfloat16).unbind(dim=1)
         total = first.clone()
         for other in others:
@@ -41,7 +41,7 @@ def inject() -> None:
 
     original = dispatcher.permute
     dispatcher.permute = permute
-    expert.permute = permute  # type: ignore[attr-defined]
+    expert.permute = permute
 
 
 FAULT = Fault(

@@ -20,12 +20,12 @@ def inject() -> None:
     def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         hidden = y.shape[-1]
         rows = expert.invert(order) * hidden % ADDRESSES // hidden
-        # In the order of (token, choice) after this, so the original has nothing left to permute.
+        # They now stand by token and choice: the original has nothing left to permute.
         return original(y.index_select(0, rows), order.sort().values, weights)
 
     original = dispatcher.unpermute
     dispatcher.unpermute = unpermute
-    expert.unpermute = unpermute  # type: ignore[attr-defined]
+    expert.unpermute = unpermute
 
 
 FAULT = Fault(

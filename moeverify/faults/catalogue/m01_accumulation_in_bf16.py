@@ -20,7 +20,7 @@ def inject() -> None:
             gradient.copy_(gradient.to(torch.bfloat16))
 
     original = FSDPParam.to_accumulated_grad_if_needed
-    FSDPParam.to_accumulated_grad_if_needed = accumulate  # type: ignore[method-assign]
+    FSDPParam.to_accumulated_grad_if_needed = accumulate
 
 
 FAULT = Fault(

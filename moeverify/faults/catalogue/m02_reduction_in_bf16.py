@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
@@ -15,12 +15,8 @@ from moeverify.parallel import fsdp2
 
 def inject() -> None:
     """Give FSDP2 a reduction in bfloat16; parameters and computation keep the recipe's precision."""
-
-    def fully_shard(module: Any, **arguments: Any) -> Any:
-        return original(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), **arguments)
-
-    original = fsdp2.fully_shard
-    fsdp2.fully_shard = fully_shard  # type: ignore[attr-defined]
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    fsdp2.fully_shard = partial(fully_shard, mp_policy=policy)
 
 
 FAULT = Fault(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from moeverify.diagnose.cause import Cause
@@ -11,23 +10,26 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import plan
+from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.fsdp2 import apply_fsdp2
 
-STALE = "1"  # the layer whose weights are gathered once and kept
+STALE_LAYER = "1"
 
 
 def inject() -> None:
     """Keep the gathered weights of one block from the first forward pass on."""
+    plan.apply_fsdp2 = _apply_fsdp2
 
-    def apply_fsdp2(model: Transformer, *rest: Any) -> Any:
-        accumulate = original(model, *rest)
-        block = model.layers[STALE]
-        assert isinstance(block, FSDPModule)
-        block.set_reshard_after_forward(False, recurse=False)
-        block.set_reshard_after_backward(False, recurse=False)
-        return accumulate
 
-    original = plan.apply_fsdp2
-    plan.apply_fsdp2 = apply_fsdp2
+def _apply_fsdp2(
+    model: Transformer, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, num_loss_ranks: int
+) -> Accumulate:
+    accumulate = apply_fsdp2(model, mesh, expert_mesh, num_loss_ranks)
+    block = model.layers[STALE_LAYER]
+    assert isinstance(block, FSDPModule)
+    block.set_reshard_after_forward(False, recurse=False)
+    block.set_reshard_after_backward(False, recurse=False)
+    return accumulate
 
 
 FAULT = Fault(

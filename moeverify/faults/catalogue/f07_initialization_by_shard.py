@@ -1,0 +1,45 @@
+"""A shard draws a run of the stream as long as itself, so the values move with the way the tensor is cut."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moeverify.case.schema import ReferenceModel
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.layout.holding import Holding
+from moeverify.model.init import initial_values
+from moeverify.train import assemble
+
+
+def inject() -> None:
+    """Give shard r of n the r-th run of the parameter's stream, whatever dim it is a shard of."""
+
+    def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+        if not isinstance(held.tensor, DTensor) or not held.tensor.placements[0].is_shard():
+            original(spec, seed, held, dtype)
+            return
+        local = held.local()
+        start = held.tensor.device_mesh.get_local_rank() * local.numel()
+        index = torch.arange(start, start + local.numel(), device=local.device)
+        values = initial_values(spec, seed, held.name, held.region.shape, index)
+        local.copy_(values.to(dtype).to(local.dtype).reshape(local.shape))
+
+    original = assemble.fill_one
+    assemble.fill_one = fill_one
+
+
+FAULT = Fault(
+    number="F07",
+    title="initial values depend on the dim that is sharded",
+    source="pytorch/pytorch #168058",
+    mechanism="DTensor offsets the random stream by whole shards, which is the single device's order for dim 0 only",
+    trigger="initialization of tensors that are sharded on another dim than 0",
+    case=make_case("f07", preset="tiny-gpt", tp=2),
+    expected=Expected(where=r"o_proj|down_proj", causes=(Cause.PERMUTATION,)),
+    inject=inject,
+    is_moe=False,
+    notes="the values of the golden, in other places: a shard's rows are filled one after the other",
+)

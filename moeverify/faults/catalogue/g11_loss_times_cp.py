@@ -1,0 +1,42 @@
+"""The loss is multiplied by cp although the average over data ranks already has cp in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moeverify.case.schema import Layout
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.transformer import Transformer
+from moeverify.parallel.meshes import Meshes
+from moeverify.parallel.plan import Fill, Parallelized
+from moeverify.train import assemble
+
+
+def inject() -> None:
+    """Scale the loss before the backward pass by cp once more."""
+
+    def parallelize(
+        model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+    ) -> Parallelized:
+        done = original(model, layout, meshes, device, fill)
+        return replace(done, num_loss_ranks=done.num_loss_ranks * meshes.size("cp"))
+
+    original = assemble.parallelize
+    assemble.parallelize = parallelize
+
+
+FAULT = Fault(
+    number="G11",
+    title="gradients are cp times too large",
+    source="NVIDIA/Megatron-LM #673, #906, !2756",
+    mechanism="the loss is multiplied by the size of cp, which the division of the gradients does not undo",
+    trigger="context parallelism",
+    case=make_case("g11", preset="tiny-gpt", cp=2),
+    expected=Expected(where=r"cp", causes=(Cause.SCALE,)),
+    inject=inject,
+    is_moe=False,
+)

@@ -1,0 +1,37 @@
+"""The gradient norm is that of a rank's own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.layout.placement import local_part
+from moeverify.train import clipping
+
+
+def inject() -> None:
+    """Take the norm of local shards and reduce it over no rank."""
+
+    def get_total_norm(tensors: Iterable[Tensor], **arguments: Any) -> Tensor:
+        return original([local_part(gradient) for gradient in tensors], **arguments)
+
+    original = clipping.get_total_norm
+    clipping.get_total_norm = get_total_norm
+
+
+FAULT = Fault(
+    number="H03",
+    title="each rank clips by the norm of its own shard",
+    source="RLinf/RLinf PR #1558",
+    mechanism="the mesh axis is looked up under a name that it does not have, so the norm is never reduced",
+    trigger="FSDP",
+    case=make_case("h03", preset="tiny-gpt", dp_shard=2),
+    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    inject=inject,
+    is_moe=False,
+)

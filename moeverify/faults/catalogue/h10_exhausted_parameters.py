@@ -1,0 +1,38 @@
+"""The clip walks a generator of parameters that the norm has already used up, so it clips nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeverify.case.schema import Recipe
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.layout.observer import Observer
+from moeverify.train import loop
+from moeverify.train.program import Program
+
+
+def inject() -> None:
+    """Give norm and clip one iterator over the parameters."""
+
+    def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+        once = replace(program, holdings=iter(program.holdings))  # type: ignore[arg-type]
+        original(recipe, once, observer, step)
+
+    original = loop._clip
+    loop._clip = clip
+
+
+FAULT = Fault(
+    number="H10",
+    title="gradients are never clipped",
+    source="pytorch/torchtitan PR #1258 (775a486ed)",
+    mechanism="model.parameters() is a generator, exhausted by the norm when the gradients are to be scaled",
+    trigger="any",
+    case=make_case("h10", preset="tiny-gpt", dp_shard=2),
+    expected=Expected(where=r"clip|norm|optimizer", causes=(Cause.NORM,)),
+    inject=inject,
+    is_moe=False,
+    notes="norm and coefficient are reported right; what is wrong is that the coefficient is not applied",
+)

@@ -1,0 +1,35 @@
+"""A hybrid of FSDP1 whose shard groups have one rank falls back to no sharding, and to no reduction either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import fsdp1
+
+
+def inject() -> None:
+    """Ask torch for a hybrid over a mesh of (n, 1), over which it reduces nothing."""
+
+    def choose_ranks(mesh: DeviceMesh, strategy: fsdp1.Strategy) -> dict[str, Any]:
+        return {"device_mesh": mesh, "sharding_strategy": fsdp1._STRATEGIES[strategy, mesh.ndim]}
+
+    fsdp1._choose_ranks = choose_ranks
+
+
+FAULT = Fault(
+    number="I01",
+    title="FSDP1's hybrid does not reduce over replicas of one rank",
+    source="pytorch/pytorch #154888; volcengine/verl #7493",
+    mechanism="HYBRID_SHARD on a mesh of (n, 1) becomes NO_SHARD over the shard group, whose size is 1",
+    trigger="FSDP1 with replicas and shard groups of one rank",
+    case=make_case("i01", preset="tiny-gpt", dp_replicate=2, data_parallel="fsdp1"),
+    expected=Expected(where=r"dp_replicate", causes=(Cause.MISSING_REDUCTION,)),
+    inject=inject,
+    is_moe=False,
+    notes="torch 2.13 still does it; the layout avoids it, and the fault takes that away",
+)

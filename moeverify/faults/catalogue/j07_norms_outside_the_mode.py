@@ -1,0 +1,34 @@
+"""Norms of the residual stream are summed over tp in one mode of sequence parallelism and not in another."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.model.transformer import Transformer
+from moeverify.parallel import tensor
+
+
+def inject() -> None:
+    """Mark the norms of the residual stream as if there were no sequence parallelism."""
+
+    def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
+        return original(model, sequence_parallel=False)
+
+    original = tensor.partial_parameters
+    tensor.partial_parameters = partial_parameters
+
+
+FAULT = Fault(
+    number="J07",
+    title="sequence-parallel norms lose their reduction",
+    source="InternLM/InternEvo PR #53 (663ef2e), PR #534 (432bd5e)",
+    mechanism="the hook that sums the gradients of norms over tp is attached in one branch of the overlap modes only",
+    trigger="tp with sequence parallelism",
+    case=make_case("j07", preset="tiny-gpt", tp=2, sequence_parallel=True),
+    expected=Expected(where=r"norm\.(weight|bias).*tp", causes=(Cause.MISSING_REDUCTION,)),
+    inject=inject,
+    is_moe=False,
+)

@@ -1,0 +1,46 @@
+"""Gradients of sequence-parallel norms are averaged over tp where their sum is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from moeverify.case.schema import Layout
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.layout.holding import Holding
+from moeverify.parallel import plan
+from moeverify.parallel.gradients import Reduction
+from moeverify.parallel.meshes import Meshes
+
+
+def inject() -> None:
+    """Divide what is summed over tp by the size of tp."""
+
+    def reductions(
+        model: nn.Module, holdings: Sequence[Holding], layout: Layout, meshes: Meshes, names: set[str]
+    ) -> list[Reduction]:
+        found = original(model, holdings, layout, meshes, names)
+        return [
+            replace(item, divisor=float(layout.tp)) if item.group is meshes.group("tp") else item
+            for item in found
+        ]
+
+    original = plan._reductions
+    plan._reductions = reductions
+
+
+FAULT = Fault(
+    number="J08",
+    title="gradients of sequence-parallel norms are tp times too small",
+    source="EleutherAI/gpt-neox PR #1259",
+    mechanism="the hook that all-reduces the gradients of norms averages over tp instead of summing",
+    trigger="tp with sequence parallelism",
+    case=make_case("j08", preset="tiny-gpt", tp=2, sequence_parallel=True),
+    expected=Expected(where=r"norm\.(weight|bias)", causes=(Cause.SCALE,)),
+    inject=inject,
+    is_moe=False,
+)
