@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from multiprocessing_pdb.directory import NOTE_SUFFIX, Directory
-from multiprocessing_pdb.rank import name_job, read_environ, read_rank
+from multiprocessing_pdb.processes import find_ancestors, is_alive, read_environ
+from multiprocessing_pdb.rank import name_job, read_rank
 
 _DUMP_SECONDS = 20.0
 _THREAD = re.compile(r"^Thread (?:0x)?[0-9A-Fa-f]+( \([\w+]+\))(?:: (.*))?")
@@ -41,25 +42,13 @@ def _find_processes(job: str) -> list[int]:
     return sorted(found)
 
 
-def _find_ancestors() -> set[int]:
-    """Return the pids this process descends from: a job is never killed together with who asked for it."""
-    found, pid = set(), os.getpid()
-    while pid > 1:
-        found.add(pid)
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            break
-    return found
-
-
 def read_notes() -> list[Person]:
     """Return the notes of armed processes; notes of processes that are gone are removed."""
     notes = []
     with contextlib.suppress(OSError), Directory.open() as directory:
         for name, note in directory.notes():
             pid = note.get("pid")
-            if isinstance(pid, int) and Path(f"/proc/{pid}").exists():
+            if isinstance(pid, int) and is_alive(pid):
                 notes.append(note)
             else:
                 directory.remove(name)
@@ -86,7 +75,7 @@ def take_census(job: str, action: str) -> list[Person]:
             texts = pool.map(lambda person: _dump(person["pid"], notes.get(person["pid"])), people)
         people = [{**person, "text": text[:_MOST_TEXT]} for person, text in zip(people, texts, strict=True)]
     elif action == "kill":
-        spared = _find_ancestors()
+        spared = find_ancestors()
         people = [person for person in people if person["pid"] not in spared]
         for person in people:
             with contextlib.suppress(ProcessLookupError):

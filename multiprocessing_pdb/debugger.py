@@ -115,7 +115,7 @@ class Remote:
 
     def do_interact(self, argument: str) -> Any:
         """Start an interactive interpreter in the console; end of input leaves it."""
-        with lent(self.session.stdin, self.session.stdout):
+        with lent(self.session.stdin, self.session.stdout), without_readline():
             return super().do_interact(argument)  # type: ignore[misc]
 
     def do_debug(self, argument: str) -> Any:

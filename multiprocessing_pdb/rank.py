@@ -9,7 +9,8 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from multiprocessing_pdb.processes import read_environ
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -63,16 +64,6 @@ def read_rank(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
         _parse(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
         _parse(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     )
-
-
-def read_environ(pid: int) -> dict[str, str]:
-    """Return the environment a process was started with; empty where it cannot be read."""
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
 def _ask_torch() -> tuple[int | None, int | None]:

@@ -170,9 +170,11 @@ class Session:
         """Tell whether the prompt is that of `interact`, `debug`, `commands` or a confirmation."""
         return self._prompt != str(self._debugger.prompt)
 
-    def _emit_part(self, text: str) -> None:
+    def _emit_part(self, text: str) -> bool:
+        """Send output ahead of the answer, and return whether anybody waits for one."""
         if self._current is not None:
             self._reply(self._current, {"part": text})
+        return self._current is not None
 
     def _reply(self, request: Request, frame: Frame) -> None:
         if self._entrance is not None:

@@ -20,7 +20,7 @@ class Answer(io.TextIOBase):
 
     encoding = "utf-8"  # pdbpp wraps a stream that does not say utf-8
 
-    def __init__(self, owner: int, emit: Callable[[str], None]) -> None:
+    def __init__(self, owner: int, emit: Callable[[str], bool]) -> None:
         super().__init__()
         self._owner = owner
         self._emit = emit
@@ -49,10 +49,9 @@ class Answer(io.TextIOBase):
 
     def _hand_on(self) -> None:
         whole, newline, rest = self._text.rpartition("\n")
-        if newline:
+        if newline and self._emit(whole + newline):
             self._text = rest
             self._emitted_at = time.monotonic()
-            self._emit(whole + newline)
 
     def take(self) -> str:
         """Return what is left of this command's output, and begin the next."""

@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from multiprocessing_pdb.directory import NOTE_SUFFIX, SOCKET_SUFFIX, Directory
 from multiprocessing_pdb.entrance import tell
 from multiprocessing_pdb.flight import Flight
 from multiprocessing_pdb.process import PROCESS
+from multiprocessing_pdb.processes import is_alive
 from multiprocessing_pdb.rank import Rank, identify
 from multiprocessing_pdb.stackfile import StackFile
 
@@ -104,7 +104,12 @@ class Watch(threading.Thread):
         for name in self._directory.names(SOCKET_SUFFIX):
             job, _, rest = name.removesuffix(SOCKET_SUFFIX).partition("+")
             pid = rest.rpartition("+")[2]
-            if job == self._rank.job and pid != str(self._rank.pid) and Path(f"/proc/{pid}").exists():
+            if (
+                job == self._rank.job
+                and pid != str(self._rank.pid)
+                and pid.isdecimal()
+                and is_alive(int(pid))
+            ):
                 seen = True
         if self._store is not None:
             seen = self._store.update(PROCESS.has_open()) or seen

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from multiprocessing_pdb.console.crowd import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.console.terminal import Terminal
+from multiprocessing_pdb.processes import is_alive
 
 _COMPLETION_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -153,7 +153,7 @@ class Attachment:
     def _has_exited(self) -> bool:
         pid = read_number(self._target.info, "pid")
         here = read_text(self._target.info, "host") == os.uname().nodename
-        return here and pid is not None and not Path(f"/proc/{pid:.0f}").exists()
+        return here and pid is not None and not is_alive(int(pid))
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
         request = {"do": "complete", "text": text, "line": line, "begin": begin, "end": end}

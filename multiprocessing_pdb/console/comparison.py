@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import Answer, ask
+from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block
 from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.framing import Frame
 
+_STATUS_SECONDS = 2.0
 _PARTS = 256
 _MOST_SEARCHES = 8
 _MOST_ROUNDS = 8  # of 256 parts each: more elements than any tensor has
@@ -17,6 +18,7 @@ _MOST_ROUNDS = 8  # of 256 parts each: more elements than any tensor has
 def compare(targets: Sequence[Target], expression: str, seconds: float) -> tuple[list[Answer], str]:
     """Return the answers, and the text that groups them; the largest group is what the others are held to."""
     answers = ask(targets, {"do": "evaluate", "text": expression}, seconds)
+    explain_silence(answers, _STATUS_SECONDS)
     return answers, show_comparison(answers, seconds)
 
 

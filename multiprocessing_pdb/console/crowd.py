@@ -64,9 +64,7 @@ def ask(
 def collect(answer: Answer, number: int, show: Show | None) -> bool:
     """Take what has come for one request, and return whether it is answered or never will be."""
     target = answer.target
-    for at, frame in target.take():
-        if at != number:
-            continue
+    for frame in target.take(number):
         if "part" in frame:
             if show is not None:
                 show(target, read_text(frame, "part"))

@@ -171,7 +171,7 @@ class Shell:
 
     def _tell_late(self) -> None:
         for target in self._roster.refresh():
-            target.take()
+            target.sort()
             while target.late:
                 what, frame = target.late.popleft()
                 if what != "status":

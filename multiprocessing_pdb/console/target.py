@@ -49,12 +49,15 @@ class Target:
     info: Frame = field(default_factory=dict)
     late: deque[tuple[str, Frame]] = field(default_factory=deque)
     _numbers: Any = field(default_factory=lambda: count(1))
+    _answers: dict[int, list[Frame]] = field(default_factory=dict)
     _overdue: dict[int, str] = field(default_factory=dict)
 
     @property
     def number(self) -> int | None:
         """The rank, None for a process that has none."""
         value = self.info.get("number")
+        if value is None and self.label.isdecimal():
+            return int(self.label)  # it has not said anything yet
         return value if isinstance(value, int) else None
 
     @property
@@ -83,26 +86,33 @@ class Target:
             self.job = read_text(frame, "job") or self.job
 
     def ask(self, frame: Frame) -> int:
-        """Send a request and return its number. Raises LinkClosed."""
+        """Send a request and return its number. Raises LinkClosedError."""
         number: int = next(self._numbers)
         self.link.send({**frame, "id": number})
+        self._answers[number] = []
         return number
 
     def give_up(self, number: int, what: str) -> None:
         """Remember a request whose deadline has passed: its answer will be late."""
+        self._answers.pop(number, None)
         self._overdue[number] = what
 
-    def take(self) -> list[tuple[int, Frame]]:
-        """Return the frames that have come; answers to overdue requests are put aside as late."""
-        taken = []
+    def take(self, number: int) -> list[Frame]:
+        """Return the frames that have come for one request; the last is the one without a "part"."""
+        self.sort()
+        taken, self._answers[number] = self._answers.get(number, []), []
+        if taken and "part" not in taken[-1]:
+            del self._answers[number]
+        return taken
+
+    def sort(self) -> None:
+        """Put each frame that has come to its request; answers to overdue requests are put aside as late."""
         while self.link.inbox:
             frame = self.link.inbox.popleft()
             number = frame.get("id")
             if not isinstance(number, int):
                 continue
-            if number in self._overdue:
-                if "part" not in frame:
-                    self.late.append((self._overdue.pop(number), frame))
-                continue
-            taken.append((number, frame))
-        return taken
+            if number in self._answers:
+                self._answers[number].append(frame)
+            elif number in self._overdue and "part" not in frame:
+                self.late.append((self._overdue.pop(number), frame))
