@@ -23,18 +23,3 @@ def check_peer(connection: socket.socket) -> int:
     if uid != os.geteuid():
         raise StrangerError(f"the peer (pid {pid}) is user {uid}, not user {os.geteuid()}")
     return int(pid)
-
-
-def lift(connection: socket.socket) -> socket.socket:
-    """Return the socket on a descriptor above 2, closed on exec.
-
-    A program whose stdin was closed would otherwise get our socket as its descriptor 0.
-    """
-    if connection.fileno() > 2:
-        return connection
-    import fcntl
-
-    number = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-    lifted = socket.socket(connection.family, connection.type, connection.proto, fileno=number)
-    connection.close()
-    return lifted

@@ -52,7 +52,7 @@ class Directory:
                 path.mkdir(mode=0o700)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = _lift_descriptor(os.open(path, flags))
+            descriptor = os.open(path, flags)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise DirectoryRefusedError(
@@ -110,11 +110,9 @@ class Directory:
 
         It appears under its name only once it listens: whatever refuses a connection is therefore dead.
         """
-        from multiprocessing_pdb.credentials import lift
-
         unfinished = f".{name}"
         self.remove(unfinished)
-        listener = lift(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             os.fchmod(listener.fileno(), 0o600)  # Linux gives the file this mode: it is never open to others
             listener.bind(self.address(unfinished))
@@ -135,7 +133,7 @@ class Directory:
     def create(self, name: str) -> int:
         """Return the descriptor of a new file of mode 0600 that did not exist before."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return _lift_descriptor(os.open(name, flags, 0o600, dir_fd=self._descriptor))
+        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
     def write_note(self, name: str, note: dict[str, Any]) -> None:
         """Write a small JSON file of mode 0600 that readers see whole or not at all."""
@@ -163,13 +161,3 @@ class Directory:
                 continue
             if isinstance(note, dict):
                 yield name, note
-
-
-def _lift_descriptor(descriptor: int) -> int:
-    if descriptor > 2:
-        return descriptor
-    import fcntl
-
-    lifted = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return lifted

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from itertools import count
 
 from multiprocessing_pdb.challenge import Challenge
-from multiprocessing_pdb.credentials import StrangerError, check_peer, lift
+from multiprocessing_pdb.credentials import StrangerError, check_peer
+from multiprocessing_pdb.descriptors import above_standard
 from multiprocessing_pdb.framing import LIMIT, Decoder, Frame, FrameError, Transform, encode
 
 _ADMISSION_SECONDS = 5.0  # a stranger who says nothing is put out after this long
@@ -63,8 +64,7 @@ class Door(threading.Thread):
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._closing_at: float | None = None
-        bell, ringer = socket.socketpair()
-        self._bell, self._ringer = lift(bell), lift(ringer)
+        self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for waiting in [*listeners, self._bell]:
             waiting.setblocking(False)
@@ -129,10 +129,10 @@ class Door(threading.Thread):
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            accepted, _ = listener.accept()
+            with above_standard():
+                connection, _ = listener.accept()
         except OSError:
             return
-        connection = lift(accepted)
         challenge = None
         try:
             if connection.family == socket.AF_UNIX:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from multiprocessing_pdb.challenge import read_token, token_path
-from multiprocessing_pdb.credentials import lift
+from multiprocessing_pdb.descriptors import above_standard
 from multiprocessing_pdb.directory import SOCKET_SUFFIX, VARIABLE, Directory
 from multiprocessing_pdb.door import Door
 from multiprocessing_pdb.framing import Frame
@@ -41,7 +41,7 @@ class Entrance:
 def _listen_tcp(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = lift(socket.socket(family, socket.SOCK_STREAM))
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), int(port)))
@@ -59,6 +59,13 @@ def open_entrance(
 
     Raises OSError when the directory, the token file or the TCP address cannot be used.
     """
+    with above_standard():
+        return _open(rank, receive, leave, tcp)
+
+
+def _open(
+    rank: Rank, receive: Callable[[int, Frame], None], leave: Callable[[int], None], tcp: str | None
+) -> Entrance:
     directory = Directory.open(create=True)
     name = rank.file_stem() + SOCKET_SUFFIX
     listeners: list[socket.socket] = []

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from multiprocessing_pdb.descriptors import above_standard
 from multiprocessing_pdb.directory import NOTE_SUFFIX, SOCKET_SUFFIX, Directory
 from multiprocessing_pdb.entrance import tell
 from multiprocessing_pdb.flight import Flight
@@ -175,7 +176,8 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     if _ARMED.watch is not None:
         return
     try:
-        _ARMED.watch = Watch()
+        with above_standard():
+            _ARMED.watch = Watch()
     except OSError as error:
         tell(f"not armed: {error}")
         return

@@ -1,5 +1,6 @@
-"""Real processes for the debugger's tests: jobs of ranks, and consoles, each in a runtime directory of its own."""
+"""Real processes for the debugger's tests: ranks and consoles, in a runtime directory per test."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -88,7 +89,7 @@ class Site:
         return (self.home / f"{name}.{stream}").read_text()
 
     def run_console(self, *commands, options=(), env=None, stdin=None, timeout=PATIENCE):
-        """Run a console with -c for each command, or with `stdin` as its input; return the finished process."""
+        """Run a console with -c for each command, or with `stdin` as its input, to its end."""
         line = [sys.executable, "-m", "multiprocessing_pdb", *map(str, options)]
         for command in commands:
             line += ["-c", command]
@@ -163,11 +164,11 @@ class Site:
                 family = psutil.Process(process.pid).children(recursive=True)
             except psutil.NoSuchProcess:
                 family = []
-            for signal_to in (lambda: os.killpg(process.pid, signal.SIGKILL), *(p.kill for p in family)):
-                try:
-                    signal_to()
-                except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-                    pass
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
             process.wait(PATIENCE)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:

@@ -183,7 +183,12 @@ def test_q_can_continue_all(site):
 def test_q_can_kill_the_job_and_peers_that_run(site):
     ranks = site.start_ranks(2, "work.py")
     site.await_ranks(2)
-    site.start(sys.executable, "-c", "import time; time.sleep(600)", env={"MPDB_JOB": f"{site.job}-other", "RANK": "0"})
+    site.start(
+        sys.executable,
+        "-c",
+        "import time; time.sleep(600)",
+        env={"MPDB_JOB": f"{site.job}-other", "RANK": "0"},
+    )
     site.start(sys.executable, "-c", "import time; time.sleep(600)", env={"MPDB_JOB": site.job, "RANK": "2"})
     console = site.open_console()
     console.sendline("q")

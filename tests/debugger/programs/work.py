@@ -1,4 +1,5 @@
 """Stops once in a function of two lines; what it computes depends on the rank."""
+# ruff: noqa: T201  # a program of the tests: what it prints is compared
 
 import os
 import sys

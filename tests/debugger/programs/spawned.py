@@ -1,0 +1,9 @@
+"""A target for spawned processes."""
+
+import multiprocessing_pdb
+
+
+def fail(culprit):
+    """Install, then raise."""
+    multiprocessing_pdb.install()
+    raise ValueError(f"from {culprit}")
