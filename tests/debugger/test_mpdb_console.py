@@ -13,7 +13,7 @@ def test_all_ranks_answer_together(site):
     site.await_ranks(3)
     table = site.ask("ls")
     assert [line.split()[0] for line in table.splitlines()] == ["rank", "0", "1", "2"]
-    assert "work.py:16" in table
+    assert "work.py:17" in table
     assert "at work" in table
     assert site.ask("diff special").splitlines() == ["ranks 0, 2: 'even'", "rank 1: 'odd'"]
     assert site.ask("diff 1 + 1") == "ranks 0-2: 2 (equal on all)\n"
@@ -34,11 +34,11 @@ def test_steps_are_in_lockstep(site):
     site.await_ranks(2)
     stepped = site.ask("next")
     assert stepped.startswith("ranks 0-1:")
-    assert "work.py(17)work()" in stepped
+    assert "work.py(18)work()" in stepped
     assert site.ask("diff total").splitlines() == ["rank 0: 1", "rank 1: 11"]
-    assert "work.py(18)" in site.ask("@1 next")
+    assert "work.py(19)" in site.ask("@1 next")
     assert site.ask("diff total").splitlines() == ["rank 0: 1", "rank 1: 22"]
-    site.ask("until 19", "c")
+    site.ask("until 20", "c")
     for process in ranks:
         site.await_exit(process)
 
@@ -47,7 +47,7 @@ def test_a_variable_called_like_a_command_is_no_trap(site):
     ranks = site.start_ranks(1, "work.py")
     site.await_ranks(1)
     site.ask("@0 !next = c = 5")
-    assert "work.py(17)" in site.ask("next")
+    assert "work.py(18)" in site.ask("next")
     site.ask("c")
     site.await_exit(ranks[0])
 
@@ -60,7 +60,7 @@ def test_attach_is_a_whole_session(site, flavour):
     prompt = "(Pdb++) " if flavour == "pdbpp" else "(Pdb) "
     console.sendline("attach 0")
     console.expect_exact(prompt)
-    assert "work.py(16)work()" in COLOR.sub("", console.before)
+    assert "work.py(17)work()" in COLOR.sub("", console.before)
     console.send("p spec\t")  # completion is asked from the rank
     console.expect_exact("special")
     console.send("\n")
@@ -78,7 +78,7 @@ def test_attach_is_a_whole_session(site, flavour):
     console.expect_exact(">>> ")
     console.sendeof()
     console.expect_exact(prompt)
-    console.sendline("b 18")
+    console.sendline("b 19")
     console.expect_exact(prompt)
     console.sendline("clear")
     console.expect_exact("Clear all breaks? ")

@@ -124,8 +124,9 @@ def test_under_pytest(site, flags):
         "    print('inner', number)\n"
         "    assert number\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "test_inner.py"]
-    process = site.start(*command)
+    plugins = ["-p", "no:cacheprovider", "-p", "xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *flags, "test_inner.py"]
+    process = site.start(*command, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     if "-n" in flags:
         site.await_ranks(2)
         assert site.ask("diff number").count("process p") == 2
