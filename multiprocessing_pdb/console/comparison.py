@@ -54,21 +54,22 @@ def _show(answer: Answer, is_common: bool) -> str:
 
 
 def _show_difference(expected: Sequence[Answer], actual: Sequence[Answer], seconds: float) -> str:
-    ours, theirs = name_ranks([a.target for a in actual]), name_ranks([a.target for a in expected])
+    theirs = name_ranks([a.target for a in expected])
+    ours = name_ranks([a.target for a in actual]) + (" differs" if len(actual) == 1 else " differ")
     forms = _value(expected[0]).get("form"), _value(actual[0]).get("form")
     if isinstance(forms[0], dict) and isinstance(forms[1], dict) and forms[0] != forms[1]:
         names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
         parts = [f"{name} {forms[1].get(name)} against {forms[0].get(name)}" for name in names]
-        return f"{ours} differs from {theirs} in {'; '.join(parts)}"
+        return f"{ours} from {theirs} in {'; '.join(parts)}"
     length = int(read_number(_value(expected[0]), "length") or 0)
     pair = (expected[0].target, actual[0].target)
     found = _find_first(pair, length, seconds)
     if isinstance(found, str):
-        return f"{ours} differs from {theirs}; where was not found: {found}"
+        return f"{ours} from {theirs}; where was not found: {found}"
     elements = ask(pair, {"do": "element", "at": found}, seconds)
     values = [answer.failure or read_text(answer.frame, "element") for answer in elements]
     index = _unravel(found, _value(expected[0]).get("indices"))
-    return f"{ours} differs from {theirs} first at {index}: {values[1]} against {values[0]}"
+    return f"{ours} from {theirs} first at {index}: {values[1]} against {values[0]}"
 
 
 def _find_first(pair: tuple[Target, Target], length: int, seconds: float) -> int | str:

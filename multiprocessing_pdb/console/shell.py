@@ -154,7 +154,9 @@ class Shell:
         seconds = _read_seconds(words[1]) if len(words) > 1 else 365 * 86400.0
         found = self._roster.await_count(int(words[0]), seconds)
         text = f"{len(found)} stopped: {name_ranks(found)}" if found else "no rank is stopped"
-        return text if len(found) >= int(words[0]) else f"*** {text} after {seconds:g} s"
+        if len(found) < int(words[0]):
+            raise UsageError(f"{text} after {seconds:g} s")
+        return text
 
     def _list_jobs(self) -> str:
         jobs = self._roster.find_jobs()

@@ -10,7 +10,7 @@ import pexpect
 import pytest
 from conftest import PROGRAMS, poll
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 
 def drop_notice(stderr):
