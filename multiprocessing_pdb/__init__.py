@@ -10,10 +10,12 @@ no thread and imports neither readline nor torch.
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multiprocessing_pdb.trigger import MultiprocessingPdb
+
+if TYPE_CHECKING:
+    from datetime import timedelta  # only its name is needed, and importing this package is to cost nothing
 
 __all__ = ["MultiprocessingPdb", "arm", "disarm", "install", "post_mortem", "set_trace"]
 
