@@ -106,6 +106,10 @@ def read_element(value: Any, at: int) -> str:
     return repr(read_flat(_find_local(value), at, at + 1).tolist()[0])
 
 
+def _shorten(element: object) -> str:
+    return f"{element:.6g}" if isinstance(element, float) else repr(element)
+
+
 class _Norm:
     """The 2-norm over chunks, and how many elements are not finite."""
 
@@ -172,7 +176,7 @@ def summarise(value: Any) -> Summary:
         _hash_piece(piece, content)
     key.update(content.digest())
     if 0 < length <= 8:
-        text += f" {read_flat(local, 0, length).tolist()}"
+        text += f" [{', '.join(_shorten(element) for element in read_flat(local, 0, length).tolist())}]"
     return {
         "form": form,
         "text": f"{text} {norm.text()} hash {content.hexdigest()[:8]}",
