@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from multiprocessing_pdb.streams import lent
@@ -168,9 +168,3 @@ def make_debugger(session: Session) -> Any:
     debugger.use_rawinput = 0
     debugger.paint(False)
     return debugger
-
-
-def find_current_frame(debugger: Any) -> FrameType:
-    """Return the frame the prompt is in."""
-    frame: FrameType = debugger.curframe
-    return frame

@@ -91,10 +91,6 @@ class Directory:
         names = os.listdir(self._descriptor)  # noqa: PTH208  # pathlib cannot list a descriptor
         return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
 
-    def age_mark(self) -> int:
-        """Return a number that changes whenever a file appears or goes."""
-        return os.fstat(self._descriptor).st_mtime_ns
-
     def address(self, name: str) -> str:
         """Return a socket address for `name`: short however long the path is, and not to be redirected."""
         short = f"/proc/self/fd/{self._descriptor}/{name}"

@@ -7,12 +7,10 @@ the store that torch.distributed was started with, over a connection of its own.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -194,12 +192,9 @@ def disarm() -> None:
     PROCESS.timeouts.release("arm(hold=True)")
 
 
-def wait_until_raised(seconds: float, poll: Callable[[float], None] = time.sleep) -> bool:
+def wait_until_raised(seconds: float) -> bool:
     """Return whether a collective begun now would get a raised timeout, waiting for it `seconds` at most."""
     deadline = time.monotonic() + seconds
-    while not PROCESS.timeouts.are_raised():
-        if time.monotonic() > deadline:
-            return False
-        with contextlib.suppress(InterruptedError):
-            poll(0.01)
-    return True
+    while not PROCESS.timeouts.are_raised() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return PROCESS.timeouts.are_raised()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -117,8 +116,3 @@ class TcpSource:
         """Close all links."""
         for link in self._links.values():
             link.close()
-
-
-def host_name() -> str:
-    """Return this machine's name, as ranks give it."""
-    return os.uname().nodename

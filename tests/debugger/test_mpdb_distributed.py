@@ -72,6 +72,27 @@ def test_a_later_collective_survives_a_long_stop_and_timeouts_come_back(site):
     assert out.count("done") == 2
 
 
+def test_a_stop_on_another_node_is_learned_through_the_store(site):
+    process = start_torchrun(site, 2, "collective.py", "later", "arm", "apart")
+    site.runtime = site.home / "run0"  # where rank 0 is; rank 1 looks into another directory
+    site.env["MPDB_DIR"] = str(site.runtime)
+    stay_stopped(site, 7)
+    site.ask("c")
+    site.await_exit(process)
+    assert site.read().count("sum [3.0, 3.0, 3.0, 3.0]") == 2
+    assert site.read().count("restored [6.0, 6.0]") == 2
+
+
+def test_the_recorded_session_of_the_documentation(site):
+    process = start_torchrun(site, 4, "expert_parallel.py")
+    site.await_ranks(4)
+    assert "(equal on all)" in site.ask("diff loss")
+    found = site.ask("diff bias")
+    assert "rank 3 differs from ranks 0-2 first at [0]: 0.0 against 0.0099" in found
+    site.ask("c")
+    site.await_exit(process)
+
+
 def test_hold_saves_even_a_collective_in_flight(site):
     process = start_torchrun(site, 2, "collective.py", "flight", "hold")
     stay_stopped(site, 9)

@@ -47,6 +47,19 @@ def test_streams_are_untouched_by_a_stop(site):
     assert f"-m multiprocessing_pdb {site.job}" in notices[0]
 
 
+def test_what_other_threads_print_during_a_command_stays_the_programs(site):
+    """pdb puts its own stream in the place of sys.stdout while it runs a statement."""
+    (rank,) = site.start_ranks(1, "ticking.py")
+    site.await_ranks(1)
+    shown = site.ask("@0 import time; time.sleep(1); print('mine')")
+    site.ask("c")
+    site.await_exit(rank)
+    assert shown == "rank 0: mine\n"
+    numbers = [int(number) for number in re.findall(r"tick (\d+)\n", site.read("rank0"))]
+    assert len(numbers) > 10
+    assert numbers == list(range(len(numbers)))
+
+
 def test_a_closed_stdin_stays_closed(site):
     """Descriptor 0 is free in such a program; no socket of ours may become its stdin."""
     command = f"exec {sys.executable} {PROGRAMS / 'work.py'} 0<&-"
@@ -162,15 +175,18 @@ def test_conditions_of_tra(site):
     assert stops == ["once 0", "every 2", "when 3", "callable 4", "skip 5", "every 5", "skip 6"]
 
 
-@pytest.mark.parametrize("where", ["main", "thread", "fork", "spawn"])
+@pytest.mark.parametrize("where", ["main", "thread", "fork", "spawn", "torch"])
 def test_uncaught_exceptions_stop(site, where):
     process = site.start_python("uncaught.py", where, env={"MPDB_JOB": site.job, "RANK": "0"})
     site.await_ranks(1)
     assert "ValueError: from" in site.ask("ls")
-    culprit = "child" if where in ("fork", "spawn") else where
+    culprit = "child" if where in ("fork", "spawn", "torch") else where
     assert site.ask("diff culprit").endswith(f": '{culprit}'\n")
     site.ask("c")
-    site.await_exit(process, 1 if where == "main" else 0)
+    if where == "torch":  # raises in the parent what the child raised: another uncaught exception
+        poll(lambda: "ProcessRaisedException" in site.ask("ls"), "the parent's stop")
+        site.ask("c")
+    site.await_exit(process, 1 if where in ("main", "torch") else 0)
     assert "ValueError: from" in site.read(stream="stderr")
 
 

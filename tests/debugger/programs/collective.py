@@ -1,9 +1,10 @@
-"""collective.py MODE [arm|hold|plain]: two gloo ranks with a timeout of 6 s, one of which stops for longer.
+"""collective.py MODE arm|hold|plain [apart]: one of two gloo ranks stops for longer than their timeout, 6 s.
 
 MODE "later": rank 1 begins its collective after it could learn of the stop. MODE "flight": before.
 """
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -52,6 +53,9 @@ def run(mode, arming):
 
 
 if __name__ == "__main__":
+    if "apart" in sys.argv:  # as if each rank had a node, and so a runtime directory, of its own
+        os.environ["MPDB_DIR"] += os.environ["RANK"]
+        os.environ["MPDB_WATCH"] = "store"
     dist.init_process_group(
         "gloo", timeout=timedelta(seconds=120)
     )  # of the store too: a busy machine is slow

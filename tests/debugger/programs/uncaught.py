@@ -1,6 +1,7 @@
 """uncaught.py WHERE: an exception that nobody catches, wherever it comes from; or breakpoint()."""
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
+import importlib
 import multiprocessing
 import sys
 import threading
@@ -29,6 +30,9 @@ if __name__ == "__main__":
         child.start()
         child.join()
         print("child's code", child.exitcode)
+    elif where == "torch":
+        torch_multiprocessing = importlib.import_module("torch.multiprocessing")
+        torch_multiprocessing.start_processes(spawned.fail_numbered, ("child",), 1, start_method="spawn")
     elif where == "breakpoint":
         culprit = "breakpoint"
         breakpoint()
