@@ -19,6 +19,7 @@ _ADMISSION_SECONDS = 5.0  # a stranger who says nothing is put out after this lo
 _STRANGER_LIMIT = 1024
 _BACKLOG_LIMIT = 4 * LIMIT  # unread answers a console may leave before it is put out
 _MOST_GUESTS = 64
+_MOST_STRANGERS = 8  # over TCP, and not yet admitted: they must not keep the user out
 
 
 class Guest:
@@ -143,7 +144,9 @@ class Door(threading.Thread):
             connection.close()
             return
         known = connection.family == socket.AF_UNIX or challenge is not None
-        if not known or len(self._guests) >= _MOST_GUESTS or self._closing_at is not None:
+        strangers = sum(guest.challenge is not None for guest in self._guests.values())
+        crowded = len(self._guests) >= _MOST_GUESTS or (challenge and strangers >= _MOST_STRANGERS)
+        if not known or crowded or self._closing_at is not None:
             connection.close()
             return
         connection.setblocking(False)

@@ -26,14 +26,21 @@ class Process:
     def __init__(self) -> None:
         self.timeouts = Timeouts()
         self._open: list[Open] = []
-        self._registered = False
+        self._exit_pid = 0  # the process whose exit closes the doors: not that of a parent
+        self._knows_forks = False
 
     def add(self, opened: Open) -> None:
         """Close `opened` when the process exits, and abandon it in forked children."""
         self._open.append(opened)
-        if not self._registered:
-            self._registered = True
-            atexit.register(self._close_all, os.getpid())
+        if self._exit_pid != os.getpid():
+            self._exit_pid = os.getpid()
+            atexit.register(self._close_all, self._exit_pid)
+        self.survive_forks()
+
+    def survive_forks(self) -> None:
+        """Let forked children begin without what their parent has open, from now on."""
+        if not self._knows_forks:
+            self._knows_forks = True
             os.register_at_fork(after_in_child=self._abandon_all)
 
     def remove(self, opened: Open) -> None:
@@ -51,13 +58,12 @@ class Process:
                 opened.close("exited")
 
     def _abandon_all(self) -> None:
-        if not self._open:
-            return
-        sys.settrace(None)  # a child forked while its parent is stepped is not itself stepped
+        self.timeouts = Timeouts()  # another thread may have held the old one's lock
+        if self._open:
+            sys.settrace(None)  # a child forked while its parent is stepped is not itself stepped
         for opened in self._open:
             opened.abandon()
         self._open.clear()
-        self.timeouts = Timeouts()
 
 
 PROCESS = Process()

@@ -180,6 +180,7 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
         tell(f"not armed: {error}")
         return
     _ARMED.watch.start()
+    PROCESS.survive_forks()
     if not _ARMED.is_registered:
         _ARMED.is_registered = True
         atexit.register(_ARMED.end, os.getpid())

@@ -151,6 +151,34 @@ def test_malformed_frames_are_refused_and_the_rank_stays_reachable(site):
     assert site.ask("@0 p value") == "rank 0: 0\n"
 
 
+def test_requests_meant_for_one_stop_do_not_reach_the_next(site):
+    """A console may have sent a line when another lets the rank go; that line must not run somewhere else."""
+    (rank,) = site.start_ranks(1, "conditions.py")
+    site.await_ranks(1)
+    raw = connect(site.runtime / site.sockets()[0])
+    lines = ["import time; time.sleep(0.5)", "continue", "turn = 1000"]
+    raw.sendall(b"".join(encode({"id": n, "do": "line", "text": text}) for n, text in enumerate(lines)))
+    decoder, answers = Decoder(), []
+    while len(answers) < 3:
+        answers += decoder.feed(raw.recv(1 << 16))
+    raw.close()
+    assert [answer.get("end") for answer in answers] == ["ready", "resumed", None]
+    assert "went on before" in answers[2]["error"]
+    site.await_ranks(1)
+    assert site.ask("diff turn < 1000") == "rank 0: True\n"
+    assert rank.poll() is None
+
+
+def test_strangers_on_tcp_do_not_keep_the_user_out(site):
+    _, address = start_tcp_rank(site, site.home / "token")
+    strangers = [socket.create_connection(("127.0.0.1", address.port), 20) for _ in range(80)]
+    try:
+        assert site.ask("diff secret") == "rank 0: 42\n"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
 def test_a_rank_that_sends_nonsense_does_not_harm_the_console(site):
     """A false rank of the same user: malformed frames, and text that would forge the terminal's content."""
     site.runtime.mkdir(mode=0o700)
