@@ -119,10 +119,11 @@ def test_a_console_killed_during_a_command_leaves_the_rank_stopped(site):
     console = site.open_console()
     console.sendline("attach 0")
     console.expect_exact("(Pdb++) ")
-    console.sendline("import time; time.sleep(1.5)")
+    console.sendline("import os, time;; while not os.path.exists('go'): time.sleep(0.05)")
     poll(lambda: "busy" in site.ask("ls"), "the rank to be busy")
     os.kill(console.pid, signal.SIGKILL)
     console.wait()
+    (site.home / "go").touch()
     assert site.ask("@0 p value", options=["--deadline", "30"]) == "rank 0: 0\n"
     site.ask("c")
     site.await_exit(rank)
