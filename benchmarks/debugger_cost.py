@@ -1,0 +1,108 @@
+"""What the debugger costs: a Tra() that does not stop, importing it, and asking 64 stopped ranks.
+
+    python benchmarks/debugger_cost.py [--ranks 64] [--repeats 5]
+
+Prints numbers and ratios: against a plain function call, and against asking the ranks one after the other, as
+a debugger for one process has to.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = ROOT / "tests" / "debugger" / "programs" / "crowd.py"
+sys.path.insert(0, str(ROOT))
+
+
+def plain(*, when=True):
+    """What a call of this form costs in any case."""
+    return when
+
+
+def measure_call(function, number=500_000, repeats=5):
+    """Return nanoseconds of `function(when=False)`, the best of several runs."""
+    timer = timeit.Timer("call(when=False)", globals={"call": function})
+    return min(timer.repeat(repeats, number)) / number * 1e9
+
+
+def measure_import(module):
+    """Return milliseconds that a process spends on importing `module`, the best of five."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(5)]
+    return min(float(run.stdout) for run in runs) * 1e3
+
+
+def measure_ask(world, repeats):
+    """Return seconds: until all have stopped, of a first diff, of later ones, and of asking one by one."""
+    from multiprocessing_pdb.console.comparison import compare
+    from multiprocessing_pdb.console.crowd import ask
+    from multiprocessing_pdb.console.roster import Roster
+    from multiprocessing_pdb.console.source import LocalSource
+
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    begun = time.perf_counter()
+    job = subprocess.Popen(
+        [sys.executable, RANKS, str(world)],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    roster = Roster([LocalSource(print)], None)
+    roster.await_count(world, 300)
+    stopping = time.perf_counter() - begun
+    roster.close()
+    roster = Roster([LocalSource(print)], None)  # as a console that is opened now
+    begun = time.perf_counter()
+    _, text = compare(roster.find(), "loss", 60)
+    first = time.perf_counter() - begun
+    targets = roster.find()
+    together, in_turn = [], []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        compare(targets, "loss", 60)
+        together.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        for target in targets:
+            ask([target], {"do": "line", "text": "p loss"}, 60)
+        in_turn.append(time.perf_counter() - begun)
+    ask(targets, {"do": "line", "text": "continue", "command": True}, 60)
+    roster.close()
+    job.wait(60)
+    return stopping, first, statistics.median(together), statistics.median(in_turn), text
+
+
+def main():
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    from multiprocessing_pdb import MultiprocessingPdb
+
+    base, ours = measure_call(plain), measure_call(MultiprocessingPdb().set_trace)
+    print(f"Tra(when=False): {ours:.0f} ns; a plain function: {base:.0f} ns; {ours / base:.2f} x")
+    for module in ("multiprocessing_pdb", "pdb", "pdbpp"):
+        print(f"import {module}: {measure_import(module):.1f} ms")
+    with tempfile.TemporaryDirectory(prefix="mpdb-cost-", dir="/tmp") as directory:
+        os.environ["MPDB_DIR"] = directory
+        stopping, first, together, in_turn, text = measure_ask(options.ranks, options.repeats)
+    print(f"{options.ranks} ranks started and stopped after {stopping:.2f} s")
+    print(f"diff of a console just opened, connecting included: {first * 1e3:.0f} ms")
+    print(
+        f"diff, all at once: {together * 1e3:.0f} ms; p, one rank after the other: {in_turn * 1e3:.0f} ms; "
+        f"{in_turn / together:.2f} x"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

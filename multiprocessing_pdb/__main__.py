@@ -1,0 +1,8 @@
+"""python -m multiprocessing_pdb: the console."""
+
+import sys
+
+from multiprocessing_pdb.console.options import main
+
+if __name__ == "__main__":
+    sys.exit(main())

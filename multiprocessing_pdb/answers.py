@@ -1,0 +1,89 @@
+"""What a stopped thread answers itself, in its own frame and context: values, hashes, completions, stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from multiprocessing_pdb import tensors, values
+from multiprocessing_pdb.framing import Frame
+
+_MOST_FRAMES = 200
+
+
+class Clerk:
+    """Answers the requests of consoles about one stopped thread.
+
+    The value of a `diff` is kept for the console that asked, so that it can look for the first difference in
+    what it was shown; it is dropped at the next question, when that console goes and when the thread goes on.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, Any] = {}
+        self._known: dict[str, Callable[[Any, int, Frame], Frame]] = {
+            "evaluate": self._evaluate,
+            "hash": self._hash,
+            "element": self._read_element,
+            "complete": self._complete,
+            "where": self._list_stack,
+        }
+
+    def knows(self, do: object) -> bool:
+        """Tell whether `do` is a request of this kind."""
+        return isinstance(do, str) and do in self._known
+
+    def forget(self, guest: int | None = None) -> None:
+        """Drop what is kept for a console, or for all."""
+        if guest is None:
+            self._held.clear()
+        else:
+            self._held.pop(guest, None)
+
+    def answer(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        """Return the answer, or {"error"} with what went wrong; nothing user code raises goes further."""
+        try:
+            return self._known[frame["do"]](debugger, guest, frame)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of an expression included
+            return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+    def _evaluate(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        self._held.pop(guest, None)
+        code = compile(str(frame["text"]), "<console>", "eval")
+        current = debugger.curframe
+        # One mapping: a lambda or comprehension in the expression must see the locals too.
+        names = {**current.f_globals, **current.f_locals}
+        torch = sys.modules.get("torch")
+        quiet = torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
+        with quiet:
+            value = eval(code, names)  # the user's own expression, in the user's own process
+            description = values.describe(value)
+        if description.get("length"):
+            self._held[guest] = value
+        return {"value": description}
+
+    def _hash(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        begin, end, parts = int(frame["begin"]), int(frame["end"]), int(frame["parts"])
+        return {"hashes": tensors.hash_parts(self._held[guest], begin, end, parts)}
+
+    def _read_element(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        return {"element": tensors.read_element(self._held[guest], int(frame["at"]))}
+
+    def _complete(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        words = debugger.complete_words(
+            str(frame["text"]), str(frame["line"]), int(frame["begin"]), int(frame["end"])
+        )
+        return {"words": words[:500]}
+
+    def _list_stack(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+        stack = []
+        for at, line in debugger.stack[-_MOST_FRAMES:]:
+            code = at.f_code
+            if code.co_filename.endswith(("/bdb.py", "/pdbpp.py")) or code.co_filename == "<string>":
+                continue
+            source = linecache.getline(code.co_filename, line, at.f_globals).strip()
+            mark = ">" if at is debugger.curframe else " "
+            stack.append(f"{mark} {code.co_filename}:{line} {code.co_name}: {source}")
+        return {"stack": stack}

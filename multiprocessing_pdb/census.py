@@ -1,0 +1,134 @@
+"""The census of a job on this machine: its Python processes, stopped or not, and their stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from multiprocessing_pdb.directory import NOTE_SUFFIX, Directory
+from multiprocessing_pdb.processes import find_ancestors, is_alive, read_environ
+from multiprocessing_pdb.rank import name_job, read_rank
+
+_DUMP_SECONDS = 20.0
+_THREAD = re.compile(r"^Thread (?:0x)?[0-9A-Fa-f]+( \([\w+]+\))(?:: (.*))?")
+_MOST_TEXT = 100_000
+Person = dict[str, Any]
+
+
+def _find_processes(job: str) -> list[int]:
+    """Return the pids of this user's Python processes that belong to `job`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        pid = int(entry.name)
+        with contextlib.suppress(OSError):
+            if (
+                entry.stat().st_uid != os.geteuid()
+                or "python" not in Path(f"/proc/{pid}/exe").readlink().name
+            ):
+                continue
+            if name_job(read_environ(pid), os.getpgid(pid)) == job:
+                found.append(pid)
+    return sorted(found)
+
+
+def read_notes() -> list[Person]:
+    """Return the notes of armed processes; notes of processes that are gone are removed."""
+    notes = []
+    with contextlib.suppress(OSError), Directory.open() as directory:
+        for name, note in directory.notes():
+            pid = note.get("pid")
+            if isinstance(pid, int) and is_alive(pid):
+                notes.append(note)
+            else:
+                directory.remove(name)
+                directory.remove(name.removesuffix(NOTE_SUFFIX) + ".stacks")
+    return notes
+
+
+def take_census(job: str, action: str) -> list[Person]:
+    """Return {"pid", "rank", "command"} of each process of a job, and for "stacks" its stacks in "text".
+
+    "kill" sends SIGKILL to each. Ranks come first, in order; launchers and helpers have no rank.
+    """
+    notes = {note["pid"]: note for note in read_notes() if note.get("job") == job}
+    people = []
+    for pid in sorted({*_find_processes(job), *notes}):
+        with contextlib.suppress(OSError):
+            command = (
+                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            )
+            rank = notes[pid].get("number") if pid in notes else read_rank(read_environ(pid))[0]
+            people.append({"pid": pid, "rank": rank, "command": command.strip()[:200]})
+    if action == "stacks":
+        with ThreadPoolExecutor(4) as pool:
+            texts = pool.map(lambda person: _dump(person["pid"], notes.get(person["pid"])), people)
+        people = [{**person, "text": text[:_MOST_TEXT]} for person, text in zip(people, texts, strict=True)]
+    elif action == "kill":
+        spared = find_ancestors()
+        people = [person for person in people if person["pid"] not in spared]
+        for person in people:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(person["pid"], signal.SIGKILL)
+    return sorted(people, key=lambda p: (p["rank"] is None, p["rank"] or 0, p["pid"]))
+
+
+def _dump(pid: int, note: Person | None) -> str:
+    """Return the stacks of a process, which need not answer anything: by py-spy, else by faulthandler."""
+    beside = Path(sys.executable).parent / "py-spy"
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    problem = "py-spy is not installed"
+    if program is not None and os.environ.get("MPDB_STACKS") != "faulthandler":
+        try:
+            done = subprocess.run(
+                [program, "dump", "--pid", str(pid)],
+                capture_output=True,
+                text=True,
+                timeout=_DUMP_SECONDS,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            if done.returncode == 0:
+                return _trim(done.stdout)
+            problem = (done.stderr.strip().splitlines() or ["py-spy failed"])[-1]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+    if note is not None and isinstance(note.get("stack_signal"), int):
+        return _ask_faulthandler(pid, note)
+    return f"no stacks: {problem}, and the process is not armed"
+
+
+def _trim(text: str) -> str:
+    """Drop what differs from process to process: py-spy's head and the numbers of threads."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("Process ", "Python v"))]
+    return "\n".join(_THREAD.sub(r"Thread\1 \2", line) for line in kept)
+
+
+def _ask_faulthandler(pid: int, note: Person) -> str:
+    """Send the signal that an armed process gave to faulthandler, and return what it writes."""
+    name = str(note["stack_file"])
+    try:
+        with Directory.open() as directory:
+            before = len(directory.read_text(name, 1 << 24))
+            os.kill(pid, int(note["stack_signal"]))
+            text, deadline = "", time.monotonic() + 3.0
+            while time.monotonic() < deadline:
+                grown = directory.read_text(name, 1 << 24)[before:]
+                if grown and grown == text:
+                    return grown
+                text = grown
+                time.sleep(0.05)
+    except OSError as error:
+        return f"no stacks: {error}"
+    return text or "no stacks: faulthandler wrote nothing in 3 s"

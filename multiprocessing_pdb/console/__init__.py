@@ -1,0 +1,1 @@
+"""The console: one prompt for all stopped ranks of a job."""

@@ -1,0 +1,113 @@
+"""What the console's commands do with the ranks they were given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
+from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, show_groups
+from multiprocessing_pdb.console.link import LinkClosedError
+from multiprocessing_pdb.console.roster import Roster
+from multiprocessing_pdb.console.table import show_countdowns, show_table
+from multiprocessing_pdb.console.target import Target, clean, read_text
+
+_STATUS_SECONDS = 2.0
+_ENDS = {"resumed": "runs on", "exited": "has exited"}
+
+STEPS = {
+    "step": "step",
+    "s": "step",
+    "next": "next",
+    "n": "next",
+    "until": "until",
+    "unt": "until",
+    "return": "return",
+    "r": "return",
+    "continue": "continue",
+    "cont": "continue",
+    "c": "continue",
+}
+
+
+def list_ranks(roster: Roster, targets: Sequence[Target]) -> str:
+    """Return the table of `ls`."""
+    answers = ask(targets, {"do": "status"}, _STATUS_SECONDS)
+    explain_silence(answers, _STATUS_SECONDS)
+    notes = [note for source in roster.sources for note in source.take_notes()]
+    return "\n".join([show_table(answers), *show_countdowns(targets, notes)])
+
+
+def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
+    """Have every rank run one debugger line, and return the answers together.
+
+    `command` says that the line is a debugger command even where a variable has its name.
+    """
+    answers = ask(targets, {"do": "line", "text": line, "command": command}, seconds)
+    explain_silence(answers, _STATUS_SECONDS)
+    return show_groups([(answer.target, _show_end(answer)) for answer in answers])
+
+
+def _show_end(answer: Answer) -> str:
+    if answer.failure:
+        return f"{answer.out}*** {answer.failure}"
+    return answer.out + _ENDS.get(read_text(answer.frame, "end"), "")
+
+
+def show_stacks(targets: Sequence[Target], seconds: float) -> str:
+    """Return the stacks of stopped ranks, equal ones once."""
+    answers = ask(targets, {"do": "where"}, seconds)
+    explain_silence(answers, _STATUS_SECONDS)
+    return show_groups([(answer.target, _show_stack(answer)) for answer in answers])
+
+
+def _show_stack(answer: Answer) -> str:
+    stack = answer.frame.get("stack")
+    if answer.failure or not isinstance(stack, list):
+        return f"*** {answer.failure or 'malformed answer'}"
+    return "\n".join(clean(line) for line in stack)
+
+
+def interrupt(targets: Sequence[Target]) -> str:
+    """Interrupt what the ranks evaluate, or ask those that run to stop."""
+    answers = ask(targets, {"do": "interrupt"}, _STATUS_SECONDS)
+    texts = {"busy": "interrupted", "running": "asked to stop at its next line", "stopped": "was idle"}
+    return show_groups(
+        [(a.target, a.failure or texts.get(read_text(a.frame, "interrupted"), "?")) for a in answers]
+    )
+
+
+def kill(targets: Sequence[Target]) -> str:
+    """Kill the processes of these ranks."""
+    for target in targets:
+        with contextlib.suppress(LinkClosedError):
+            target.link.kill()
+    return f"killed {name_ranks(targets)}"
+
+
+def kill_job(roster: Roster) -> str:
+    """Kill every process of the job that can be found: the stopped ranks, then the rest."""
+    job = roster.find_job()
+    stopped = roster.find()
+    text = kill(stopped) if stopped else "no rank is stopped"
+    others = [person for source in roster.sources for person in source.take_census(job, "kill")]
+    return f"{text}; sent SIGKILL to {len(others)} process(es) of {job}"
+
+
+def dump_stacks(roster: Roster) -> str:
+    """Return the stacks of all processes of the job, stopped, running or hung; equal ones once."""
+    people = [
+        person for source in roster.sources for person in source.take_census(roster.find_job(), "stacks")
+    ]
+    if not people:
+        return "no process of the job was found"
+    groups = group((clean(person.get("text", "")), person) for person in people)
+    return "\n".join(
+        show_block(", ".join(_name(person) for person in members), clean(members[0].get("text", "")))
+        for members in groups
+    )
+
+
+def _name(person: dict[str, object]) -> str:
+    rank = person.get("rank")
+    return f"rank {rank} (pid {person.get('pid')})" if isinstance(rank, int) else f"pid {person.get('pid')}"

@@ -1,0 +1,19 @@
+"""The text of `help`."""
+
+GUIDE = """\
+ls                 the stopped ranks: where, why, since when; and what must be known of collectives
+attach R           a whole pdb session with one rank; detach or Ctrl-D leaves it, and it stays stopped
+@SELECTION CMD     a pdb command on some ranks, the answers together: @all p loss, @0,2:8:2 up, @tp=1 pp x
+                   (ranks, slices, mesh axes, labels); any command below takes a selection too
+diff EXPR          evaluates on all ranks and groups equal answers; tensors by form, norm and first difference
+where              the stacks of the stopped ranks, equal ones once
+step next until return c
+                   in lockstep on all stopped ranks, or on a selection
+interrupt          interrupts what the ranks evaluate, or asks those that run to stop
+wait N [SECONDS]   waits until N ranks are stopped
+stacks             stacks of every process of the job, also of those that run or hang in C
+kill R             kills the process of a rank
+jobs, job NAME     the jobs that have stopped ranks; chooses one
+deadline SECONDS   how long each rank has to answer
+quit, Ctrl-D       leaves the console; ranks stay stopped
+q                  asks what is meant: leave, continue all, or kill the job"""

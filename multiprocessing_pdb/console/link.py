@@ -1,0 +1,188 @@
+"""Links: one conversation with one stopped rank each, over a unix socket or over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from multiprocessing_pdb.challenge import Response
+from multiprocessing_pdb.credentials import check_peer
+from multiprocessing_pdb.directory import Directory
+from multiprocessing_pdb.framing import Decoder, Frame, FrameError, Transform, encode
+
+_CONNECT_SECONDS = 2.0
+
+
+class LinkClosedError(ConnectionError):
+    """The rank at the other end is gone, or sent what is no frame."""
+
+
+class Channel(Protocol):
+    """Something to wait on; what it reads goes into the inboxes of links."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
+
+    def pump(self) -> None:
+        """Read what is there, without waiting."""
+
+
+class Link(Protocol):
+    """One conversation with one stopped rank."""
+
+    inbox: deque[Frame]
+    closed: str
+
+    @property
+    def channel(self) -> Channel:
+        """The channel that fills the inbox."""
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. Raises LinkClosedError."""
+
+    def kill(self) -> None:
+        """Kill the rank's process, even one that answers nothing."""
+
+    def close(self) -> None:
+        """End the conversation; the rank stays as it is."""
+
+
+class SocketLink:
+    """A link over a connected socket; `pid` is what the kernel says of a unix socket's peer, 0 for TCP."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.inbox: deque[Frame] = deque()
+        self.closed = ""
+        self._connection = connection
+        self._pid = pid
+        self._decoder = Decoder()
+        self._seal: Transform | None = None
+
+    @property
+    def channel(self) -> Channel:
+        """The link itself."""
+        return self
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._connection.fileno()
+
+    def prove(self, token: bytes, seconds: float) -> None:
+        """Answer the challenge of a rank behind TCP.
+
+        Raises LinkClosedError when either side does not know the token.
+        """
+        response = Response(token)
+        try:
+            self._send(response.answer(self._await_frame(seconds)))
+            self._seal, self._decoder.unseal = response.judge(self._await_frame(seconds))
+        except FrameError as error:
+            self._fail(str(error))
+            raise LinkClosedError(self.closed) from None
+
+    def _await_frame(self, seconds: float) -> Frame:
+        deadline = time.monotonic() + seconds
+        while not self.inbox:
+            left = deadline - time.monotonic()
+            if left <= 0 or self.closed:
+                raise LinkClosedError(
+                    self.closed or "no answer to the proof of the token; is it the same token?"
+                )
+            wait([self], left)
+        return self.inbox.popleft()
+
+    def pump(self) -> None:
+        """Read what is there into the inbox."""
+        if self.closed:
+            return
+        try:
+            self._connection.setblocking(False)
+            received = self._connection.recv(1 << 18)
+            if not received:
+                self._fail("the connection was closed")
+            self.inbox.extend(self._decoder.feed(received))
+        except BlockingIOError:
+            pass
+        except (OSError, FrameError) as error:
+            self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        self.closed = self.closed or why
+        self._connection.close()
+
+    def _send(self, frame: Frame) -> None:
+        if self.closed:
+            raise LinkClosedError(self.closed)
+        try:
+            self._connection.settimeout(_CONNECT_SECONDS)
+            self._connection.sendall(encode(frame, self._seal))
+        except OSError as error:
+            self._fail(str(error))
+            raise LinkClosedError(self.closed) from None
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. Raises LinkClosedError."""
+        self._send(frame)
+
+    def kill(self) -> None:
+        """Kill the process: by its pid here, by asking it over TCP."""
+        if self.closed:
+            return
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        else:
+            self._send({"do": "kill"})
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._fail("closed here")
+
+
+def wait(channels: Iterable[Channel], seconds: float) -> None:
+    """Wait until a channel can be read, and pump each that can."""
+    with selectors.DefaultSelector() as selector:
+        for channel in {id(channel): channel for channel in channels}.values():
+            if channel.fileno() >= 0:
+                selector.register(channel.fileno(), selectors.EVENT_READ, channel)
+        if not selector.get_map():
+            time.sleep(min(seconds, 0.05))
+            return
+        for key, _ in selector.select(max(0.0, seconds)):
+            key.data.pump()
+
+
+def connect_local(directory: Directory, name: str) -> SocketLink:
+    """Return a link to a socket of the runtime directory.
+
+    Raises ConnectionRefusedError when nobody listens any more, StrangerError when another user does, and
+    OSError otherwise.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(directory.address(name))
+        pid = check_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return SocketLink(connection, pid)
+
+
+def connect_tcp(address: str, token: bytes) -> SocketLink:
+    """Return a link to a rank that listens on TCP, each side having proved that it knows the token.
+
+    Raises OSError when there is nobody, and LinkClosedError when the token is not the rank's.
+    """
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS)
+    link = SocketLink(connection, 0)
+    link.prove(token, _CONNECT_SECONDS)
+    return link

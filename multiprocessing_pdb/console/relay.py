@@ -1,0 +1,95 @@
+"""The relay: serves one console on another node over stdin and stdout, for the ranks of this node.
+
+Started there by ssh or srun, so the network's security is theirs. When the console goes, stdin ends, the
+relay ends, and the ranks stay stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from typing import BinaryIO
+
+from multiprocessing_pdb.console.link import Link, LinkClosedError
+from multiprocessing_pdb.console.source import LocalSource
+from multiprocessing_pdb.framing import Decoder, Frame, encode
+
+# Login scripts may print before us; the console passes over everything up to this line.
+GREETING = b"multiprocessing_pdb relay 1\n"
+
+
+class _Relay:
+    """The links of this node by number, and the way back to the console."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._warnings: list[str] = []
+        self._source = LocalSource(self._warnings.append)
+        self._links: dict[int, Link] = {}
+        self._numbers: dict[int, int] = {}
+
+    def send(self, frame: Frame) -> None:
+        """Send one frame to the console."""
+        self._output.write(encode(frame))
+        self._output.flush()
+
+    def do(self, frame: Frame) -> None:
+        """Do what the console asks for."""
+        op, number = frame.get("op"), frame.get("link")
+        link = self._links.get(number) if isinstance(number, int) else None
+        if op == "refresh":
+            stems = {stem: self._number(link) for stem, link in self._source.refresh().items()}
+            self.send({"id": frame.get("id"), "stems": stems, "warnings": self._warnings})
+            self._warnings.clear()
+        elif op == "notes":
+            self.send({"id": frame.get("id"), "people": self._source.take_notes()})
+        elif op == "census":
+            job, action = str(frame.get("job")), str(frame.get("action"))
+            self.send({"id": frame.get("id"), "people": self._source.take_census(job, action)})
+        elif op == "send" and link is not None and isinstance(frame.get("frame"), dict):
+            with contextlib.suppress(LinkClosedError):  # found and told by forward()
+                link.send(frame["frame"])
+        elif op == "kill" and link is not None:
+            with contextlib.suppress(LinkClosedError):
+                link.kill()
+
+    def _number(self, link: Link) -> int:
+        number = self._numbers.setdefault(id(link), len(self._numbers) + 1)
+        self._links[number] = link  # kept, so that an id is never used again
+        return number
+
+    def forward(self) -> None:
+        """Send on what ranks have answered, and say which are gone."""
+        for number, link in list(self._links.items()):
+            while link.inbox:
+                self.send({"link": number, "frame": link.inbox.popleft()})
+            if link.closed:
+                self.send({"link": number, "closed": link.closed})
+                del self._links[number]
+
+    def watch(self) -> dict[int, Link]:
+        """Return the links to wait on, by descriptor."""
+        return {link.channel.fileno(): link for link in self._links.values() if not link.closed}
+
+
+def serve(source: BinaryIO, output: BinaryIO) -> None:
+    """Serve until `source` ends. Raises FrameError for what is no frame."""
+    relay, decoder = _Relay(output), Decoder()
+    output.write(GREETING)
+    output.flush()
+    while True:
+        with selectors.DefaultSelector() as selector:
+            selector.register(source.fileno(), selectors.EVENT_READ)
+            for descriptor, link in relay.watch().items():
+                selector.register(descriptor, selectors.EVENT_READ, link)
+            for key, _ in selector.select():
+                if key.data is not None:
+                    key.data.channel.pump()
+                    continue
+                received = os.read(source.fileno(), 1 << 18)
+                if not received:
+                    return
+                for frame in decoder.feed(received):
+                    relay.do(frame)
+        relay.forward()

@@ -1,0 +1,200 @@
+"""The console's prompt: reads a line, chooses the ranks it is for, and calls what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from multiprocessing_pdb.console import commands
+from multiprocessing_pdb.console.attach import Attachment
+from multiprocessing_pdb.console.comparison import compare
+from multiprocessing_pdb.console.grouping import name_ranks, show_groups
+from multiprocessing_pdb.console.guide import GUIDE
+from multiprocessing_pdb.console.roster import JobError, Roster
+from multiprocessing_pdb.console.selection import SelectionError, select
+from multiprocessing_pdb.console.target import Target, read_text
+from multiprocessing_pdb.console.terminal import Terminal
+
+_PROMPT = "mpdb> "
+
+
+class UsageError(ValueError):
+    """A command without what it needs."""
+
+
+class Shell:
+    """One console session."""
+
+    def __init__(self, roster: Roster, terminal: Terminal, deadline: float) -> None:
+        self._roster = roster
+        self._terminal = terminal
+        self._deadline = deadline
+        self._is_over = False
+        self._crowd: dict[str, Callable[[Sequence[Target], str], str | None]] = {
+            "ls": lambda targets, _: commands.list_ranks(self._roster, targets),
+            "diff": self._diff,
+            "where": lambda targets, _: commands.show_stacks(targets, self._deadline),
+            "interrupt": lambda targets, _: commands.interrupt(targets),
+            "attach": self._attach_to,
+            "kill": lambda targets, _: commands.kill(targets),
+        }
+        self._plain: dict[str, Callable[[str], str | None]] = {
+            "wait": self._wait,
+            "stacks": lambda _: commands.dump_stacks(self._roster),
+            "jobs": lambda _: self._list_jobs(),
+            "job": self._choose_job,
+            "deadline": self._set_deadline,
+            "help": lambda _: GUIDE,
+            "h": lambda _: GUIDE,
+            "?": lambda _: GUIDE,
+            "q": lambda _: self._ask_quit_here(),
+            "quit": lambda _: self._quit(),
+            "exit": lambda _: self._quit(),
+            "detach": lambda _: "not attached; quit leaves the console, and ranks stay stopped",
+        }
+
+    def run(self) -> None:
+        """Read and do commands until the user leaves; the end of input leaves too."""
+        while not self._is_over:
+            try:
+                self._tell_late()
+                line = self._terminal.read(_PROMPT, self._complete)
+            except EOFError:
+                self.do("quit")
+                return
+            except KeyboardInterrupt:
+                self._terminal.show("")
+                continue
+            self.do(line)
+
+    def do(self, line: str) -> bool:
+        """Do one command and show what it says; return whether it could be done."""
+        try:
+            text = self._dispatch(line.strip())
+        except (SelectionError, JobError, UsageError) as error:
+            self._terminal.show(f"*** {error}")
+            return False
+        except KeyboardInterrupt:
+            self._terminal.show("\nnot waited for any longer; late answers are shown when they come")
+            return False
+        if text:
+            self._terminal.show(text)
+        return True
+
+    def _dispatch(self, line: str) -> str | None:
+        if not line or line.startswith("#"):
+            return None
+        selection = None
+        if line.startswith("@"):
+            selection, _, line = line[1:].partition(" ")
+            line = line.strip() or "ls"
+        word, _, rest = line.partition(" ")
+        if selection is None and word in self._plain:
+            return self._plain[word](rest.strip())
+        if word in ("kill", "attach") and selection is None:
+            if not rest.strip():
+                raise UsageError(f"{word} needs a rank, such as: {word} 3")
+            selection = rest.strip().removeprefix("@")
+        if selection is None and word not in self._crowd and word not in commands.STEPS:
+            raise UsageError(f"no command {word!r}; try help, or @all {line}, or attach to a rank")
+        targets = self._choose(selection)
+        if not targets:
+            return "no rank is stopped; wait 1 waits for one"
+        if word in self._crowd:
+            return self._crowd[word](targets, rest.strip())
+        if word in commands.STEPS:
+            step = f"{commands.STEPS[word]} {rest}".strip()
+            return commands.run_line(targets, step, self._deadline, command=True)
+        return commands.run_line(targets, line, self._deadline)
+
+    def _choose(self, selection: str | None) -> list[Target]:
+        targets = self._roster.find()
+        return targets if selection is None or not targets else select(selection, targets)
+
+    def _diff(self, targets: Sequence[Target], expression: str) -> str:
+        if not expression:
+            raise UsageError("diff needs an expression, such as: diff loss")
+        _, text = compare(targets, expression, self._deadline)
+        return text
+
+    def _attach_to(self, targets: Sequence[Target], _: str) -> None:
+        if len(targets) != 1:
+            raise UsageError(f"attach takes one rank, not {name_ranks(targets)}")
+        Attachment(self._terminal, targets[0], self._roster.find_again, self._ask_quit).run()
+
+    def _ask_quit_here(self) -> None:
+        if self._ask_quit():
+            self._quit()
+
+    def _ask_quit(self) -> bool:
+        """Ask what is meant by q, do it, and return whether to leave what the user is in."""
+        stopped = self._roster.find()
+        self._terminal.show(
+            f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"
+            " ranks  k: kill the job  anything else: nothing"
+        )
+        try:
+            answer = self._terminal.read("d, c or k? ", lambda text, line, begin, end: []).strip()
+        except (EOFError, KeyboardInterrupt):
+            return False
+        if answer == "c":
+            self._terminal.show(commands.run_line(stopped, "continue", self._deadline, command=True))
+        elif answer == "k":
+            self._terminal.show(commands.kill_job(self._roster))
+        return answer in ("d", "c", "k")
+
+    def _quit(self) -> str:
+        self._is_over = True
+        stopped = self._roster.refresh()
+        return f"{name_ranks(stopped)}: still stopped" if stopped else "no rank is stopped"
+
+    def _wait(self, rest: str) -> str:
+        words = rest.split()
+        if not words or not words[0].isdecimal():
+            raise UsageError("wait needs a number of ranks, and may have seconds: wait 8 60")
+        seconds = _read_seconds(words[1]) if len(words) > 1 else 365 * 86400.0
+        found = self._roster.await_count(int(words[0]), seconds)
+        text = f"{len(found)} stopped: {name_ranks(found)}" if found else "no rank is stopped"
+        if len(found) < int(words[0]):
+            raise UsageError(f"{text} after {seconds:g} s")
+        return text
+
+    def _list_jobs(self) -> str:
+        jobs = self._roster.find_jobs()
+        return "\n".join(f"{job}: {count} stopped" for job, count in jobs.items()) or "no rank is stopped"
+
+    def _choose_job(self, rest: str) -> str:
+        self._roster.job = rest or None
+        return f"job {rest}" if rest else "any job"
+
+    def _set_deadline(self, rest: str) -> str:
+        if rest:
+            self._deadline = _read_seconds(rest)
+        return f"each rank has {self._deadline:g} s to answer"
+
+    def _tell_late(self) -> None:
+        for target in self._roster.refresh():
+            target.sort()
+            while target.late:
+                what, frame = target.late.popleft()
+                if what != "status":
+                    text = read_text(frame, "error") or read_text(frame, "out") or read_text(frame, "end")
+                    self._terminal.show(f"late answer to {what!r}: {show_groups([(target, text)])}")
+                target.learn(frame)
+
+    def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
+        words = [*self._crowd, *self._plain, *commands.STEPS]
+        return (
+            sorted({f"{word} " for word in words if word.startswith(text) and len(word) > 1})
+            if begin == 0
+            else []
+        )
+
+
+def _read_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is no number of seconds") from None
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"{text} s is no deadline")
+    return seconds

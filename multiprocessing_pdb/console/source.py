@@ -1,0 +1,118 @@
+"""Sources: where stopped ranks are found. One per node, and one per rank behind TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from multiprocessing_pdb import census
+from multiprocessing_pdb.console.link import Link, LinkClosedError, SocketLink, connect_local, connect_tcp
+from multiprocessing_pdb.credentials import StrangerError
+from multiprocessing_pdb.directory import SOCKET_SUFFIX, Directory
+
+
+class Source(Protocol):
+    """A place that stopped ranks are found in."""
+
+    def refresh(self) -> dict[str, Link]:
+        """Return a link to each stopped rank, by the stem of its file; known links are kept."""
+
+    def take_notes(self) -> list[dict[str, Any]]:
+        """Return what armed processes that are not stopped say of themselves."""
+
+    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+        """Return the processes of a job, with what `action` ("list", "stacks", "kill") got from each."""
+
+    def close(self) -> None:
+        """Close all links; the ranks stay as they are."""
+
+
+Warn = Callable[[str], None]
+
+
+class LocalSource:
+    """The runtime directory of this machine."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+        self._links: dict[str, SocketLink] = {}
+
+    def refresh(self) -> dict[str, Link]:
+        """Return the links; a socket file whose process is gone is removed."""
+        try:
+            directory = Directory.open()
+        except FileNotFoundError:
+            return {}
+        with directory:
+            names = directory.names(SOCKET_SUFFIX)
+            for name in [*self._links]:
+                self._links[name].pump()
+                if self._links[name].closed or name not in names:
+                    self._links.pop(name).close()
+            for name in names:
+                if name not in self._links:
+                    self._connect(directory, name)
+        return {name.removesuffix(SOCKET_SUFFIX): link for name, link in self._links.items()}
+
+    def _connect(self, directory: Directory, name: str) -> None:
+        try:
+            self._links[name] = connect_local(directory, name)
+        except ConnectionRefusedError:
+            directory.remove(name)  # a socket gets its name only once it listens: this one's process died
+        except FileNotFoundError:
+            pass  # it went on meanwhile
+        except (StrangerError, OSError) as error:
+            self._warn(f"{name}: {error}")
+
+    def take_notes(self) -> list[dict[str, Any]]:
+        """Return the notes of armed processes that live."""
+        return census.read_notes()
+
+    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+        """Return the processes of a job on this machine."""
+        return census.take_census(job, action)
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self._links.values():
+            link.close()
+
+
+class TcpSource:
+    """Ranks that were told to listen on TCP, each at its address."""
+
+    def __init__(self, addresses: list[str], token: bytes, warn: Warn) -> None:
+        self._addresses = addresses
+        self._token = token
+        self._warn = warn
+        self._links: dict[str, SocketLink] = {}
+
+    def refresh(self) -> dict[str, Link]:
+        """Return a link per address that answers the proof."""
+        for address in self._addresses:
+            known = self._links.get(address)
+            if known is not None:
+                known.pump()
+                if not known.closed:
+                    continue
+                del self._links[address]
+            try:
+                self._links[address] = connect_tcp(address, self._token)
+            except ConnectionRefusedError:
+                pass  # not stopped
+            except (LinkClosedError, OSError) as error:
+                self._warn(f"{address}: {error}")
+        return {f"tcp+{address}+0": link for address, link in self._links.items()}
+
+    def take_notes(self) -> list[dict[str, Any]]:
+        """Return nothing: TCP leads to stopped ranks only."""
+        return []
+
+    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+        """Return nothing: TCP leads to stopped ranks only."""
+        return []
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self._links.values():
+            link.close()

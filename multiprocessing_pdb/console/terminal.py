@@ -1,0 +1,80 @@
+"""The console's own terminal: line editing, history and completion. Only here is readline imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multiprocessing_pdb.directory import Directory, DirectoryRefusedError
+
+Complete = Callable[[str, str, int, int], list[str]]
+_HISTORY_LINES = 2000
+_DELIMITERS = " \t\n`~!#$%^&*()-=+[{]}\\|;:'\",<>/?"
+
+
+class Terminal:
+    """Reads lines and prints; without a terminal on stdin it reads plain lines, so it can be piped."""
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty()
+        self.has_colors = sys.stdout.isatty() and os.environ.get("NO_COLOR", "") == ""
+        self._readline: Any = None
+        self._words: list[str] = []
+        self._complete: Complete = lambda text, line, begin, end: []
+        self._history: Path | None = None
+        if self.is_interactive:
+            self._set_up_editing()
+
+    def _set_up_editing(self) -> None:
+        try:
+            import readline
+        except ImportError:
+            return
+        self._readline = readline
+        readline.set_completer(self._find_word)
+        readline.set_completer_delims(_DELIMITERS)
+        libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+        with contextlib.suppress(OSError, DirectoryRefusedError), Directory.open(create=True) as directory:
+            self._history = directory.path / "history"
+            with contextlib.suppress(FileExistsError):
+                os.close(directory.create("history"))
+            readline.read_history_file(self._history)
+            readline.set_history_length(_HISTORY_LINES)
+
+    def _find_word(self, text: str, state: int) -> str | None:
+        if state == 0:
+            line = self._readline.get_line_buffer()
+            try:
+                self._words = self._complete(
+                    text, line, self._readline.get_begidx(), self._readline.get_endidx()
+                )
+            except Exception:  # readline would print the traceback into the line being edited
+                self._words = []
+        return self._words[state] if state < len(self._words) else None
+
+    def read(self, prompt: str, complete: Complete) -> str:
+        """Return a line. Raises EOFError at the end of input and KeyboardInterrupt for Ctrl-C."""
+        self._complete = complete
+        if self.is_interactive:
+            line = input(prompt)
+            if self._readline is not None and self._history is not None and line.strip():
+                with contextlib.suppress(OSError):
+                    self._readline.write_history_file(self._history)
+            return line
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def show(self, text: str) -> None:
+        """Print a text; one without colours where they would not be seen."""
+        print(text, flush=True)
+
+    def show_part(self, text: str) -> None:
+        """Print a part of a text that goes on."""
+        print(text, end="", flush=True)

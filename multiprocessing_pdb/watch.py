@@ -1,0 +1,201 @@
+"""The watch of an armed process: learns, without a collective, that another rank is stopped.
+
+One daemon thread looks at the runtime directory five times a second. On several nodes it also counts stops in
+the store that torch.distributed was started with, over a connection of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from multiprocessing_pdb.descriptors import above_standard
+from multiprocessing_pdb.directory import NOTE_SUFFIX, SOCKET_SUFFIX, Directory
+from multiprocessing_pdb.entrance import tell
+from multiprocessing_pdb.flight import Flight
+from multiprocessing_pdb.process import PROCESS
+from multiprocessing_pdb.processes import is_alive
+from multiprocessing_pdb.rank import Rank, identify
+from multiprocessing_pdb.stackfile import StackFile
+
+_PERIOD = 0.2
+_STORE_KEY = "multiprocessing_pdb/stopped"
+
+
+class _StoreCount:
+    """How many ranks of all nodes are stopped, counted in the store of torch.distributed."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._counted = False
+
+    def update(self, is_stopped: bool) -> bool:
+        """Count this process in or out, and return whether any other is stopped."""
+        if self._store is None and not self._open():
+            return False
+        change = int(is_stopped) - int(self._counted)
+        total = int(self._store.add(_STORE_KEY, change))
+        self._counted = is_stopped
+        return total > int(is_stopped)
+
+    def _open(self) -> bool:
+        module = sys.modules.get("torch.distributed.distributed_c10d")
+        if module is None or not module.is_initialized():
+            return False
+        # A store serves one call at a time, and the program may be waiting in one.
+        self._store = module._get_default_store().clone()
+        return True
+
+
+def _spans_nodes() -> bool:
+    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    return os.environ.get("MPDB_WATCH") == "store" or (local is not None and local != world)
+
+
+class Watch(threading.Thread):
+    """Raises this process's timeouts while another of its job is stopped, and says what it cannot save."""
+
+    def __init__(self) -> None:
+        super().__init__(name="multiprocessing_pdb watch", daemon=True)
+        self._over = threading.Event()
+        self._directory = Directory.open(create=True)
+        self._rank = identify()
+        self._flight = Flight()
+        self._store = _StoreCount() if _spans_nodes() else None
+        self._stacks = StackFile(self._directory, self._rank.file_stem())
+        self._note: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Watch until stopped."""
+        while not self._over.wait(_PERIOD):
+            try:
+                self.look()
+            except Exception as error:  # the program must not notice, but the user must
+                tell(f"the watch of rank {self._rank.label} has ended: {type(error).__name__}: {error}")
+                return
+
+    def look(self) -> None:
+        """Look once."""
+        if self._rank.number is None:
+            self._become(identify())
+        stopped = self._is_other_stopped()
+        flight = self._flight.look(PROCESS.timeouts.shortest(), PROCESS.timeouts.are_raised())
+        if stopped:
+            PROCESS.timeouts.hold("another rank is stopped")
+        else:
+            PROCESS.timeouts.release("another rank is stopped")
+        PROCESS.timeouts.extend()  # to process groups made meanwhile
+        self._write_note(flight if stopped and not PROCESS.has_open() else None)
+
+    def _become(self, rank: Rank) -> None:
+        """Take a rank that was not known when the watch began: torch.distributed came up since."""
+        if rank != self._rank:
+            self._directory.remove(self._rank.file_stem() + NOTE_SUFFIX)
+            self._rank, self._note = rank, {}
+
+    def _is_other_stopped(self) -> bool:
+        seen = False
+        for name in self._directory.names(SOCKET_SUFFIX):
+            job, _, rest = name.removesuffix(SOCKET_SUFFIX).partition("+")
+            pid = rest.rpartition("+")[2]
+            if (
+                job == self._rank.job
+                and pid != str(self._rank.pid)
+                and pid.isdecimal()
+                and is_alive(int(pid))
+            ):
+                seen = True
+        if self._store is not None:
+            seen = self._store.update(PROCESS.has_open()) or seen
+        return seen
+
+    def _write_note(self, flight: dict[str, Any] | None) -> None:
+        note = {
+            "job": self._rank.job,
+            "label": self._rank.label,
+            "number": self._rank.number,
+            "pid": self._rank.pid,
+            "host": self._rank.host,
+            "raised": PROCESS.timeouts.are_raised(),
+            "in_flight": flight,
+            **self._stacks.describe(),
+        }
+        if note != self._note:
+            self._note = note
+            self._directory.write_note(self._rank.file_stem() + NOTE_SUFFIX, note)
+
+    def end(self) -> None:
+        """Stop watching, restore the timeouts and remove what the watch wrote."""
+        self._over.set()
+        if self.is_alive():
+            self.join(2.0)
+        PROCESS.timeouts.release("another rank is stopped")
+        self._stacks.close()
+        self._directory.remove(self._rank.file_stem() + NOTE_SUFFIX)
+        self._directory.close()
+
+
+class _Armed:
+    """The watch of this process, if it is armed."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.is_registered = False
+
+    def end(self, pid: int) -> None:
+        """End the watch, unless this is a forked child of the process that began it."""
+        watch, self.watch = self.watch, None
+        if watch is not None and os.getpid() == pid:
+            watch.end()
+
+    def forget(self) -> None:
+        """Forget the watch in a forked child: its thread is not there."""
+        self.watch = None
+
+
+_ARMED = _Armed()
+
+
+def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
+    """Begin to watch, and with `hold` raise the timeouts until disarm(); a second call only changes these."""
+    from multiprocessing_pdb.stop import is_disabled
+
+    if is_disabled():
+        return
+    if limit is not None:
+        PROCESS.timeouts.limit = limit
+    if hold:
+        PROCESS.timeouts.hold("arm(hold=True)")
+    if _ARMED.watch is not None:
+        return
+    try:
+        with above_standard():
+            _ARMED.watch = Watch()
+    except OSError as error:
+        tell(f"not armed: {error}")
+        return
+    _ARMED.watch.start()
+    PROCESS.survive_forks()
+    if not _ARMED.is_registered:
+        _ARMED.is_registered = True
+        atexit.register(_ARMED.end, os.getpid())
+        os.register_at_fork(after_in_child=_ARMED.forget)
+
+
+def disarm() -> None:
+    """Stop watching, and restore the timeouts."""
+    _ARMED.end(os.getpid())
+    PROCESS.timeouts.release("arm(hold=True)")
+
+
+def wait_until_raised(seconds: float) -> bool:
+    """Return whether a collective begun now would get a raised timeout, waiting for it `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    while not PROCESS.timeouts.are_raised() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return PROCESS.timeouts.are_raised()

@@ -1,0 +1,16 @@
+"""tcp.py HOST:PORT: stops, and listens on TCP too."""
+
+import sys
+
+from multiprocessing_pdb import MultiprocessingPdb
+
+Tra = MultiprocessingPdb(tcp=sys.argv[1]).set_trace
+
+
+def work():
+    secret = 42
+    Tra()
+    return secret
+
+
+work()

@@ -1,0 +1,80 @@
+"""Ranks of several nodes in one console: the other node is a directory behind a stand-in for ssh."""
+
+import os
+
+import pytest
+
+# Runs its last argument as ssh does, in an environment whose runtime directory is the other node's.
+STAND_IN = """#!/bin/sh
+echo "Welcome to the other node"
+for last; do :; done
+export MPDB_DIR="$OTHER_NODE"
+exec sh -c "$(printf %s "$last" | sed 's/MPDB_DIR=[^ ]* //')"
+"""
+
+
+@pytest.fixture
+def nodes(site):
+    """A site with one stopped rank here and one on the other node, and the commands to get there."""
+    tools = site.home / "bin"
+    tools.mkdir()
+    other = site.home / "other"
+    for name, text in {
+        "ssh": STAND_IN,
+        "srun": STAND_IN,
+        "squeue": "#!/bin/sh\necho node[1-1]\n",
+        "scontrol": "#!/bin/sh\necho node1\n",
+    }.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    site.env["PATH"] = f"{tools}:{os.environ['PATH']}"
+    site.env["OTHER_NODE"] = str(other)
+    site.other_ranks = [
+        site.start_python(
+            "work.py",
+            env={"RANK": str(rank), "WORLD_SIZE": "3", "MPDB_JOB": site.job, "MPDB_DIR": str(other)},
+            name=f"far{rank}",
+        )
+        for rank in (1, 2)
+    ]
+    site.start_ranks(1, "work.py", env={"WORLD_SIZE": "3"})
+    return site
+
+
+@pytest.mark.parametrize(
+    "way", [["--ssh", "node1"], ["--srun", "77"], ["--via", "ssh -q node1"]], ids=["ssh", "srun", "via"]
+)
+def test_ranks_behind_a_relay_are_like_ranks_here(nodes, way):
+    assert nodes.run_console("wait 3 60", options=way, timeout=90).returncode == 0, nodes.explain()
+    assert nodes.ask("diff value", options=way).splitlines() == ["rank 0: 0", "rank 1: 10", "rank 2: 20"]
+    assert "work.py" in nodes.ask("next", options=way)
+    assert nodes.ask("diff total > 0", options=way) == "ranks 0-2: True (equal on all)\n"
+    assert "killed rank 2" in nodes.ask("kill 2", options=way)
+    nodes.await_exit(nodes.other_ranks[1], -9)
+    stacks = nodes.ask("stacks", options=way, timeout=120)
+    assert "rank 0 (pid" in stacks
+    assert "rank 1 (pid" in stacks
+    assert nodes.ask("c", options=way) == "ranks 0-1: runs on\n"
+    nodes.await_exit(nodes.other_ranks[0])
+
+
+def test_attach_through_a_relay_and_lose_it(nodes):
+    nodes.run_console("wait 3 60", options=["--ssh", "node1"], timeout=90)
+    console = nodes.open_console("--ssh", "node1")
+    console.sendline("attach 1")
+    console.expect_exact("(Pdb++) ")
+    console.send("p spec\t")
+    console.expect_exact("special")
+    console.sendline("")
+    console.expect_exact("'odd'")
+    console.expect_exact("(Pdb++) ")
+    console.kill(9)
+    console.wait()
+    assert nodes.ask("@1 p value", options=["--ssh", "node1"]) == "rank 1: 10\n"
+
+
+def test_a_node_that_cannot_be_reached_does_not_hide_the_others(nodes):
+    nodes.run_console("wait 3 60", options=["--ssh", "node1"], timeout=90)
+    done = nodes.run_console("diff value", options=["--via", "false", "--ssh", "node1"])
+    assert "multiprocessing_pdb: false: " in done.stderr
+    assert done.stdout.splitlines() == ["rank 0: 0", "rank 1: 10", "rank 2: 20"]
