@@ -27,4 +27,5 @@ class Cause(StrEnum):
     FORWARD = "forward"  # a module's output is wrong although its inputs are right
     BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
     REPLICAS = "replicas"  # ranks that should hold the same do not
+    LAYOUT = "layout"  # an axis that should divide something divides nothing
     NONDETERMINISM = "nondeterminism"  # two runs of the same layout differ

@@ -84,7 +84,7 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
     assert isinstance(recipe.model, ReferenceModel)
     program = assemble_single(recipe, device, compute="float64")
     if step > 0:
-        _load_weights(program, golden, step - 1)
+        load_weights(program, golden, step - 1)
     batch = make_batch(
         recipe.data, recipe.model.vocab_size, recipe.seed, step, whole_share(recipe.data), device
     )
@@ -107,7 +107,8 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
 
 
 @torch.no_grad()
-def _load_weights(program: Program, golden: StoredGolden, step: int) -> None:
+def load_weights(program: Program, golden: StoredGolden, step: int) -> None:
+    """Overwrite the weights and buffers of a program with the golden's after a step."""
     for kind, holdings in (("weight", program.holdings), ("buffer", program.buffers)):
         for held in holdings:
             values = golden.read(step, kind, held.name, held.region)

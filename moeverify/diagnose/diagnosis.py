@@ -38,7 +38,8 @@ class Material:
     """Everything that was gathered about a mismatch.
 
     `groups` are the groups of ranks of every axis, `degrees` the sizes that a factor may come from, `previous`
-    the golden's buffers a step earlier, `num_tokens` the tokens of the batch with padding.
+    the golden's buffers a step earlier, `num_tokens` the tokens of the batch with padding, `clip` the golden's
+    clip coefficient; `stale` says that the weights of a step earlier explain where the forward pass went wrong.
     """
 
     suspects: Mapping[Key, Suspect]
@@ -48,6 +49,8 @@ class Material:
     previous: Mapping[Key, Tensor]
     components: ComponentSource | None = None
     num_tokens: int = 0
+    clip: float | None = None
+    stale: bool = False
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -88,6 +91,11 @@ def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named
         by_kind.setdefault(suspect.key[1], []).append(suspect)
     if "initial state" in checks:
         return name_initial([*by_kind.get("initial_weight", []), *by_kind.get("initial_buffer", [])])
+    if FORWARD in material.origins and material.stale:
+        where = material.origins[FORWARD].culprit
+        sentence = f"{where} computes with the weights that it had a step earlier: they were not refreshed"
+        suspects = tuple(by_kind.get("token_loss", ())) + tuple(by_kind.get("loss", ()))
+        return [Named(suspects, Verdict(Cause.STALE, sentence, where))]
     if FORWARD in material.origins:
         return [name_forward(material.origins[FORWARD], material.groups, material.degrees, by_kind)]
     if checks & {"routing", "routing flips", "routing weights"}:
@@ -111,17 +119,18 @@ def _name_backward(checks: set[str], by_kind: Mapping[str, list[Suspect]], mater
     if "gradient norm" in checks:
         return name_norm(by_kind.get("gradient_norm", []), material.degrees)
     if checks & {"update", "optimizer state"}:
-        return name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])])
+        return name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])], material.clip)
     return []
 
 
 def _add_place(named: Named, by_kind: Mapping[str, list[Suspect]], material: Material) -> Named:
     """Give gradients that no sum explains the loss term, or the module from which on they are wrong."""
     unexplained = named.verdict is None
-    if unexplained and (term := name_term(by_kind)) is not None:
+    rounded = named.verdict is not None and named.verdict.cause is Cause.ROUNDING
+    if (unexplained or rounded) and (term := name_term(by_kind)) is not None:
         return Named(named.suspects, term, named.tried)
     origin = material.origins.get(BACKWARD)
-    if origin is None or not (unexplained or (named.verdict and named.verdict.cause is Cause.ROUNDING)):
+    if origin is None or not (unexplained or rounded):
         return named
     found = name_forward(origin, material.groups, material.degrees, {})
     if named.verdict is not None and found.verdict is not None:
@@ -141,6 +150,8 @@ def _name_apart(finding: Finding) -> Finding:
     if finding.check == REPEAT:
         sentence = "two runs of the same layout differ: something in it is not deterministic"
         return finding.model_copy(update={"cause": sentence, "code": Cause.NONDETERMINISM.value})
+    if finding.check == SHARDING:
+        return finding.model_copy(update={"code": Cause.LAYOUT.value})
     return finding
 
 

@@ -32,10 +32,14 @@ class Piece:
 
 @dataclass
 class Suspect:
-    """A logical tensor that differs from its golden. `expected` is the whole golden, in float64."""
+    """A logical tensor that differs from its golden.
+
+    `expected` is the whole golden, in float64; `precision` the dtype that the recipe asks for.
+    """
 
     key: Key
     expected: Tensor
+    precision: torch.dtype = torch.float64
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -90,7 +94,9 @@ class Capture:
 
 
 def collect_suspects(
-    gathered: Sequence[Sequence[tuple[Key, Region, Tensor | None]]], read: Callable[[Key], Tensor | None]
+    gathered: Sequence[Sequence[tuple[Key, Region, Tensor | None]]],
+    read: Callable[[Key], Tensor | None],
+    precision: torch.dtype,
 ) -> dict[Key, Suspect]:
     """Return the suspects from every rank's captured pieces; `read` gives the golden's whole tensor."""
     suspects: dict[Key, Suspect] = {}
@@ -100,6 +106,6 @@ def collect_suspects(
                 expected = read(key)
                 if expected is None or expected.numel() > LIMIT:
                     continue
-                suspects[key] = Suspect(key, expected.to(torch.float64))
+                suspects[key] = Suspect(key, expected.to(torch.float64), precision)
             suspects[key].pieces.append(Piece(rank, region, local))
     return suspects

@@ -13,7 +13,7 @@ from moeverify.diagnose.tap import BACKWARD, FORWARD, Reading
 from moeverify.layout.region import Indices, Region, as_indices
 
 Coordinates = Mapping[int, Mapping[str, int]]
-_BOUND = 1e-9
+_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Origin:
     ranks: tuple[int, ...]
     suspect: Suspect
     first_micro_batch: int = 0
+    input: Tensor | None = None
 
     @property
     def culprit(self) -> str:
@@ -49,9 +50,14 @@ class Origin:
 
 
 def find_origins(
-    golden: Sequence[Reading], by_rank: Sequence[RankReadings], coordinates: Coordinates, tp: int
+    golden: Sequence[Reading],
+    by_rank: Sequence[RankReadings],
+    coordinates: Coordinates,
+    tp: int,
+    precision: torch.dtype,
 ) -> dict[str, Origin]:
-    """Return the origin of each direction in which anything differs."""
+    """Return the origin of each direction in which anything differs by more than the precision's rounding."""
+    bound = _BOUNDS[precision]
     origins: dict[str, Origin] = {}
     for reading in sorted(golden, key=lambda reading: reading.order):
         if reading.direction in origins:
@@ -61,8 +67,9 @@ def find_origins(
             continue
         errors = {piece.rank: _error(piece, suspect.expected) for piece in suspect.pieces}
         worst = max(errors.values(), default=0.0)
-        if worst > _BOUND:
-            ranks = tuple(sorted(rank for rank, error in errors.items() if error > _BOUND))
+        if worst > bound:
+            ranks = tuple(sorted(rank for rank, error in errors.items() if error > bound))
+            suspect.precision = precision
             origins[reading.direction] = Origin(
                 reading.direction,
                 reading.module,
@@ -70,16 +77,29 @@ def find_origins(
                 worst,
                 ranks,
                 suspect,
-                min(_micro_batches(suspect, by_rank)),
+                min(_micro_batches(suspect, by_rank, bound)),
+                _input_of(golden, reading),
             )
     return origins
 
 
-def _micro_batches(suspect: Suspect, by_rank: Sequence[RankReadings]) -> list[int]:
+def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
+    """Return what one device read at the input of the module, forward."""
+    return next(
+        (
+            other.local
+            for other in golden
+            if (other.direction, other.module, other.end) == (FORWARD, reading.module, "input")
+        ),
+        None,
+    )
+
+
+def _micro_batches(suspect: Suspect, by_rank: Sequence[RankReadings], bound: float) -> list[int]:
     """Return the micro-batches in which some rank is wrong."""
     wrong: list[int] = []
     for piece in suspect.pieces:
-        if _error(piece, suspect.expected) > _BOUND:
+        if _error(piece, suspect.expected) > bound:
             rows = [as_indices(rows) for rows, _ in by_rank[piece.rank].shares]
             wrong.append(rows.index(piece.region.dims[0]))
     return wrong

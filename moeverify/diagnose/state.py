@@ -39,7 +39,7 @@ def name_initial(suspects: Sequence[Suspect]) -> list[Named]:
         if verdict is None:
             verdict = _odd_replica(suspect)
         named.append(Named((suspect,), verdict))
-    return named
+    return merge_named(named)
 
 
 def _zero(suspect: Suspect) -> Verdict | None:
@@ -209,8 +209,8 @@ def name_norm(suspects: Sequence[Suspect], degrees: dict[str, int]) -> list[Name
     return []
 
 
-def name_update(suspects: Sequence[Suspect]) -> list[Named]:
-    """Return the causes of wrong updates where gradients and norm are right."""
+def name_update(suspects: Sequence[Suspect], clip: float | None) -> list[Named]:
+    """Return the causes of wrong updates where gradients and norm are right; `clip` is the golden's coefficient."""
     named: list[Named] = []
     for suspect in suspects:
         actual = suspect.whole()
@@ -219,6 +219,9 @@ def name_update(suspects: Sequence[Suspect]) -> list[Named]:
             verdict: Verdict | None = Verdict(
                 Cause.STALE, "the optimizer did not move it although its gradient is right"
             )
+        elif factor is not None and clip is not None and abs(factor * clip - 1.0) < 1e-6:
+            sentence = f"the norm is right but the gradients are not clipped by it: the update is 1 / {clip:.6g} times"
+            verdict = Verdict(Cause.NORM, sentence, "clip")
         elif factor is not None:
             sentence = f"the update is {factor:.6g} times the right one although the gradient is right"
             verdict = Verdict(Cause.SCALE, sentence, "optimizer step")

@@ -30,7 +30,7 @@ def name_factor(factor: float, degrees: dict[str, int]) -> tuple[str, str]:
     products = {axis: float(size) for axis, size in sizes.items()}
     for (first, size), (second, other) in itertools.permutations(sizes.items(), 2):
         products[f"{first} / {second}"] = size / other
-        if first < second:
+        if first < second and {"efsdp", "edp"}.isdisjoint((first, second)):  # these are made of the others
             products[f"{first} * {second}"] = float(size * other)
     hits = [axis for axis, value in products.items() if _close(factor, value) and value != 1.0]
     inverse = [axis for axis, value in products.items() if _close(factor, 1.0 / value) and value != 1.0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 
 class RankLogs(LogsSpecs):
     """`rank-N.out` and `rank-N.err` in one folder; nothing of a rank reaches the user's terminal."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), redirects=Std.ALL)
+        super().__init__(str(folder))
         self._folder = folder
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,10 +172,8 @@ def _tear_down(caches: Sequence[Any]) -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    debug = sys.modules.get("torch.distributed.tensor.debug")
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        with contextlib.suppress(AttributeError):  # private, and not in every version
-            getattr(debug, name)()
-    for cache in caches:
+    with contextlib.suppress(AttributeError):  # private, and not in every version
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    for cache in [*caches, *_find_caches()]:  # other threads, such as autograd's, have made their own since
         cache.cache_clear()
     gc.collect()

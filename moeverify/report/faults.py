@@ -54,7 +54,9 @@ def summarize_faults(rows: Sequence[FaultRow]) -> list[str]:
         lines.append(f"{name}: {hits} of {len(rows)} ({rate:.0%}; at least {bound:.0%} at 95 % confidence)")
     num_moe = sum(row.is_moe for row in rows)
     seconds = sum(row.seconds for row in rows)
-    lines.append(f"{num_moe} of {len(rows)} faults are of MoE or expert-parallel code; {seconds:.0f} s on the ranks")
+    lines.append(
+        f"{num_moe} of {len(rows)} faults are of MoE or expert-parallel code; {seconds:.0f} s on the ranks"
+    )
     return lines
 
 
@@ -67,7 +69,9 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
     for row in rows:
         step = "" if row.step is None else "init" if row.step < 0 else str(row.step)
         said = f"`{row.place}`: {row.cause}" if row.detected else f"missed: {row.reason}"
-        marks = " | ".join("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named))
+        marks = " | ".join(
+            "yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)
+        )
         curve = "sees it" if row.loss_curve else "blind"
         cells = f"{row.number} | {row.title} ({row.source}) | {marks} | {step} | {curve} | {said}"
         lines.append(f"| {cells.replace(chr(10), ' ')} |")
@@ -78,7 +82,11 @@ def write_clean(rows: Sequence[CleanRow], environment: dict[str, str], command: 
     """Return the clean matrix as a Markdown page: counts by group, and every run that cried wolf."""
     lines = ["# The clean matrix", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_clean(rows)]
-    lines += ["", "| group | runs | false positives | largest share of a bound that was used |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| group | runs | false positives | largest share of a bound that was used |",
+        "|---|---|---|---|",
+    ]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         wrong = sum(row.verdict != "pass" for row in members)

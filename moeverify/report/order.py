@@ -1,4 +1,4 @@
-"""What stands first: the worst check of a case, and findings by step, then by how far they are off."""
+"""What stands first: the worst check of a case, and findings by step, those with a known cause before others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings by step, the earliest first, then by excess, the largest first."""
-    return sorted(findings, key=lambda finding: (finding.step, -excess(finding.error, finding.bound)))
+    """Return the findings by step, the earliest first; in a step those whose cause is known, then by excess."""
+
+    def rank(finding: Finding) -> tuple[int, bool, float]:
+        return finding.step, not finding.cause, -excess(finding.error, finding.bound)
+
+    return sorted(findings, key=rank)
 
 
 def count_tensors(case: CaseResult) -> int:

@@ -18,14 +18,15 @@ from moeverify.diagnose.components import Components, make_components
 from moeverify.diagnose.diagnosis import Material, diagnose, origin_step
 from moeverify.diagnose.evidence import LIMIT, Capture, Key, collect_suspects
 from moeverify.diagnose.place import Origin, RankReadings, find_origins
-from moeverify.diagnose.tap import Reading, Tap
+from moeverify.diagnose.stale import explains_stale
+from moeverify.diagnose.tap import FORWARD, Reading, Tap
 from moeverify.golden.store import StoredGolden
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import Program, dtype_of
 
 Assemble = Callable[[], Program]
 
@@ -146,18 +147,22 @@ def _diagnose(
         name = f"{key[1]}/{key[2]}"
         return golden.whole(key[0], name) if name in found else None
 
-    suspects = collect_suspects([pieces for pieces, _ in gathered], read)
+    suspects = collect_suspects([pieces for pieces, _ in gathered], read, dtype_of(case.recipe.precision))
     failed = _failed_keys(judgement)
     wrong = {key: suspect for key, suspect in suspects.items() if key in failed and suspect.differs()}
     readings = [found for _, found in gathered]
+    origins = _find_origins(case, golden, step, readings, coordinates, device)
+    clip = read((step, "gradient_norm", "clip_coefficient")) if step >= 0 else None
     material = Material(
         suspects=wrong,
-        origins=_find_origins(case, golden, step, readings, coordinates, device),
+        origins=origins,
         groups=_groups(plan),
         degrees=_degrees(case, plan),
         previous={key: value for key in wrong if (value := _read_previous(read, key)) is not None},
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
+        clip=None if clip is None else float(clip),
+        stale=FORWARD in origins and explains_stale(case.recipe, golden, step, origins[FORWARD], device),
     )
     return diagnose(judgement.findings, material)
 
@@ -191,15 +196,15 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
 
 
 def _degrees(case: Case, plan: MeshPlan) -> dict[str, int]:
-    """Return the sizes that a factor may come from; products of axes only where no axis has that size."""
-    degrees = {axis: size for axis, size in {**plan.sparse.axes, **plan.data.axes}.items() if size > 1}
-    for name, size in (
-        ("loss ranks", plan.loss.axes["loss"]),
-        ("all ranks", plan.world_size),
-        ("micro-batches", case.layout.micro_batches),
-    ):
-        if size not in degrees.values() or name == "micro-batches":
+    """Return the sizes that a factor may come from; expert axes only where there are experts."""
+    model = case.recipe.model
+    has_experts = isinstance(model, ForeignModel) or model.moe is not None
+    axes = {**(plan.sparse.axes if has_experts and case.layout.ep > 1 else {}), **plan.data.axes}
+    degrees = {axis: size for axis, size in axes.items() if size > 1}
+    for name, size in (("loss ranks", plan.loss.axes["loss"]), ("all ranks", plan.world_size)):
+        if size not in degrees.values():
             degrees[name] = size
+    degrees["micro-batches"] = case.layout.micro_batches
     return {name: size for name, size in degrees.items() if size > 1}
 
 
@@ -219,10 +224,10 @@ def _find_origins(
     coordinates: Any,
     device: torch.device,
 ) -> dict[str, Origin]:
-    if case.recipe.precision != "float64" or step == INITIAL:
-        return {}
+    if case.recipe.precision == "bfloat16" or step == INITIAL:
+        return {}  # rounding of bfloat16 hides where it began
     readings = _read_golden(case.recipe, golden, step, device)
-    return find_origins(readings, by_rank, coordinates, case.layout.tp)
+    return find_origins(readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision))
 
 
 def _read_golden(recipe: Recipe, golden: StoredGolden, step: int, device: torch.device) -> list[Reading]:

@@ -21,6 +21,7 @@ from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.launch.plan import Job, write_atomically
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
+from moeverify.layout.observer import INITIAL
 from moeverify.suite.recording import make_golden
 from moeverify.suite.verification import verify_case
 from moeverify.train.target import describe_error, import_path, resolve
@@ -90,10 +91,10 @@ def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) ->
         if fresh or not is_stored(folder):
             make_golden(recipe, folder, device)
         try:
-            summary = StoredGolden(folder).summary
+            summary = _read_summary(recipe, folder)
         except FormatError:
             make_golden(recipe, folder, device)
-            summary = StoredGolden(folder).summary
+            summary = _read_summary(recipe, folder)
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:
@@ -102,6 +103,14 @@ def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) ->
         text = f"one device cannot train `{recipe.model.factory}`: {describe_error(error)}"
         return _note_error(folder, text)
     return {"summary": summary}
+
+
+def _read_summary(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the summary of a full golden, all of whose files can be read."""
+    golden = StoredGolden(folder)
+    for step in range(INITIAL, recipe.steps):
+        golden.keys(step)
+    return golden.summary
 
 
 def _note_error(folder: Path, text: str) -> dict[str, str]:

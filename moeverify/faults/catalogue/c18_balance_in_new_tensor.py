@@ -39,4 +39,5 @@ FAULT = Fault(
     case=make_case("c18", dp_shard=2),
     expected=Expected(where=r"balance|router", causes=(Cause.TERM_SCALE,)),
     inject=inject,
+    notes="computes the same wrong numbers as C14, by another mistake",
 )

@@ -36,7 +36,7 @@ FAULT = Fault(
     mechanism="to undo the average over data ranks the loss is multiplied by all processes, those of tp included",
     trigger="tp or cp under a trainer that averages tokens over devices",
     case=make_case("g03", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"tp", causes=(Cause.SCALE,)),
+    expected=Expected(where=r"axis .*\btp\b", causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

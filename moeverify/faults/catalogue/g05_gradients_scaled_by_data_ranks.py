@@ -43,7 +43,7 @@ FAULT = Fault(
     mechanism="tokens are counted over all ranks, gradients rescaled by the data ranks instead of the world's",
     trigger="tp, with gradients rescaled after accumulation",
     case=make_case("g05", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"tp", causes=(Cause.SCALE,)),
+    expected=Expected(where=r"axis .*\btp\b", causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

@@ -36,7 +36,7 @@ FAULT = Fault(
     mechanism="the loss is multiplied by the size of cp, which the division of the gradients does not undo",
     trigger="context parallelism",
     case=make_case("g11", preset="tiny-gpt", cp=2),
-    expected=Expected(where=r"cp", causes=(Cause.SCALE,)),
+    expected=Expected(where=r"axis .*\bcp\b", causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

@@ -51,7 +51,7 @@ FAULT = Fault(
     mechanism="the forward pass arms the reduction by the flag of the micro-batch before; the backward does not look",
     trigger="DDP with gradient accumulation",
     case=make_case("g15", preset="tiny-gpt", dp_replicate=2, data_parallel="ddp", micro_batches=2),
-    expected=Expected(where=r"dp|micro-batch", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=r"axis .*dp_replicate|micro-batch", causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
 )

@@ -39,6 +39,6 @@ FAULT = Fault(
     mechanism="the rule that a dense parameter is counted by tp rank 0 is applied to experts, which differ",
     trigger="tp with expert parallelism and etp 1",
     case=make_case("h01", tp=2, ep=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
 )

@@ -31,7 +31,7 @@ FAULT = Fault(
     mechanism="the mesh axis is looked up under a name that it does not have, so the norm is never reduced",
     trigger="FSDP",
     case=make_case("h03", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -37,7 +37,7 @@ FAULT = Fault(
     mechanism="clip_grad_norm_ sums the squares over the process group whether or not its ranks hold shards: sqrt(n)",
     trigger="FSDP1 with NO_SHARD",
     case=make_case("h04", preset="tiny-gpt", dp_replicate=2, data_parallel="fsdp1"),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -39,7 +39,7 @@ FAULT = Fault(
     mechanism="squares are summed over replicas and shards instead of the shards alone: sqrt(replicas)",
     trigger="HSDP",
     case=make_case("h05", preset="tiny-gpt", dp_replicate=2, dp_shard=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -37,6 +37,6 @@ FAULT = Fault(
     mechanism="FSDP's clip knows its own shards only; expert DTensors count as they are on each rank",
     trigger="FSDP with expert parallelism",
     case=make_case("h07", dp_shard=2, ep=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
 )

@@ -33,7 +33,8 @@ def inject() -> None:
     def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
         whole = [held for held in holdings if id(held.tensor) not in norms]
         summed = [norms.pop(id(held.tensor)) for held in holdings if id(held.tensor) in norms]
-        return torch.linalg.vector_norm(torch.stack([measure(whole, sum_over_shards), *summed]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([measure(whole, sum_over_shards), *summed]))
+        return norm
 
     finalize, measure = plan.finalize_gradients, loop.gradient_norm
     plan.finalize_gradients, loop.gradient_norm = finalize_gradients, gradient_norm
@@ -46,7 +47,7 @@ FAULT = Fault(
     mechanism="the norm of a DTensor placed Partial is computed on each rank's addend and then reduced",
     trigger="tp with gradients that are still addends",
     case=make_case("h09", preset="tiny-gpt", model={"qk_norm": True}, tp=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -31,7 +31,7 @@ FAULT = Fault(
     mechanism="model.parameters() is a generator, exhausted by the norm when the gradients are to be scaled",
     trigger="any",
     case=make_case("h10", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r"clip|norm|optimizer", causes=(Cause.NORM,)),
+    expected=Expected(where=r"clip|gradient norm|optimizer step", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
     notes="norm and coefficient are reported right; what is wrong is that the coefficient is not applied",

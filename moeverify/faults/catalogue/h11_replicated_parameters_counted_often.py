@@ -38,7 +38,7 @@ FAULT = Fault(
     mechanism="norms of parameters that are not sharded go into the sum over the shard group like those of shards",
     trigger="shards beside replicated parameters",
     case=make_case("h11", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"norm", causes=(Cause.NORM,)),
+    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
     notes="upstream's shards were FSDP's; here they are those of tp, beside which the norms are replicated",

@@ -30,7 +30,7 @@ FAULT = Fault(
     mechanism="forward, backward and step are called one by one, and finalize_model_grads is not among them",
     trigger="tp with norms of query and key heads",
     case=make_case("j09", preset="tiny-gpt", model={"qk_norm": True}, tp=2, sequence_parallel=True),
-    expected=Expected(where=r"norm\.(weight|bias).*tp", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=r"norm\.(weight|bias) .*\btp\b", causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
 )

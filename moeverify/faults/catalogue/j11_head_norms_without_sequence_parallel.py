@@ -28,7 +28,7 @@ FAULT = Fault(
     mechanism="a replicated norm that sees the heads of one rank is marked for reduction by sequence_parallel alone",
     trigger="tp without sequence parallelism",
     case=make_case("j11", preset="tiny-gpt", model={"qk_norm": True}, tp=2),
-    expected=Expected(where=r"[qk]_norm\.weight.*tp", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=r"[qk]_norm\.weight .*\btp\b", causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
     notes="upstream's norm was that of a gated delta net's outputs; here those of query and key heads",

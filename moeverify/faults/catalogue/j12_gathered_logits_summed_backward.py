@@ -38,7 +38,7 @@ FAULT = Fault(
     mechanism="the all-gather is typed as a value that each rank uses in its own way, so its backward sums over tp",
     trigger="tp with a loss on gathered logits",
     case=make_case("j12", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"tp|lm_head", causes=(Cause.SCALE,)),
+    expected=Expected(where=r"axis .*\btp\b|lm_head", causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

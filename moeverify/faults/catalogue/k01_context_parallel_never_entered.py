@@ -33,7 +33,7 @@ FAULT = Fault(
     mechanism="by its indentation the cp context is entered only with compiled autograd; else each rank runs it all",
     trigger="context parallelism",
     case=make_case("k01", preset="tiny-gpt", cp=2),
-    expected=Expected(where=r"axis cp", causes=(Cause.DUPLICATE,)),
+    expected=Expected(where=r"axis cp", causes=(Cause.LAYOUT,)),
     inject=inject,
     is_moe=False,
     notes="upstream showed five times the memory; the numbers are right, as the tokens are counted once a copy too",

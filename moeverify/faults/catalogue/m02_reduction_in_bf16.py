@@ -29,5 +29,8 @@ FAULT = Fault(
     expected=Expected(where=r".", causes=(Cause.ROUNDING,)),
     inject=inject,
     is_moe=False,
-    notes="every gradient is at fault, so every place is right",
+    notes=(
+        "every gradient is at fault, so every place counts as right; shown in a float32 recipe, since a bfloat16 "
+        "recipe keeps all gradients in bfloat16 anyway"
+    ),
 )

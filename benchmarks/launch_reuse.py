@@ -1,0 +1,174 @@
+"""What one launch for all cases saves: the suite at once, against one launch of ranks for each case.
+
+    python benchmarks/launch_reuse.py [--cases 6] [--cache DIR] [--no-torchrun]
+
+Three ways over the same cases, in one invocation, with full goldens made before the clock starts:
+`together` is one `moeverify run CASE...`; `alone` is one `moeverify run CASE` for each case; `torchrun` is
+`torchrun --standalone --nproc-per-node RANKS -m moeverify run CASE` for each case; and `training` is torchrun
+over a script that trains the case once and compares nothing: the least that a launch per case can cost.
+Without --cases, all of cases/*.yaml. Seconds are wall time, and user plus system time of all processes.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "split "
+
+
+def choose(cases, num_cases):
+    """Return so many of the cases, spread evenly from the fewest ranks to the most."""
+    ordered = sorted(cases, key=lambda case: (case.layout.world_size, case.name))
+    if not num_cases or num_cases >= len(ordered):
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(place * last / max(1, num_cases - 1))] for place in range(num_cases)]
+
+
+def time_command(command):
+    """Return (wall seconds, CPU seconds of the command and all that it waited for, its output)."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
+    wall, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall, cpu, done.stdout
+
+
+def verify_command(files, cache):
+    """Return the command that verifies the cases of these files."""
+    return [sys.executable, "-m", "moeverify", "run", *files, "--device", "cpu", "--cache", str(cache), "-q"]
+
+
+def torchrun_command(case, script):
+    """Return the command that runs a script or module on the ranks of a case."""
+    ranks = str(case.layout.world_size)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [sys.executable, *start, *script]
+
+
+def split_alone(case, cache):
+    """Return where the seconds of one case in a launch of its own go, in order."""
+    from moeverify.suite.options import RunOptions
+    from moeverify.suite.run import run_cases
+
+    options = RunOptions(device="cpu", golden_folder=ROOT / "golden", cache_folder=cache)
+    begun, seen = time.monotonic(), {}
+    run_cases([case], options, lambda event: seen.setdefault(event.kind, time.monotonic() - begun))
+    ended = time.monotonic() - begun
+    return {
+        "until the ranks are up": seen["golden"],
+        "check of the cached golden": seen["case-start"] - seen["golden"],
+        "case": seen["case-end"] - seen["case-start"],
+        "end of the ranks": ended - seen["case-end"],
+    }
+
+
+def train_plain(file):
+    """On a rank under torchrun: train the case as a user would, without a golden; rank 0 prints a split."""
+    begun = time.monotonic()
+    import torch
+    import torch.distributed as dist
+
+    from moeverify.case.load import load_cases
+    from moeverify.faults.restore import restored  # noqa: F401  - the imports of a verification, for fairness
+    from moeverify.parallel.meshes import build_meshes
+    from moeverify.train.assemble import assemble_parallel
+    from moeverify.train.loop import train
+
+    imported = time.monotonic()
+    dist.init_process_group("gloo")
+    (case,) = load_cases([file])
+    device = torch.device("cpu")
+    program = assemble_parallel(case.recipe, case.layout, build_meshes(case.layout, "cpu"), device)
+    assembled = time.monotonic()
+    train(case.recipe, program, Nobody())
+    trained = time.monotonic()
+    if dist.get_rank() == 0:
+        split = {"import": imported - begun, "assemble": assembled - imported, "train": trained - assembled}
+        print(MARK + json.dumps(split), flush=True)
+    dist.destroy_process_group()
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    def observe(self, step, kind, name, local, region):
+        """Look away."""
+
+    def begin_step(self, step):
+        """Do nothing."""
+
+
+def main():
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=0, help="only so many, spread over the rank counts")
+    parser.add_argument("--cache", type=Path, default=None, help="folder of full goldens")
+    parser.add_argument("--no-torchrun", action="store_true", help="leave out the two ways with torchrun")
+    parser.add_argument("--train", metavar="CASE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train_plain(options.train)
+        return
+    from moeverify.case.load import load_cases
+    from moeverify.suite.machine import default_cache
+
+    cache = options.cache or default_cache()
+    cases = choose(load_cases(sorted((ROOT / "cases").glob("*.yaml"))), options.cases)
+    files = [str(Path(case.file.partition(":")[0])) for case in cases]
+    smallest = {}
+    for case, file in zip(cases, files, strict=True):
+        smallest.setdefault(case.recipe.fingerprint(), file)
+    time_command(verify_command(list(smallest.values()), cache))  # goldens, and files of the system's cache
+    ways = measure(cases, files, cache, with_torchrun=not options.no_torchrun)
+    report(cases, ways)
+    case = cases[len(cases) // 2]
+    print(f"\n{case.name}, alone on {case.layout.world_size} ranks:")
+    for part, seconds in split_alone(case, cache).items():
+        print(f"  {part:28} {seconds:7.2f} s")
+    if "training" in ways:
+        split = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ways["training"][cases.index(case)][2].items())
+        print(f"  the same by torchrun, without verification, rank 0: {split}")
+
+
+def measure(cases, files, cache, *, with_torchrun):
+    """Return, for each way, a list of (wall, CPU, split) with one entry a launch."""
+    ways = {"together": [(*time_command(verify_command(files, cache))[:2], {})], "alone": []}
+    if with_torchrun:
+        ways |= {"torchrun": [], "training": []}
+    for case, file in zip(cases, files, strict=True):
+        ways["alone"].append((*time_command(verify_command([file], cache))[:2], {}))
+        if with_torchrun:
+            module = verify_command([file], cache)[1:]
+            ways["torchrun"].append((*time_command(torchrun_command(case, module))[:2], {}))
+            script = [str(Path(__file__)), "--train", file]
+            wall, cpu, output = time_command(torchrun_command(case, script))
+            line = next(line for line in output.splitlines() if line.startswith(MARK))
+            ways["training"].append((wall, cpu, json.loads(line.removeprefix(MARK))))
+    return ways
+
+
+def report(cases, ways):
+    """Print the seconds of every way, and how many times as long as one launch it takes."""
+    ranks = sorted(case.layout.world_size for case in cases)
+    print(f"{len(cases)} cases, ranks {', '.join(map(str, ranks))}; load {os.getloadavg()[0]:.1f}")
+    wall_together, cpu_together, _ = ways["together"][0]
+    for way, launches in ways.items():
+        wall, cpu = sum(launch[0] for launch in launches), sum(launch[1] for launch in launches)
+        print(
+            f"{way:10} {len(launches):3} launches  wall {wall:8.1f} s ({wall / wall_together:5.2f} x)"
+            f"  CPU {cpu:8.1f} s ({cpu / cpu_together:5.2f} x)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What verification costs: training that is compared with its golden, against the same training alone.
+
+    python benchmarks/verification_cost.py [--batch 16] [--hidden 256] [--precision float32] [--pairs 5]
+
+Two ranks under FSDP2 with experts over both (ep 2), one process group for everything. After a warm-up, runs
+without an observer and runs with the comparison take turns; the ratio is the median over the pairs. Then the
+repeat run, which trains again and hashes, and the peak of anonymous memory beside the size of the local shard.
+CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
+"""
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+NUM_RANKS = 2
+SETTLE = 1  # the first step makes the optimizer's state and is left out of the per-step figures
+
+
+class Clock:
+    """An observer that passes everything on to another, or to nobody, and notes when each step begins."""
+
+    def __init__(self, inner=None):
+        self._inner = inner
+        self.times = []
+
+    def observe(self, step, kind, name, local, region):
+        """Pass on."""
+        if self._inner is not None:
+            self._inner.observe(step, kind, name, local, region)
+
+    def begin_step(self, step):
+        """Note the time."""
+        self.note()
+
+    def note(self):
+        """Note the time."""
+        self.times.append((time.perf_counter(), time.process_time()))
+
+    def per_step(self, which):
+        """Return the mean seconds of a step after the first; `which` is 0 for wall time, 1 for CPU time."""
+        times = [found[which] for found in self.times[SETTLE:]]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+
+class MemoryPeak:
+    """A context in which the peak of this process's anonymous memory is sampled. Units: bytes."""
+
+    def __enter__(self):
+        self.peak = self.start = _anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._over.wait(0.002):
+            self.peak = max(self.peak, _anonymous())
+
+
+def _anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def make_benchmark_case(options):
+    """Return the case: a small MoE transformer, large enough for its arithmetic to count."""
+    from moeverify.faults.setting import make_case
+
+    hidden = options.hidden
+    model = {
+        "vocab_size": 1024,
+        "hidden": hidden,
+        "num_layers": options.layers,
+        "num_heads": hidden // 64,
+        "num_kv_heads": hidden // 64,
+        "head_dim": 64,
+        "ffn_hidden": 4 * hidden,
+        "num_dense_layers": 1,
+    }
+    moe = {"num_experts": 8, "top_k": 2, "expert_hidden": 2 * hidden, "shared_hidden": 0, "idle_experts": 0}
+    moe |= {"num_groups": 1, "top_groups": 1}
+    return make_case(
+        "verification-cost",
+        optimizer="adamw",
+        model=model,
+        moe=moe,
+        data={"batch": options.batch, "seq_len": options.seq_len},
+        recipe={"steps": options.steps, "precision": options.precision},
+        dp_shard=NUM_RANKS,
+        ep=NUM_RANKS,
+    )
+
+
+class Bench:
+    """The case on this rank with its stored golden, and ways to run it."""
+
+    def __init__(self, case, folder):
+        import torch
+
+        from moeverify.golden.store import StoredGolden
+
+        self.case, self.device, self.folder = case, torch.device("cpu"), folder
+        self.golden = StoredGolden(folder)
+
+    def run(self, observer):
+        """Train once under the layout; return the clock and the bytes of parameters that this rank holds."""
+        import torch.distributed as dist
+
+        from moeverify.suite.verification import _assemble, replays_routing
+        from moeverify.train.loop import train
+
+        program = _assemble(self.case, self.device)
+        replayed = replays_routing(self.case)
+        clock = Clock(observer)
+        dist.barrier()
+        train(self.case.recipe, program, clock, golden=self.golden, replay_routing=replayed)
+        clock.note()
+        return clock, sum(held.local().nbytes for held in program.holdings)
+
+    def compare(self):
+        """Return an observer that compares with the golden."""
+        from moeverify.compare.comparison import Comparison
+
+        return Comparison(self.golden)
+
+
+def record(case, folder):
+    """Write the golden of the case: one run on one device in float64."""
+    import torch
+
+    from moeverify.golden.store import GoldenWriter
+    from moeverify.train.assemble import assemble_single
+    from moeverify.train.loop import train
+
+    with GoldenWriter(folder) as writer:
+        train(case.recipe, assemble_single(case.recipe, torch.device("cpu"), compute="float64"), writer)
+        writer.finish({}, {})
+
+
+def work(options):
+    """On a rank: measure; rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    from moeverify.suite.verification import _BitRecorder
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    case, folder = make_benchmark_case(options), Path(options.work) / "golden"
+    if dist.get_rank() == 0:
+        record(case, folder)
+    dist.barrier()
+    bench = Bench(case, folder)
+    bench.run(None)
+    bench.run(bench.compare())
+    alone, compared, repeated = [], [], []
+    for _ in range(options.pairs):
+        alone.append(bench.run(None)[0])
+        compared.append(bench.run(bench.compare())[0])
+        repeated.append(bench.run(_BitRecorder())[0])
+    peaks = {}
+    for name, make in (("alone", lambda: None), ("compared", bench.compare)):
+        with MemoryPeak() as memory:
+            _, shard = bench.run(make())
+        peaks[name] = memory.peak
+    if options.profile:
+        profile = cProfile.Profile()
+        profile.runcall(bench.run, bench.compare())
+    rows = [None] * NUM_RANKS
+    dist.all_gather_object(rows, (peaks["compared"] - peaks["alone"], shard))
+    if dist.get_rank() == 0:
+        report(options, alone, compared, repeated, rows)
+        if options.profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    dist.destroy_process_group()
+
+
+def report(options, alone, compared, repeated, rows):
+    """Print seconds, ratios and memory."""
+    print(f"{options}; load {os.getloadavg()[0]:.1f}")
+    for which, name in ((0, "wall"), (1, "CPU")):
+        plain = [clock.per_step(which) for clock in alone]
+        seen = [clock.per_step(which) for clock in compared]
+        again = [clock.per_step(which) for clock in repeated]
+        ratio = [b / a for a, b in zip(plain, seen, strict=True)]
+        hashed = [b / a for a, b in zip(plain, again, strict=True)]
+        all_of_it = [(b + c) / a for a, b, c in zip(plain, seen, again, strict=True)]
+        print(
+            f"{name:4} per step: alone {statistics.median(plain):.3f} s, compared {statistics.median(seen):.3f} s: "
+            f"{statistics.median(ratio):.2f} x ({min(ratio):.2f} to {max(ratio):.2f}); the repeat run alone "
+            f"{statistics.median(hashed):.2f} x; with the repeat run {statistics.median(all_of_it):.2f} x"
+        )
+    for rank, (extra, shard) in enumerate(rows):
+        print(
+            f"rank {rank}: peak memory {extra / 2**20:+.1f} MiB beside the training's; "
+            f"parameters of its shard {shard / 2**20:.1f} MiB: {extra / shard:.2f} x"
+        )
+
+
+def main():
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="also print where the compared run's time goes")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+        command = [sys.executable, *launch, str(Path(__file__)), *sys.argv[1:], "--work", folder]
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+if __name__ == "__main__":
+    main()

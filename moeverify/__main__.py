@@ -1,0 +1,5 @@
+"""`python -m moeverify` is `moeverify`."""
+
+from moeverify.cli import main
+
+main()

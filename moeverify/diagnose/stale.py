@@ -1,0 +1,36 @@
+"""A module that computes with the weights of a step earlier, from the right input."""
+
+from __future__ import annotations
+
+import torch
+
+from moeverify.case.schema import ForeignModel, Recipe
+from moeverify.diagnose.components import load_weights
+from moeverify.diagnose.place import Origin
+from moeverify.golden.store import StoredGolden
+from moeverify.train.assemble import assemble_single
+
+_SAME = 1e-9
+
+
+def explains_stale(
+    recipe: Recipe, golden: StoredGolden, step: int, origin: Origin, device: torch.device
+) -> bool:
+    """Return whether the golden's weights of a step earlier give the wrong output that was read.
+
+    Asked of modules that hold parameters themselves, in float64, from step 1 on.
+    """
+    if step < 1 or recipe.precision != "float64" or isinstance(recipe.model, ForeignModel):
+        return False
+    if origin.input is None or origin.end != "output":
+        return False
+    program = assemble_single(recipe, device, compute="float64")
+    if step > 1:
+        load_weights(program, golden, step - 2)
+    module = dict(program.model.named_modules()).get(origin.module)
+    if module is None or not list(module.parameters(recurse=False)):
+        return False
+    with torch.no_grad():
+        output = module(origin.input.to(device=device, dtype=torch.float64)).cpu()
+    actual = origin.suspect.whole()
+    return float((output - actual).norm()) < _SAME * float(actual.norm())

@@ -1,0 +1,353 @@
+"""The rules of the house, checked by parsing: each function yields what breaks a rule as `file:line: words`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+# A package imports from lower floors only; `.` is the package `moeverify` itself.
+FLOORS: Mapping[str, int] = {
+    ".": 7,
+    "cli": 7,
+    "pytest_plugin": 7,
+    "suite": 6,
+    "launch": 5,
+    "report": 5,
+    "faults": 5,
+    "diagnose": 4,
+    "train": 3,
+    "checkpoint": 3,
+    "parallel": 2,
+    "golden": 2,
+    "compare": 2,
+    "model": 1,
+    "layout": 1,
+    "case": 0,
+    # Beneath the house: they import nothing of ours.
+    "errors": -1,
+    "hashing": -1,
+    "multiprocessing_pdb": -1,
+}
+
+# Modules, and packages with all of theirs, that work where torch takes too long to import or is not there.
+WITHOUT_TORCH = (
+    "case",
+    "report",
+    "cli",
+    "pytest_plugin",
+    "errors",
+    "compare.result",
+    "compare.checks",
+    "compare.bounds",
+    "golden.file",
+    "golden.proximity",
+    "layout.mesh",
+    "layout.split",
+    "suite.run",
+    "suite.goldens",
+    "suite.record",
+    "suite.machine",
+    "suite.options",
+    "suite.mesh",
+    "suite.claims",
+    "launch.plan",
+    "launch.launcher",
+    "launch.follower",
+    "launch.evidence",
+    "launch.origin",
+    "launch.parent",
+    "launch.world",
+)
+
+# Who may ask the environment: the doors, what starts processes, and what describes the machine.
+READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "suite.machine")
+
+BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+MOST_FILE_LINES = 500
+MEDIAN_FILE_LINES = 150
+MOST_FUNCTION_LINES = 59
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of ours or of torch. `lazy` ones do not run when the module is imported."""
+
+    target: str
+    line: int
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its path as it is to be shown, and its dotted name."""
+
+    path: str
+    name: str
+    text: str
+    is_package: bool
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        """Return the part of the house that the file belongs to, as `FLOORS` names it."""
+        root, _, rest = self.name.partition(".")
+        if root != "moeverify":
+            return root
+        return rest.partition(".")[0] or "."
+
+
+@dataclass(frozen=True)
+class House:
+    """All Python files of the packages below a folder, by dotted name."""
+
+    sources: Mapping[str, Source] = field(repr=False)
+    others: Mapping[str, bytes] = field(repr=False)
+
+    @classmethod
+    def read(cls, root: Path) -> House:
+        sources: dict[str, Source] = {}
+        others: dict[str, bytes] = {}
+        for top in ("moeverify", "multiprocessing_pdb"):
+            for path in sorted((root / top).rglob("*")):
+                shown = str(path.relative_to(root))
+                if path.suffix == ".py":
+                    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+                    sources[name] = Source(shown, name, path.read_text(), path.name == "__init__.py")
+                elif path.is_file() and "__pycache__" not in path.parts:
+                    others[shown] = path.read_bytes()
+        return cls(sources, others)
+
+    @cached_property
+    def imports(self) -> dict[str, list[Import]]:
+        """Return what each file imports of us and of torch: lazily, for types only, by a name in a text too."""
+        return {name: self._list_imports(source) for name, source in self.sources.items()}
+
+    def _list_imports(self, source: Source) -> list[Import]:
+        found = list(self._find(source, source.tree.body, lazy=False))
+        for node in ast.walk(source.tree):
+            if _calls(node, "import_module") or _calls(node, "__import__"):
+                first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+                if isinstance(first, ast.Constant) and str(first.value) in self.sources:
+                    found.append(Import(str(first.value), node.lineno, lazy=True))
+        return found
+
+    def _find(self, source: Source, body: list[ast.stmt], *, lazy: bool) -> Iterator[Import]:
+        for node in body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield from self._keep(alias.name, node.lineno, lazy)
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute(node, source)
+                for alias in node.names:
+                    inner = f"{base}.{alias.name}"
+                    yield from self._keep(inner if inner in self.sources else base, node.lineno, lazy)
+            else:
+                later = (
+                    lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(node)
+                )
+                inner_body = [child for child in _statements(node) if child is not node]
+                yield from self._find(source, inner_body, lazy=later)
+
+    def _keep(self, target: str, line: int, lazy: bool) -> Iterator[Import]:
+        if target in self.sources or target.partition(".")[0] in (
+            "moeverify",
+            "multiprocessing_pdb",
+            "torch",
+        ):
+            yield Import(target, line, lazy)
+
+
+def _statements(node: ast.stmt) -> list[ast.stmt]:
+    """Return the statements directly inside a compound statement."""
+    return [
+        child
+        for name in ("body", "orelse", "finalbody", "handlers", "cases")
+        for part in getattr(node, name, [])
+        for child in (part.body if not isinstance(part, ast.stmt) else [part])
+    ]
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def _absolute(node: ast.ImportFrom, source: Source) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = source.name.split(".")
+    parts = parts[: len(parts) - node.level + (1 if source.is_package else 0)]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _calls(node: ast.AST, name: str) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    return (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) == name
+
+
+def _is_in(name: str, parts: tuple[str, ...]) -> bool:
+    own = name.partition(".")[2]
+    return any(own == part or own.startswith(f"{part}.") for part in parts)
+
+
+def check_floors(house: House) -> Iterator[str]:
+    """Yield imports that do not point to a lower floor, and packages whose floor nobody has set."""
+    for source in house.sources.values():
+        floor = FLOORS.get(source.package)
+        if floor is None:
+            yield f"{source.path}:1: the floor of `{source.package}` is not in FLOORS"
+            continue
+        for found in house.imports[source.name]:
+            target = house.sources.get(found.target)
+            if target is None:
+                if not found.target.startswith("torch"):
+                    yield f"{source.path}:{found.line}: `{found.target}` does not exist"
+                continue
+            below = FLOORS.get(target.package, 99)
+            if target.package != source.package and below >= floor:
+                yield (
+                    f"{source.path}:{found.line}: `{source.package}` (floor {floor}) imports "
+                    f"`{found.target}` (floor {below})"
+                )
+
+
+def check_circles(house: House) -> Iterator[str]:
+    """Yield circles of modules, whether or not the imports are lazy."""
+    graph = {
+        name: sorted({i.target for i in house.imports[name] if i.target in house.sources} - {name})
+        for name, source in house.sources.items()
+    }
+    done: set[str] = set()
+    told: set[frozenset[str]] = set()
+
+    def walk(name: str, trail: list[str]) -> Iterator[str]:
+        if name in trail:
+            circle = trail[trail.index(name) :]
+            if frozenset(circle) not in told:
+                told.add(frozenset(circle))
+                yield f"{house.sources[name].path}:1: circle {' -> '.join([*circle, name])}"
+        elif name not in done:
+            for target in graph[name]:
+                yield from walk(target, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        yield from walk(name, [])
+
+
+def check_torch(house: House) -> Iterator[str]:
+    """Yield how a module that must do without torch reaches it when it is imported, or imports it later."""
+    known: dict[str, list[str]] = {}
+    for name, source in house.sources.items():
+        if not _is_in(name, WITHOUT_TORCH):
+            continue
+        for found in house.imports[name]:
+            if found.lazy and found.target.partition(".")[0] == "torch":
+                yield f"{source.path}:{found.line}: imports torch"
+        trail = _find_torch(house, name, known)
+        if trail:
+            yield f"{source.path}:1: reaches torch by {' -> '.join(trail)}"
+
+
+def _find_torch(house: House, name: str, known: dict[str, list[str]]) -> list[str]:
+    """Return the modules by which the import of a module reaches torch; importing one imports its parents."""
+    if name in known:
+        return known[name]
+    known[name] = []
+    targets = [found.target for found in house.imports[name] if not found.lazy]
+    parents = [parent for target in [name, *targets] for parent in _list_parents(target)]
+    for target in [*targets, *parents]:
+        if target.partition(".")[0] == "torch":
+            known[name] = [name, target]
+        elif target in house.sources and _find_torch(house, target, known):
+            known[name] = [name, *known[target]]
+        if known[name]:
+            break
+    return known[name]
+
+
+def _list_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:number]) for number in range(1, len(parts))]
+
+
+def check_print(house: House) -> Iterator[str]:
+    """Yield calls of `print`: results go through the console of `report/`, and the debugger has its own."""
+    for source in house.sources.values():
+        if source.package == "multiprocessing_pdb":
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield f"{source.path}:{node.lineno}: print"
+
+
+def check_environment(house: House) -> Iterator[str]:
+    """Yield reads of the environment where a function's result must depend on its arguments alone."""
+    for name, source in house.sources.items():
+        if source.package == "multiprocessing_pdb" or _is_in(name, READS_ENVIRONMENT):
+            continue
+        for node in ast.walk(source.tree):
+            named = node.attr if isinstance(node, ast.Attribute) else ""
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            words = {"environ", "environb", "getenv"}
+            if named in words or words & set(imported):
+                yield f"{source.path}:{getattr(node, 'lineno', 1)}: reads the environment"
+
+
+def check_names(house: House) -> Iterator[str]:
+    """Yield modules and packages whose names say nothing."""
+    for name, source in house.sources.items():
+        for part in name.split("."):
+            if part in BAD_NAMES:
+                yield f"{source.path}:1: `{part}` says nothing about what is inside"
+
+
+def check_sizes(house: House) -> Iterator[str]:
+    """Yield files and functions that are too long, and a median that is too high."""
+    lengths = []
+    for source in house.sources.values():
+        lines = source.text.count("\n")
+        lengths.append(lines)
+        if lines > MOST_FILE_LINES:
+            yield f"{source.path}:1: {lines} lines, at most {MOST_FILE_LINES}"
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > MOST_FUNCTION_LINES:
+                    yield (
+                        f"{source.path}:{node.lineno}: `{node.name}` has {size} lines, "
+                        f"at most {MOST_FUNCTION_LINES}"
+                    )
+    if lengths and statistics.median(lengths) > MEDIAN_FILE_LINES:
+        yield f"median of the files: {statistics.median(lengths):g} lines, at most {MEDIAN_FILE_LINES}"
+
+
+def check_characters(house: House) -> Iterator[str]:
+    """Yield lines that are not ASCII."""
+    files = {source.path: source.text.encode() for source in house.sources.values()} | dict(house.others)
+    for path, content in files.items():
+        for number, line in enumerate(content.split(b"\n"), 1):
+            found = re.search(rb"[^\x00-\x7f]", line)
+            if found:
+                yield f"{path}:{number}: not ASCII"
+
+
+RULES = {
+    "floors": check_floors,
+    "circles": check_circles,
+    "torch": check_torch,
+    "print": check_print,
+    "environment": check_environment,
+    "names": check_names,
+    "sizes": check_sizes,
+    "characters": check_characters,
+}

@@ -1,0 +1,79 @@
+"""A case file, a kept run, and the command line in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moeverify.cli import app
+from moeverify.compare.result import CaseResult, CheckResult, RunResult, Worst
+from moeverify.report.machine import write_run
+
+Invoke = Callable[..., Result]
+Keep = Callable[..., Path]
+
+CASE = """\
+recipe:
+  name: tiny
+  model:
+    vocab_size: 64
+    hidden: 32
+    num_layers: 2
+    num_heads: 4
+    num_kv_heads: 2
+    head_dim: 8
+    ffn_hidden: 64
+layout:
+  dp_shard: 2
+"""
+
+
+@pytest.fixture
+def case_file(tmp_path: Path) -> Path:
+    path = tmp_path / "fsdp2-2.yaml"
+    path.write_text(CASE)
+    return path
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Return a function that runs a command line; results of `.stdout` are at the width of a log."""
+    for name in ("CI", "COLUMNS", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def do(*words: Any) -> Result:
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return do
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Keep:
+    """Return a function that writes a run folder with one case of the given verdict."""
+
+    def do(name: str, verdict: str = "pass", error: float = 1e-15) -> Path:
+        worst = Worst(tensor="head.weight", error=error, bound=1e-10)
+        check = CheckResult.model_validate(
+            {"name": "gradient", "verdict": verdict, "tensors": 7, "worst": worst}
+        )
+        case = CaseResult.model_validate(
+            {
+                "name": "fsdp2-2",
+                "file": "cases/fsdp2-2.yaml",
+                "verdict": verdict,
+                "ranks": 2,
+                "seconds": 1.5,
+                "checks": (check,),
+            }
+        )
+        run = RunResult.model_validate(
+            {"verdict": verdict, "environment": {"torch": "2.13"}, "cases": (case,)}
+        )
+        write_run(run, tmp_path / name / "result.json")
+        return tmp_path / name
+
+    return do

@@ -1,0 +1,55 @@
+"""An entry for `moeverify doctor` whose probes end in every way a probe can end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from moeverify.launch.plan import Job
+from moeverify.launch.rank import serve
+from moeverify.launch.runner import RankContext
+from moeverify.suite import probed_collectives
+from moeverify.suite.probe import Answer
+
+
+def crash(context: RankContext) -> Answer:
+    if context.rank == 1:
+        os.abort()
+    dist.barrier()
+    return Answer("came back", "")
+
+
+def hang(context: RankContext) -> Answer:
+    if context.rank == 1:
+        time.sleep(600)
+    dist.barrier()
+    return Answer("came back", "")
+
+
+def fail(context: RankContext) -> Answer:
+    raise KeyError("no such thing")
+
+
+def average_by_sum(context: RankContext) -> Answer:
+    """Let reduce_scatter sum where it should average, as an older gloo did."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    scatter = getattr(dist, name)
+    setattr(dist, name, lambda part, mine, op: scatter(part, mine, op=dist.ReduceOp.SUM))
+    try:
+        return probed_collectives.probe_average(context)
+    finally:
+        setattr(dist, name, scatter)
+
+
+def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
+    probe = {"crash": crash, "hang": hang, "fail": fail, "average by sum": average_by_sum}[job.name]
+    return asdict(probe(context))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], run_job)

@@ -1,0 +1,133 @@
+"""The commands that read cases, and what bad input gets."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def test_check_prints_a_line_a_case(invoke: Any, case_file: Path) -> None:
+    result = invoke("check", case_file)
+    assert result.exit_code == 0
+    assert re.search(r"^fsdp2-2 +2 +fsdp2 2 +\S", result.stdout, re.MULTILINE)
+    assert result.stdout.splitlines()[-1] == "1 case, 1 recipe, at most 2 ranks"
+
+
+def test_check_takes_overrides_and_patterns(invoke: Any, case_file: Path) -> None:
+    result = invoke("check", case_file, "--set", "layout.dp_shard=4", "-k", "fsdp2 and not tp")
+    assert result.exit_code == 0
+    assert "at most 4 ranks" in result.stdout
+    assert invoke("check", case_file, "-k", "nothing").exit_code == 2
+
+
+def test_all_problems_are_told_at_once(invoke: Any, case_file: Path) -> None:
+    text = case_file.read_text().replace("dp_shard", "dp_shart").replace("hidden: 32", "hidden: many")
+    case_file.write_text(text)
+    result = invoke("check", case_file)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert any(line.startswith(f"{case_file}:5: recipe.model.hidden: ") for line in lines)
+    assert any(line.startswith(f"{case_file}:12: layout.dp_shart: ") for line in lines)
+    assert any(line.startswith("    ") and "dp_shard" in line for line in lines)
+    assert lines[-1] == "2 problems"
+
+
+def test_run_checks_its_files_before_anything_else(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    places = ["--json", tmp_path / "file" / "a.json", "--junit", tmp_path, "--out", tmp_path / "file"]
+    result = invoke("run", tmp_path / "no-such-case.yaml", *places)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "3 problems"
+    assert "no-such-case" not in result.stderr
+
+
+def test_run_of_a_bad_case_is_usage(invoke: Any, tmp_path: Path) -> None:
+    result = invoke("run", tmp_path / "no-such-case.yaml", "--json", tmp_path / "new" / "a.json")
+    assert result.exit_code == 2
+    assert "no-such-case.yaml" in result.stderr
+    assert not (tmp_path / "new" / "a.json").exists()
+
+
+def test_unknown_words_are_usage(invoke: Any) -> None:
+    assert invoke("walk").exit_code == 2
+    assert invoke("run").exit_code == 2
+    assert invoke("run", "x.yaml", "--device", "tpu").exit_code == 2
+
+
+def test_only_the_first_of_several_ranks_prints(invoke: Any, case_file: Path, monkeypatch: Any) -> None:
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        with monkeypatch.context() as patch:
+            patch.setenv(size, "2")
+            patch.setenv(rank, "0")
+            assert "1 case" in invoke("check", case_file).stdout
+            patch.setenv(rank, "1")
+            other = invoke("check", case_file)
+            assert (other.exit_code, other.output) == (0, "")
+            patch.setenv(size, "1")
+            assert "1 case" in invoke("check", case_file).stdout
+
+
+def run_alone(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+
+
+# Runs the command line and fails if that has loaded one of the modules that make it slow.
+GUARD = """
+import sys
+from moeverify.cli import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+loaded = sorted({name.split(".")[0] for name in sys.modules} & {FORBIDDEN})
+sys.exit(f"loaded {loaded}" if loaded else code)
+"""
+
+
+def test_check_does_not_load_torch(case_file: Path) -> None:
+    code = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'jinja2', 'matplotlib'")
+    done = run_alone(code, "check", str(case_file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 case" in done.stdout
+
+
+def test_reports_do_not_load_torch(keep: Any, tmp_path: Path) -> None:
+    code = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'matplotlib'")
+    words = ["report", str(keep("a")), "--html", str(tmp_path / "a.html"), "--junit", str(tmp_path / "a.xml")]
+    done = run_alone(code, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run_alone(code, "diff", str(keep("a")), str(keep("b")))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'jinja2', 'ruamel'")
+    for words in (["--help"], ["run", "--help"], ["--version"]):
+        done = run_alone(code, *words)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "moeverify" in done.stdout
+
+
+def test_no_module_of_report_loads_torch() -> None:
+    code = (
+        "import importlib, pkgutil, sys, moeverify.report as r\n"
+        "names = [m.name for m in pkgutil.iter_modules(r.__path__)]\n"
+        "[importlib.import_module('moeverify.report.' + n) for n in names]\n"
+        "assert len(names) > 10, names\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = run_alone(code)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,57 @@
+"""`moeverify doctor`: what it finds here, and what becomes of probes that crash or hang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeverify.suite import doctor
+from moeverify.suite.probe import Probe
+
+
+def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
+    monkeypatch.setattr(doctor, "TIME_LIMIT", 200.0)
+    rows = {row.name: row for row in doctor.examine()}
+    assert set(rows) >= {"torch", "python", "cores", "ranks on the CPU", "GPUs", *dict(doctor.CPU_PROBES)}
+    assert {name: row.value for name, row in rows.items() if row.status == "fail"} == {}
+    for name in ("gloo collectives", "gloo reduce_scatter AVG", "gloo uneven all_to_all", "grouped_mm"):
+        assert "right" in rows[name].value
+    assert "contiguity" in rows["gloo strided all_reduce"].meaning
+    assert rows["GPUs"].status == "warn"
+
+
+def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
+    probes = (("crash", 2), ("fail", 2), ("hang", 2), ("average by sum", 2))
+    rows = {row.name: row for row in doctor._run_probes(probes, "cpu", time.monotonic() + 200)}
+    assert list(rows) == ["crash", "fail", "hang", "average by sum"]
+    assert {row.status for row in rows.values()} == {"fail"}
+    assert rows["crash"].value.startswith("crashes: ")
+    assert "SIGABRT" in rows["crash"].value
+    assert "no such thing" in rows["fail"].value
+    assert rows["hang"].value.startswith("hangs: ")
+    assert rows["average by sum"].value == "returns the sum"
+
+
+def test_probes_that_time_does_not_suffice_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
+    probes = (("fail", 1), ("crash", 2), ("hang", 2))
+    rows = list(doctor._run_probes(probes, "cpu", time.monotonic()))
+    assert [row.name for row in rows] == ["fail", "crash", "hang"]
+    assert [row.value for row in rows[1:]] == ["not probed: out of time"] * 2
+    assert [row.status for row in rows[1:]] == ["warn"] * 2
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])
+def test_exit_code(invoke: Any, monkeypatch: pytest.MonkeyPatch, status: Any, code: int) -> None:
+    row = Probe("gloo", "sums wrong", "no verdict can be trusted", status)
+    monkeypatch.setattr(doctor, "examine", lambda: [row])
+    told = invoke("doctor")
+    assert told.exit_code == code
+    assert "no verdict can be trusted" in told.stdout
+    assert f"1 {status}" in told.stdout.splitlines()[-1]

@@ -1,0 +1,66 @@
+"""The commands that read kept runs: report and diff, their output and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+
+def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    run = keep("a", "mismatch", 1.0)
+    files = [tmp_path / "out" / name for name in ("r.html", "r.xml", "r.json")]
+    result = invoke("report", run, "--html", files[0], "--junit", files[1], "--json", files[2])
+    assert result.exit_code == 0
+    assert "MISMATCH  1 case: 1 mismatch" in result.stdout
+    assert f"moeverify report {run} --html" in result.stdout
+    assert "head.weight" in files[0].read_text()
+    assert ET.parse(files[1]).getroot().get("failures") == "1"
+    assert files[2].read_text() == (run / "result.json").read_text()
+
+
+def test_report_takes_a_file_too(invoke: Any, keep: Any) -> None:
+    result = invoke("report", keep("a") / "result.json")
+    assert result.exit_code == 0
+    assert "1e-15 / 1e-10" in result.stdout
+
+
+def test_report_of_nothing_is_usage(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"schema_version": 1,')
+    for path in (tmp_path / "nothing", tmp_path, tmp_path / "cut.json"):
+        result = invoke("report", path)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"error: {path}")
+        assert "Traceback" not in result.stderr
+
+
+def test_report_that_cannot_be_written_is_usage(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    result = invoke("report", keep("a"), "--html", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path} is a folder" in result.stderr
+
+
+def test_diff_exit_codes(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    passed, closer, failed = keep("a"), keep("b", error=9e-11), keep("c", "mismatch", 1.0)
+    same = invoke("diff", passed, passed / "result.json")
+    assert (same.exit_code, same.stdout.splitlines()[0][:13]) == (0, "same verdicts")
+    near = invoke("diff", passed, closer)
+    assert near.exit_code == 0
+    assert "fsdp2-2 gradient  1e-15 / 1e-10 -> 9e-11 / 1e-10 (head.weight)" in near.stdout
+    differ = invoke("diff", passed, failed)
+    assert differ.exit_code == 1
+    assert "fsdp2-2  pass -> mismatch" in differ.stdout
+    assert invoke("diff", passed, tmp_path / "nothing").exit_code == 2
+    assert invoke("diff", passed).exit_code == 2
+
+
+def test_newer_run_says_to_upgrade(invoke: Any, keep: Any) -> None:
+    path = keep("a") / "result.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "schema_version": 99}))
+    result = invoke("report", path)
+    assert result.exit_code == 2
+    assert "schema version 99" in result.stderr
+    assert "upgrade moeverify" in result.stderr

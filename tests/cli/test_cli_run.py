@@ -1,0 +1,167 @@
+"""`moeverify run` with real ranks: verdicts, files, exit codes, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import psutil
+import pytest
+
+import moeverify
+from moeverify.report.machine import read_run
+
+# A shell that starts pytest in the background has switched SIGINT off for its children.
+CODE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from moeverify.cli import main
+main()
+"""
+
+# Called on every rank before the layout is built.
+FAULTS = """\
+import os
+import time
+
+
+def halve():
+    import moeverify.parallel.plan as plan
+
+    apply = plan.apply_ddp
+
+    def apply_halved(model, *rest):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+        return apply(model, *rest)
+
+    plan.apply_ddp = apply_halved
+
+
+def fail():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank one gives up")
+
+
+def stall():
+    time.sleep(600)
+"""
+
+DDP = """\
+recipe:
+  name: tiny
+  model:
+    vocab_size: 32
+    hidden: 16
+    num_layers: 1
+    num_heads: 2
+    num_kv_heads: 2
+    head_dim: 8
+    ffn_hidden: 16
+  data: {batch: 4, seq_len: 8}
+  optimizer: {name: sgd}
+  steps: 1
+layout: {dp_replicate: 2, data_parallel: ddp}
+checks: {repeat: false}
+"""
+
+Start = Any
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return a function that starts `moeverify run` on a tiny case; what still runs at the end is ended."""
+    (tmp_path / "ddp.yaml").write_text(DDP)
+    (tmp_path / "faults_of_tests.py").write_text(FAULTS)
+    environment = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
+    path = os.pathsep.join(
+        [str(tmp_path), str(Path(moeverify.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    )
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[str]] = []
+
+    def do(*words: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CODE, "run", "ddp.yaml", "--cache", "cache", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(child)
+        return child
+
+    yield do
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+def test_pass_writes_every_format(start: Start, tmp_path: Path) -> None:
+    child = start("--json", "out/r.json", "--junit", "out/r.xml", "--html", "out/r.html", "--out", "kept")
+    output, errors = child.communicate(timeout=200)
+    assert (child.returncode, errors) == (0, "")
+    assert output.splitlines()[-1].startswith("pass  1 case: 1 pass; ")
+    assert "[1/1] pass     ddp" in output
+    run = read_run(tmp_path / "kept")
+    assert run.model_dump_json() == read_run(tmp_path / "out" / "r.json").model_dump_json()
+    assert run.command.startswith("moeverify ")
+    assert run.command.endswith("--out kept")
+    assert ET.parse(tmp_path / "out" / "r.xml").getroot().get("tests") == "1"
+    assert "ddp" in (tmp_path / "out" / "r.html").read_text()
+
+
+def test_mismatch_tells_the_finding(start: Start) -> None:
+    child = start("--fault", "faults_of_tests:halve", "--quiet")
+    output, _ = child.communicate(timeout=200)
+    assert child.returncode == 1
+    assert output.startswith("ddp  MISMATCH  2 ranks")
+    assert "scale     actual is 0.5 times expected, cosine 1\n" in output
+    kept = "--cache cache --fault faults_of_tests:halve"
+    assert f"    moeverify run ddp.yaml -k ddp {kept} --out runs/ddp\n" in output
+
+
+def test_failed_rank_is_an_error(start: Start, tmp_path: Path) -> None:
+    child = start("--fault", "faults_of_tests:fail", "--json", "r.json")
+    output, _ = child.communicate(timeout=200)
+    assert child.returncode == 3
+    assert "RuntimeError: rank one gives up" in output
+    assert read_run(tmp_path / "r.json").verdict == "error"
+
+
+def test_missing_golden_fails_where_it_is_required(start: Start, tmp_path: Path) -> None:
+    child = start("--require-goldens", "--json", "r.json")
+    output, errors = child.communicate(timeout=200)
+    assert child.returncode != 0
+    assert "golden" in output + errors
+    assert read_run(tmp_path / "r.json").verdict == "error"
+
+
+def test_interrupt_keeps_the_files_and_leaves_no_rank(start: Start, tmp_path: Path) -> None:
+    child = start("--fault", "faults_of_tests:stall", "--json", "r.json")
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("running ddp"):
+            break
+    ranks = psutil.Process(child.pid).children(recursive=True)
+    assert ranks
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert [case.reason for case in read_run(tmp_path / "r.json").cases] == [
+        "interrupted while this case ran"
+    ]
+    end = time.monotonic() + 20
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        assert time.monotonic() < end, ranks
+        time.sleep(0.1)

@@ -1,0 +1,137 @@
+"""`moeverify.verify`: the Python door."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moeverify
+from moeverify.errors import CaseError, MachineError
+from moeverify.suite.api import name_function
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FAST = {"vocab_size": 96, "layout": {"tp": 2}, "steps": 1, "checks": {"repeat": False}}
+
+
+@pytest.fixture(autouse=True)
+def own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_gpt"]:
+        del sys.modules[name]
+
+
+def test_right_model_is_ok() -> None:
+    from my_gpt.model import make, parallelize
+
+    result = moeverify.verify(make, parallelize=parallelize, **FAST)
+    assert result.ok, str(result)
+    assert result.findings == ()
+    assert result.case.ranks == 2
+    assert "pass  1 case: 1 pass" in str(result)
+    assert "golden" not in str(result)
+
+
+def test_wrong_model_is_not_ok() -> None:
+    result = moeverify.verify("my_gpt.model:make", parallelize="my_gpt.wrong:parallelize", **FAST)
+    assert not result.ok
+    assert any(finding.tensor == "h.0.attn.query_norm.weight" for finding in result.findings)
+    assert "h.0.attn.query_norm.weight" in str(result)
+    assert "moeverify run" not in str(result)  # there is no case file that such a command could name
+    assert "MISMATCH" in repr(result)
+
+
+def make_here() -> None:
+    pass
+
+
+class _Maker:
+    def __call__(self) -> None:
+        pass
+
+
+def _main_function() -> Any:
+    function = eval("lambda: None", {"__name__": "__main__"})
+    function.__name__ = function.__qualname__ = "make"
+    return function
+
+
+def test_function_is_named_by_its_module() -> None:
+    assert name_function(make_here, "model") == f"{__name__}:make_here"
+    assert name_function("a.b:c", "model") == "a.b:c"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda: None, "is a lambda"),
+        (functools.partial(make_here), "an object of type partial"),
+        (_Maker(), "an object of type _Maker"),
+        (_main_function(), "`make` stands in the script that runs"),
+        (_Maker.__call__, "is not what stands in its module"),
+    ],
+)
+def test_function_that_no_rank_can_import(function: Any, text: str) -> None:
+    with pytest.raises(CaseError, match="no other process can import") as caught:
+        name_function(function, "model")
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("model: ")
+
+
+def test_function_inside_another() -> None:
+    def inner() -> None:
+        pass
+
+    with pytest.raises(CaseError, match=r"`test_function_inside_another\.<locals>\.inner` is made inside"):
+        moeverify.verify(inner, vocab_size=8, layout={})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"layout": {"dp_shards": 2}},
+            "layout.dp_shards: unknown field `dp_shards`; did you mean `dp_shard`?",
+        ),
+        ({"layout": {"dp_shard": 3}}, "layout.dp_shard: recipe.data.batch 8 is not divisible by dp_shard 3"),
+        ({"optimizer": {"betas": [0.9, 2.0]}}, "recipe.optimizer.betas"),
+        ({"arguments": {"dtype": object()}}, "arguments: the ranks get the arguments as text"),
+        ({"vocab_size": 0}, "recipe.model.vocab_size"),
+        ({"model": "my_gpt"}, "recipe.model.factory: expected `package.module:function`"),
+    ],
+)
+def test_bad_field(change: dict[str, Any], text: str) -> None:
+    fields: dict[str, Any] = {"model": "my_gpt.model:make", "vocab_size": 8, "layout": {}} | change
+    with pytest.raises(CaseError) as caught:
+        moeverify.verify(fields.pop("model"), **fields)
+    assert text in str(caught.value)
+
+
+def test_more_ranks_than_the_machine_has() -> None:
+    with pytest.raises(MachineError, match="needs 65536 ranks"):
+        moeverify.verify("my_gpt.model:make", vocab_size=8, layout={"dp_shard": 65536}, batch=65536)
+
+
+def test_inside_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHER, ("0", "2", "localhost", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match="starts its own ranks"):
+        moeverify.verify("my_gpt.model:make", vocab_size=8, layout={})
+
+
+def test_import_is_light() -> None:
+    code = "import sys, moeverify; moeverify.verify; print('torch' in sys.modules, moeverify.__all__)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "False ['Verification', 'verify']\n"
+    with pytest.raises(AttributeError, match="has no attribute 'verfy'"):
+        moeverify.verfy  # noqa: B018

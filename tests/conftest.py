@@ -1,0 +1,139 @@
+"""A folder with cases of a tiny model, and the command line as a user starts it there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+RECIPE = """\
+model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2, head_dim: 8, ffn_hidden: 16}
+data: {batch: 4, seq_len: 4}
+steps: 1
+"""
+CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: false}\n"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Project:
+    """A folder with `cases/` and `golden/`; `shared` is the cache of full goldens, the same in all tests."""
+
+    folder: Path
+    shared: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "scratch"
+
+    @property
+    def goldens(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted((self.folder / "golden").glob("*"))}
+
+    def write_case(self, name: str, text: str = CASE) -> None:
+        (self.folder / "cases" / f"{name}.yaml").write_text(text)
+
+    def start(self, *words: str, module: str = "moeverify") -> subprocess.Popen[str]:
+        """Start a command in the folder, with a folder for temporary files of its own."""
+        left_out = ("CI", "COLUMNS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
+        environment = {key: value for key, value in os.environ.items() if key not in left_out}
+        environment |= {
+            "TMPDIR": str(self.scratch),
+            "XDG_CACHE_HOME": str(self.shared),
+            "OMP_NUM_THREADS": "1",
+            **self.variables,
+        }
+        code = f"import sys; sys.argv[0] = {module!r}; from moeverify.cli import main; main()"
+        command = [sys.executable, "-c", code] if module == "moeverify" else [sys.executable, "-m", module]
+        return subprocess.Popen(
+            [*command, *words],
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def do(self, *words: str, module: str = "moeverify") -> Done:
+        """Run a command to its end; one that takes too long is interrupted, so that no rank outlives it."""
+        process = self.start(*words, module=module)
+        try:
+            out, err = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            pytest.fail(f"{words} took too long\n{out}\n{err}")
+        return Done(process.returncode, out, err)
+
+    def run(self, *words: str) -> tuple[Done, Mapping[str, Any]]:
+        """Run `moeverify run` and return how it ended and what its JSON says of each case."""
+        path = self.folder / "result.json"
+        path.unlink(missing_ok=True)
+        done = self.do("run", *words, "--device", "cpu", "--json", str(path))
+        cases = json.loads(path.read_text())["cases"] if path.exists() else []
+        return done, {case["name"]: case for case in cases}
+
+    def find_remains(self, seconds: float = 10.0) -> list[str]:
+        """Return processes and files that are still there after this time, which should be none."""
+        end = time.monotonic() + seconds
+        while (left := [*self._find_processes(), *self._find_files()]) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+    def _find_files(self) -> list[str]:
+        # torch makes a folder for its compiler, for each user, as soon as an optimizer is built; pytest has one.
+        others = ("torchinductor_", "pytest-of-")
+        return [str(path) for path in self.scratch.iterdir() if not path.name.startswith(others)]
+
+    def _find_processes(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and str(self.scratch) in " ".join(
+                    process.cmdline()
+                ):
+                    found.append(f"{process.pid} {process.cmdline()}")
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def make_project(shared: Path) -> Callable[..., Project]:
+    """Return a function that makes a project with these cases in a folder."""
+
+    def do(folder: Path, *names: str) -> Project:
+        project = Project(folder, shared)
+        (folder / "cases" / "recipes").mkdir(parents=True)
+        (folder / "cases" / "recipes" / "tiny.yaml").write_text(RECIPE)
+        (folder / "scratch").mkdir()
+        for name in names:
+            project.write_case(name)
+        return project
+
+    return do

@@ -1,0 +1,48 @@
+"""What the launch tests share: the programs that the ranks run, and a look for what a launch left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    return PROGRAMS
+
+
+def find_processes(folder: Path) -> list[int]:
+    """Return the processes of launches below `folder`: forked ranks have their agent's command line."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and any(
+                str(folder) in word for word in process.cmdline()
+            ):
+                found.append(process.pid)
+    return found
+
+
+class Remains:
+    """Looks for what is left of the launches below a folder."""
+
+    def list_processes(self, folder: Path) -> list[int]:
+        return find_processes(folder)
+
+    def wait_for_none(self, folder: Path, seconds: float = 10.0) -> list[int]:
+        """Return the processes that are still there after this time, which should be none."""
+        end = time.monotonic() + seconds
+        while (left := find_processes(folder)) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+
+@pytest.fixture(scope="session")
+def remains() -> Remains:
+    return Remains()

@@ -1,0 +1,22 @@
+"""Runs the same jobs under somebody else's launcher; rank 0 prints each outcome as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jobs as programs
+
+from moeverify.launch.external import serve_external
+from moeverify.launch.plan import Job, JobOutcome
+
+
+def tell(outcome: JobOutcome) -> None:
+    sys.stdout.write(outcome.model_dump_json() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    plan = [Job.model_validate(each) for each in json.loads(sys.argv[2])]
+    serve_external(plan, Path(sys.argv[1]), programs.run_job, tell)

@@ -1,0 +1,127 @@
+"""`pytest cases/` as a user types it: in a process of its own, with real ranks where cases run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Says in a file how often the ranks are started, and for which cases.
+SPY = """\
+from moeverify.pytest_plugin import runner
+
+stream_cases = runner.stream_cases
+
+def count(cases, options, on_event):
+    with open("launches", "a") as file:
+        file.write(" ".join(case.name for case in cases) + "\\n")
+    return stream_cases(cases, options, on_event)
+
+runner.stream_cases = count
+"""
+# Sums in another order are no bit-for-bit copies.
+STRICT = """\
+recipe: tiny
+
+layout:
+  dp_shard: 2
+checks:
+  repeat: false
+  tolerance: {kind: exact}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, make_project: Callable[..., Any]) -> Any:
+    made = make_project(tmp_path, "good", "left-out")
+    made.write_case("strict", STRICT)
+    (tmp_path / "cases" / "foreign.yaml").write_text("layout: page\nrecipes: []\n")
+    (tmp_path / "conftest.py").write_text(SPY)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
+    return made
+
+
+def run_pytest(project: Any, *words: str) -> Any:
+    return project.do("-p", "no:cacheprovider", *words, module="pytest")
+
+
+def read_launches(project: Any) -> list[str]:
+    path = project.folder / "launches"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_workers_share_one_launch_and_a_failure_says_where_what_and_how_to_repeat(project: Any) -> None:
+    done = run_pytest(project, "cases", "-n", "2", "-v", "-k", "not left-out", "--update-golden")
+    assert done.code == 1, done
+    assert read_launches(project) == ["good strict"]
+    assert "1 failed, 1 passed" in done.out
+    assert re.search(r"PASSED\S* cases/good\.yaml::good", done.out)
+    head = re.search(r"^cases/strict\.yaml:3: mismatch: (.*)$", done.out, re.MULTILINE)
+    assert head is not None, done.out
+    assert "must be bitwise equal" in head[1]
+    assert re.search(r"^strict  MISMATCH  2 ranks", done.out, re.MULTILINE)
+    assert re.search(r"^    at        \[.*\]: expected .*, actual ", done.out, re.MULTILINE)
+    assert "moeverify run cases/strict.yaml -k strict --out runs/strict" in done.out
+    assert re.search(r"^mismatch gradient: \d+ tensors, worst .* / exact in ", done.out, re.MULTILINE)
+    assert re.search(r"^recorded +golden/tiny\.cpu\.json$", done.out, re.MULTILINE)
+    assert list(project.goldens) == ["tiny.cpu.json"]
+    assert project.find_remains() == []
+
+
+def test_goldens_in_continuous_integration(project: Any) -> None:
+    (project.folder / "cases" / "foreign.yaml").unlink()
+    (project.folder / "cases" / "strict.yaml").unlink()
+    (project.folder / "golden").mkdir()
+    (project.folder / "golden" / "old.cpu.json").write_text("{}")
+    project.variables["CI"] = "true"
+    done = run_pytest(project, "cases")
+    assert done.code == 1, done
+    assert read_launches(project) == ["good left-out"]
+    assert "3 failed" in done.out
+    assert re.search(
+        r"^cases/good\.yaml:2: error: golden golden/tiny\.cpu\.json is not recorded; record it with "
+        r"`moeverify golden cases/good\.yaml`$",
+        done.out,
+        re.MULTILINE,
+    )
+    assert "golden/old.cpu.json: unused: no case uses it" in done.out
+    assert list(project.goldens) == ["old.cpu.json"]
+
+
+def test_only_cases_are_collected_where_they_were_asked_for(project: Any) -> None:
+    (project.folder / "golden").mkdir()
+    (project.folder / "golden" / "old.cpu.json").write_text("{}")
+
+    def collect(*words: str) -> list[str]:
+        lines = run_pytest(project, "--collect-only", "-q", *words).out.splitlines()
+        return [line for line in lines if "::" in line]
+
+    cases = [f"cases/{name}.yaml::{name}" for name in ("good", "left-out", "strict")]
+    assert collect("cases") == [*cases, "cases::unused-goldens"]
+    assert collect("cases", "-k", "good") == cases[:1]
+    assert collect("cases/good.yaml") == cases[:1]
+    assert collect("cases/good.yaml::good") == cases[:1]
+    assert collect(".") == [*cases, "test_other.py::test_other", "cases::unused-goldens"]
+    assert collect() == ["test_other.py::test_other"]
+    assert read_launches(project) == []
+
+
+def test_a_broken_file_fails_as_it_is_collected_with_all_its_problems(project: Any) -> None:
+    project.write_case("broken", "recipee: tiny\nlayout:\n  tp: two\n  cpp: 2\n")
+    project.write_case("twin", "name: good\nrecipe: tiny\n")
+    (project.folder / "cases" / "bytes.yaml").write_bytes(b"recipe: tiny\nlayout: {}\n# \xff\n")
+    done = run_pytest(project, "cases")
+    assert done.code == 2
+    for line in (
+        "cases/broken.yaml:1: recipee: unknown field `recipee`; did you mean `recipe`?",
+        "cases/broken.yaml:3: layout.tp: expected a whole number",
+        "cases/broken.yaml:4: layout.cpp: unknown field `cpp`; did you mean `pp`?",
+        "cases/twin.yaml:1: name: the name `good` is also that of cases/good.yaml",
+        "cases/bytes.yaml:3: this file is not UTF-8 text",
+    ):
+        assert f"\n{line}" in done.out
+    assert read_launches(project) == []

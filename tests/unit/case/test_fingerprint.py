@@ -1,0 +1,90 @@
+"""A recipe's fingerprint: every field that affects the answer changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel
+
+
+def recipe(**model: Any) -> Recipe:
+    fields = {**PRESETS["stress"], "preset": "stress", **model}
+    return Recipe(name="some", model=ReferenceModel.model_validate_json(json.dumps(fields)))
+
+
+def foreign() -> Recipe:
+    model = ForeignModel(factory="a:b", arguments={"x": 1}, loss="a:c", vocab_size=8)
+    return Recipe(name="some", model=model)
+
+
+def walk(section: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every field that is no section."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from walk(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def change(section: BaseModel, path: tuple[str, ...]) -> BaseModel:
+    """Return `section` with another value in the field at `path`, whether or not that is a sensible one."""
+    name, *rest = path
+    value = getattr(section, name)
+    choices = get_args(type(section).model_fields[name].annotation)
+    return section.model_copy(update={name: change(value, tuple(rest)) if rest else other(value, choices)})
+
+
+def other(value: Any, choices: tuple[Any, ...] = ()) -> Any:
+    if value in choices:
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, int | float):
+        return not value if isinstance(value, bool) else value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, tuple):
+        return (*value[:-1], other(value[-1]))
+    if isinstance(value, dict):
+        return {**value, "y": 2}
+    return 1.0
+
+
+@pytest.mark.parametrize("start", [recipe(), foreign()], ids=["reference", "foreign"])
+def test_every_field_but_the_names_changes_the_fingerprint(start):
+    unchanged = []
+    for path in walk(start):
+        changed = change(start, path)
+        assert changed != start
+        assert isinstance(changed, Recipe)
+        if changed.fingerprint() == start.fingerprint():
+            unchanged.append(".".join(path))
+    is_foreign = isinstance(start.model, ForeignModel)
+    assert unchanged == (["name"] if is_foreign else ["name", "model.preset"])
+
+
+def test_all_fields_of_the_stress_are_walked():
+    paths = {".".join(path) for path in walk(recipe())}
+    assert {"model.moe.top_k", "model.tie_embedding", "data.min_valid", "optimizer.betas", "seed"} <= paths
+    assert len(paths) > 45
+
+
+def test_each_single_change_has_its_own_fingerprint():
+    start = recipe()
+    paths = [path for path in walk(start) if path not in {("name",), ("model", "preset")}]
+    prints = {change(start, path).fingerprint() for path in paths}  # type: ignore[attr-defined]
+    assert len(prints) == len(paths)
+
+
+def test_fingerprint_is_the_same_on_every_machine():
+    # Recorded goldens are found by this number: whoever changes it invalidates all of them.
+    assert foreign().fingerprint() == "2d547921a159c0ab"
+
+
+def test_a_preset_and_its_fields_are_the_same_recipe():
+    assert recipe().fingerprint() == recipe(preset=None).fingerprint()

@@ -1,0 +1,443 @@
+"""Every rule across fields: what breaks it, what is said, and what barely keeps it."""
+
+from __future__ import annotations
+
+import pytest
+
+# Each row: fields put into the layout, fields put into the recipe, the path blamed, parts of the message and
+# of the remedy. The recipe is `stress` with 8 rows of 16 tokens: 3 layers (1 dense), 8 heads, 4 kv heads,
+# 16 experts in 4 groups of which 2 are kept, k = 3, one idle expert.
+BROKEN = [
+    (
+        "",
+        "moe: {num_groups: 2, top_groups: 1, top_k: 8}",
+        "recipe.model.moe.top_k",
+        "keep 8 experts",
+        "most 7",
+    ),
+    (
+        "dp_shard: 2, tp: 2, ep: 8",
+        "",
+        "layout.ep",
+        "the 4 ranks that it borrows (dp_shard 2 x cp 1 x tp 2)",
+        "",
+    ),
+    ("dp_shard: 3", "", "layout.dp_shard", "recipe.data.batch 8 is not divisible by dp_shard 3", "such as 9"),
+    ("micro_batches: 16", "", "layout.micro_batches", "not divisible by micro_batches 16", "such as 16"),
+    (
+        "dp_replicate: 2, dp_shard: 2, micro_batches: 4",
+        "",
+        "layout.dp_replicate",
+        "recipe.data.batch 8 is not divisible by dp_replicate 2 x dp_shard 2 x micro_batches 4",
+        "a multiple of 16, such as 16",
+    ),
+    ("tp: 4", "num_heads: 6, num_kv_heads: 3", "layout.tp", "num_heads 6 (attention heads)", "such as 8"),
+    ("tp: 8", "", "layout.tp", "recipe.model.num_kv_heads 4 (key and value heads) is not", "such as 8"),
+    ("tp: 2", "ffn_hidden: 33", "layout.tp", "recipe.model.ffn_hidden 33", "such as 34, or change tp"),
+    ("tp: 2", "moe: {shared_hidden: 33}", "layout.tp", "recipe.model.moe.shared_hidden 33", "such as 34"),
+    ("tp: 2", "moe: {expert_hidden: 33}", "layout.tp", "expert_hidden 33 (the width of an expert)", "34"),
+    ("tp: 2, ep: 1, etp: 2", "moe: {expert_hidden: 33}", "layout.etp", "is not divisible by etp 2", "34"),
+    ("tp: 2, loss_parallel: true", "vocab_size: 97", "layout.tp", "recipe.model.vocab_size 97", "98"),
+    ("dp_shard: 4, ep: 4", "moe: {num_experts: 18, num_groups: 1, top_groups: 1}", "layout.ep", "18", "20"),
+    ("dp_shard: 2, ep: 2", "moe: null", "layout.ep", "ep 2 needs a model with experts", "remove ep"),
+    ("dp_shard: 2, ep: 2", "num_dense_layers: 3", "layout.ep", "ep 2 needs a model with experts", "remove"),
+    ("tp: 2, etp: 2", "moe: null", "layout.etp", "etp 2 needs a model with experts", "remove etp"),
+    ("tp: 4, dp_shard: 2, ep: 2, etp: 2", "", "layout.etp", "etp 2 is neither 1 nor tp 4", "write 1 or 4"),
+    ("dp_shard: 2, ep: 2, etp: 2", "", "layout.etp", "etp 2 is neither 1 nor tp 1", "write 1, remove it, or"),
+    ("tp: 2, etp: 1", "", "layout.etp", "with tp 2 and ep 1 the experts are divided by tp", "set ep to 2"),
+    (
+        "dp_shard: 2, ep: 4",
+        "",
+        "layout.ep",
+        "ep 4 does not divide the 2 ranks that it borrows (dp_shard 2 x cp 1 x tp 1)",
+        "write a divisor of 2, or raise one of dp_shard, cp, tp",
+    ),
+    ("dp_replicate: 4, ep: 4", "", "layout.ep", "does not divide the 1 ranks", "raise one of dp_shard"),
+    (
+        "dp_shard: 2, tp: 2, ep: 4, etp: 2",
+        "",
+        "layout.ep",
+        "the 2 ranks that it borrows (dp_shard 2 x cp 1)",
+        "",
+    ),
+    (
+        "dp_replicate: 2, ep: 4, data_parallel: ddp",
+        "",
+        "layout.ep",
+        "the 2 ranks that it borrows (dp_replicate 2 x dp_shard 1 x cp 1 x tp 1)",
+        "",
+    ),
+    ("cp: 3", "", "layout.cp", "recipe.data.seq_len 16 is not divisible by 6 (2 x cp, for the", "such as 18"),
+    ("cp: 16", "", "layout.cp", "recipe.data.seq_len 16 is not divisible by 32", "such as 32"),
+    ("cp: 3, context_parallel: alltoall", "", "layout.cp", "not divisible by 3 (cp)", "such as 18"),
+    (
+        "tp: 2, sequence_parallel: true",
+        "seq_len: 9",
+        "layout.sequence_parallel",
+        "recipe.data.seq_len 9 is not divisible by tp 2, as sequence_parallel needs",
+        "such as 10",
+    ),
+    (
+        "tp: 4, cp: 2, sequence_parallel: true",
+        "seq_len: 12",
+        "layout.sequence_parallel",
+        "recipe.data.seq_len 12 / cp 2 is not divisible by tp 4",
+        "a multiple of 8, such as 16",
+    ),
+    ("tp: 2, ep: 2", "seq_len: 9", "layout.tp", "9 is not divisible by tp 2, as ep with etp 1 needs", "10"),
+    (
+        "cp: 8, context_parallel: alltoall",
+        "",
+        "layout.context_parallel",
+        "num_kv_heads 4 is not divisible by cp 8, as context_parallel `alltoall` needs",
+        "write `allgather`, or change cp",
+    ),
+    ("tp: 2, cp: 4, context_parallel: alltoall", "", "layout.context_parallel", "num_kv_heads 4 / tp 2", ""),
+    (
+        "sequence_parallel: true",
+        "",
+        "layout.sequence_parallel",
+        "sequence_parallel needs tp above 1",
+        "set tp",
+    ),
+    ("loss_parallel: true", "", "layout.loss_parallel", "loss_parallel needs tp above 1", "remove loss_par"),
+    ("pp: 2", "", "layout.pp", "pipeline parallelism is not supported yet", "remove pp"),
+    (
+        "dp_replicate: 2, dp_shard: 2, data_parallel: ddp",
+        "",
+        "layout.dp_shard",
+        "ddp shards nothing, so dp_shard cannot be 2",
+        "write `dp_replicate: 4` and no dp_shard, or `data_parallel: fsdp2`",
+    ),
+    (
+        "dp_replicate: 2, tp: 2, data_parallel: ddp",
+        "",
+        "layout.data_parallel",
+        "ddp together with tp",
+        "fsdp2",
+    ),
+    ("cp: 2, tp: 2, data_parallel: ddp", "", "layout.data_parallel", "ddp together with tp", "fsdp2"),
+    (
+        "dp_shard: 2, tp: 2, data_parallel: fsdp1",
+        "",
+        "layout.data_parallel",
+        "fsdp1 together with tp",
+        "fsdp2",
+    ),
+    (
+        "dp_shard: 2, cp: 2, data_parallel: fsdp1",
+        "",
+        "layout.data_parallel",
+        "together with cp is not",
+        "fsdp2",
+    ),
+    (
+        "dp_shard: 2, ep: 2, data_parallel: fsdp1",
+        "",
+        "layout.data_parallel",
+        "together with ep is not",
+        "fsdp2",
+    ),
+    (
+        "cp: 2, tp: 2, ep: 2, data_parallel: fsdp1",
+        "",
+        "layout.data_parallel",
+        "with tp and cp and ep",
+        "fsdp2",
+    ),
+    ("experts: grouped_mm", "", "layout.experts", "grouped_mm cannot compute in float64", "`experts: loop`"),
+    (
+        "experts: grouped_mm",
+        "precision: float32, moe: {expert_hidden: 30}",
+        "layout.experts",
+        "rows of a multiple of 16 bytes, and recipe.model.moe.expert_hidden 30 is not",
+        "a multiple of 4, such as 32",
+    ),
+    (
+        "experts: grouped_mm, tp: 4",
+        "precision: bfloat16, moe: {expert_hidden: 16}",
+        "layout.experts",
+        "recipe.model.moe.expert_hidden 16 / etp 4 is not",
+        "a multiple of 32, such as 32",
+    ),
+    (
+        "experts: grouped_mm",
+        "precision: bfloat16, hidden: 36",
+        "layout.experts",
+        "recipe.model.hidden 36",
+        "40",
+    ),
+    (
+        "micro_batches: 2",
+        "moe: {balance_scope: batch}",
+        "layout.micro_batches",
+        "with balance_scope `batch` the loss is not the sum over micro_batches",
+        "write 1, or set recipe.model.moe.balance_scope to `sequence`",
+    ),
+    ("", "head_dim: 5", "recipe.model.head_dim", "head_dim 5 is odd", "such as 6"),
+    (
+        "",
+        "num_kv_heads: 3",
+        "recipe.model.num_kv_heads",
+        "num_heads 8 is not divisible by num_kv_heads 3",
+        "8",
+    ),
+    (
+        "",
+        "num_dense_layers: 4",
+        "recipe.model.num_dense_layers",
+        "num_dense_layers 4 is above num_layers 3",
+        "3",
+    ),
+    (
+        "",
+        "moe: {top_k: 16, num_groups: 1, top_groups: 1}",
+        "recipe.model.moe.top_k",
+        "top_k 16 is above num_experts 16 less idle_experts 1",
+        "write at most 15",
+    ),
+    (
+        "",
+        "moe: {top_k: 17, idle_experts: 0}",
+        "recipe.model.moe.top_k",
+        "17 is above num_experts 16",
+        "most 16",
+    ),
+    (
+        "",
+        "moe: {idle_experts: 16}",
+        "recipe.model.moe.idle_experts",
+        "less idle_experts 16",
+        "at least 3 exp",
+    ),
+    ("", "moe: {num_groups: 3}", "recipe.model.moe.num_groups", "16 is not divisible by num_groups 3", "16"),
+    (
+        "",
+        "moe: {top_groups: 5}",
+        "recipe.model.moe.top_groups",
+        "top_groups 5 is above num_groups 4",
+        "most 4",
+    ),
+    (
+        "",
+        "moe: {top_k: 8}",
+        "recipe.model.moe.top_k",
+        "top_groups 2 keep 8 experts, of which 1 may be idle, too few for top_k 8",
+        "write at most 7, or raise top_groups",
+    ),
+    (
+        "",
+        "moe: {num_groups: 16, top_groups: 8}",
+        "recipe.model.moe.group_score",
+        "needs 2 experts a group",
+        "max",
+    ),
+    (
+        "",
+        "moe: {shared_hidden: 0}",
+        "recipe.model.moe.shared_gate",
+        "shared_gate needs a shared expert",
+        "set",
+    ),
+    (
+        "",
+        "optimizer: {momentum: 0.9}",
+        "recipe.optimizer.momentum",
+        "no effect on the optimizer `adamw`",
+        "sgd",
+    ),
+    ("", "optimizer: {name: sgd, betas: [0.8, 0.9]}", "recipe.optimizer.betas", "`sgd`", "[0.9, 0.95] over"),
+    ("", "optimizer: {name: sgd, eps: 1e-6}", "recipe.optimizer.eps", "`eps` has no effect", "1e-08"),
+    ("", "optimizer: {betas: [0.9, 1.0]}", "recipe.optimizer.betas", "divides by zero", "below 1"),
+    (
+        "",
+        "tolerance: {kind: exact, factor: 2.0}",
+        "checks.tolerance.factor",
+        "no effect on the",
+        "calibrated",
+    ),
+    (
+        "",
+        "tolerance: {kind: exact, rtol: 0.1}",
+        "checks.tolerance.rtol",
+        "tolerance `exact`",
+        "`kind: fixed`",
+    ),
+    (
+        "",
+        "tolerance: {atol: 0.1}",
+        "checks.tolerance.atol",
+        "no effect on the tolerance `calibrated`",
+        "fixed",
+    ),
+    (
+        "",
+        "tolerance: {kind: fixed, rtol: 0.1}",
+        "checks.tolerance.kind",
+        "`fixed` needs `atol`",
+        "`atol: 0.0`",
+    ),
+    (
+        "",
+        "tolerance: {kind: fixed, atol: 0.1}",
+        "checks.tolerance.kind",
+        "`fixed` needs `rtol`",
+        "`rtol: 0.0`",
+    ),
+]
+
+KEPT = [
+    ("dp_replicate: 2, dp_shard: 2, micro_batches: 2", ""),
+    ("tp: 2, loss_parallel: true, sequence_parallel: true", ""),
+    ("tp: 4, cp: 2", ""),
+    ("tp: 2, cp: 2, context_parallel: alltoall", ""),
+    ("cp: 4, context_parallel: alltoall", ""),
+    ("cp: 8", ""),
+    ("dp_shard: 4, ep: 4", ""),
+    ("dp_shard: 2, tp: 2, ep: 4", ""),
+    ("dp_shard: 2, tp: 2, ep: 2, etp: 2", ""),
+    ("dp_shard: 2, tp: 2, etp: 2", ""),
+    ("dp_replicate: 2, dp_shard: 2, cp: 2, ep: 4", ""),
+    ("dp_replicate: 4, ep: 4, data_parallel: ddp", ""),
+    ("dp_replicate: 2, cp: 2, ep: 4, data_parallel: ddp", ""),
+    ("tp: 2, data_parallel: ddp", ""),
+    ("tp: 2, data_parallel: fsdp1", ""),
+    ("dp_replicate: 2, dp_shard: 2, data_parallel: fsdp1", ""),
+    ("dp_shard: 2, data_parallel: fsdp1, fsdp1_strategy: shard_grad_op", ""),
+    ("dp_replicate: 8", ""),
+    ("experts: grouped_mm", "precision: float32"),
+    ("experts: grouped_mm, tp: 4", "precision: bfloat16"),
+    ("experts: grouped_mm", "moe: null"),
+    ("tp: 2", "num_dense_layers: 0, ffn_hidden: 33"),
+    ("tp: 2", "moe: null"),
+    ("tp: 2, ep: 1", "moe: null, seq_len: 9"),
+    ("micro_batches: 2", "moe: {balance_scope: batch, balance_coef: 0.0}"),
+    ("", "moe: {balance_scope: batch}"),
+    ("", "moe: {top_k: 7}"),
+    ("", "moe: {top_k: 15, top_groups: 4}"),
+    ("", "moe: {num_groups: 16, top_groups: 8, group_score: max}"),
+    ("", "num_dense_layers: 3"),
+    ("", "optimizer: {name: sgd, momentum: 0.9}"),
+    ("", "optimizer: {name: sgd, betas: [0.9, 0.95]}"),
+    ("", "optimizer: {name: adam, betas: [0.8, 0.9], eps: 1e-6}"),
+    ("optimizer: fused", "optimizer: {name: sgd}"),
+    ("", "precision: bfloat16, tolerance: {kind: exact}"),
+    ("", "precision: float32, tolerance: {kind: exact}"),
+    ("", "tolerance: {kind: fixed, rtol: 0.0, atol: 0.0}"),
+    ("", "tolerance: {factor: 2.0}"),
+]
+
+
+def compose(layout: str, recipe: str) -> str:
+    """Return a case file with these fields; those of the recipe are given by their names alone."""
+    model, data, other, checks = [], [], [], []
+    for field in _split(recipe):
+        name = field.partition(":")[0]
+        if name in {"optimizer", "precision"}:
+            other.append(f"  {field}\n")
+        elif name == "seq_len":
+            data.append(field)
+        elif name == "tolerance":
+            checks.append(field)
+        else:
+            model.append(field)
+    return (
+        "name: a\n"
+        f"recipe:\n  model: {{{', '.join(['preset: stress', *model])}}}\n"
+        f"  data: {{{', '.join(['batch: 8', *data])}}}\n{''.join(other)}"
+        f"layout: {{{layout}}}\nchecks: {{{', '.join(checks)}}}\n"
+    )
+
+
+def _split(fields: str) -> list[str]:
+    """Return the top-level fields of a flow mapping's inside."""
+    found, depth, start = [], 0, 0
+    for index, letter in enumerate(fields + ","):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            found.append(fields[start:index].strip())
+            start = index + 1
+    return [field for field in found if field]
+
+
+@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN)
+def test_broken_rule(write, find_problems, *, layout, recipe, path, message, remedy):
+    text = compose(layout, recipe)
+    file = write("case.yaml", text)
+    found = [
+        problem for problem in find_problems(file) if problem.path == path and message in problem.message
+    ]
+    assert len(found) == 1, find_problems(file)
+    assert remedy in found[0].remedy
+    assert found[0].file == str(file)
+    section = {"layout": "layout:", "checks": "checks:"}.get(path.split(".")[0])
+    start = section or ("  optimizer:" if "optimizer" in path else "  model:")
+    assert text.splitlines()[found[0].line - 1].startswith(start)
+
+
+@pytest.mark.parametrize(("layout", "recipe"), KEPT)
+def test_kept_rule(write, find_problems, layout, recipe):
+    assert find_problems(write("case.yaml", compose(layout, recipe))) == []
+
+
+FOREIGN = "recipe: {{model: {{factory: 'mine:make', vocab_size: 97}}}}\nlayout: {{{}}}\n"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_replicate: 2, data_parallel: ddp",
+        "dp_shard: 2",
+        "dp_replicate: 2, dp_shard: 2",
+        "dp_shard: 2, data_parallel: fsdp1",
+        "tp: 2, parallelize: 'mine:divide'",
+        "dp_shard: 2, ep: 2, cp: 3, parallelize: 'mine:divide'",
+        "dp_replicate: 2, tp: 2, data_parallel: ddp, parallelize: 'mine:divide'",
+        "dp_shard: 2, tp: 2, data_parallel: fsdp1, parallelize: 'mine:divide'",
+    ],
+)
+def test_foreign_model_under_a_layout_that_can_be_run(write, find_problems, layout):
+    assert find_problems(write("case.yaml", FOREIGN.format(layout))) == []
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_foreign_model_is_not_divided_by_us(write, find_problems, axis):
+    [problem] = find_problems(write("case.yaml", FOREIGN.format(f"{axis}: 2")))
+    assert (problem.path, problem.line) == (f"layout.{axis}", 2)
+    assert problem.message == f"{axis} 2 of a model with a `factory` needs your own function"
+    assert 'parallelize: "package.module:function"' in problem.remedy
+
+
+def test_foreign_model_with_experts_that_we_do_not_know(write, find_problems):
+    [problem] = find_problems(write("case.yaml", FOREIGN.format("dp_shard: 2, ep: 2")))
+    assert problem.path == "layout.ep"
+
+
+def test_batch_and_mesh_are_judged_with_a_function_of_the_user_too(write, find_problems):
+    layout = "dp_shard: 3, ep: 2, parallelize: 'mine:divide'"
+    problems = find_problems(write("case.yaml", FOREIGN.format(layout)))
+    assert [problem.path for problem in problems] == ["layout.dp_shard", "layout.ep"]
+
+
+def test_a_rule_names_the_line_inside_the_recipe_file(write, find_problems):
+    own = write("recipes/own.yaml", "# what\nmodel:\n  preset: stress\n  moe:\n    top_k: 15\n")
+    [problem] = find_problems(write("case.yaml", "recipe: own\n"))
+    assert (problem.file, problem.line, problem.path) == (str(own), 5, "recipe.model.moe.top_k")
+
+
+def test_a_rule_on_a_field_of_the_preset_names_the_line_of_the_preset(write, find_problems):
+    own = write("recipes/own.yaml", "# what\nmodel:\n  preset: stress\n  moe: {idle_experts: 7}\n")
+    [problem] = find_problems(write("case.yaml", "recipe: own\n"))
+    assert (problem.file, problem.line, problem.path) == (str(own), 3, "recipe.model.moe.top_k")
+
+
+def test_a_rule_on_a_default_names_its_section_or_only_the_file(write, find_problems):
+    text = "recipe: {model: {preset: stress}, data: {batch: 7}}\nlayout:\n  dp_shard: 2\n"
+    [problem] = find_problems(write("case.yaml", text))
+    assert (problem.line, problem.path) == (3, "layout.dp_shard")
+
+
+@pytest.mark.parametrize("top_k", [16, 17])
+def test_too_many_experts_for_a_token_is_said_once(write, find_problems, top_k):
+    [problem] = find_problems(write("case.yaml", compose("", f"moe: {{top_k: {top_k}}}")))
+    assert problem.message == f"top_k {top_k} is above num_experts 16 less idle_experts 1"

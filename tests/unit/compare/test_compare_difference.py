@@ -1,0 +1,127 @@
+"""The statistics of a difference: of pieces merged as of the whole, and a hash that misses no bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeverify.compare import difference as module
+from moeverify.compare.difference import Difference, fingerprint_bits, measure
+
+
+def difference(expected: Tensor, actual: Tensor) -> Difference:
+    return Difference.from_statistics(measure(expected, actual).tolist())
+
+
+@pytest.fixture
+def pair(weight: Tensor) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return weight, weight * 1.5 + 0.01 * torch.randn(8, 6, dtype=torch.float64, generator=generator)
+
+
+def test_numbers_are_those_of_the_definitions(pair: tuple[Tensor, Tensor]) -> None:
+    expected, actual = pair
+    found = difference(expected, actual)
+    error = (actual - expected).abs()
+    assert found.count == 48
+    assert found.relative_error == pytest.approx(
+        float((actual - expected).norm() / expected.norm()), rel=1e-14
+    )
+    assert found.scale == pytest.approx(float((expected * actual).sum() / (expected**2).sum()), rel=1e-14)
+    cosine = torch.nn.functional.cosine_similarity(expected.reshape(-1), actual.reshape(-1), dim=0)
+    assert found.cosine == pytest.approx(float(cosine), rel=1e-14)
+    assert found.max_error == float(error.max())
+    assert found.position == int(error.argmax())
+    assert found.expected_at == expected.reshape(-1)[error.argmax()]
+    assert found.actual_at == actual.reshape(-1)[error.argmax()]
+
+
+def test_merged_parts_are_the_whole(pair: tuple[Tensor, Tensor]) -> None:
+    expected, actual = pair
+    whole = difference(expected, actual)
+    parts = [difference(e, a) for e, a in zip(expected.split(3), actual.split(3), strict=True)]
+    for order in itertools.permutations(parts):
+        merged = order[0].merge(order[1]).merge(order[2])
+        for name in ("count", "max_error", "expected_at", "actual_at", "num_nonfinite"):
+            assert getattr(merged, name) == getattr(whole, name)
+        for name in ("sum_expected2", "sum_actual2", "sum_product", "sum_error2"):
+            assert getattr(merged, name) == pytest.approx(getattr(whole, name), rel=1e-14)
+
+
+def test_chunks_are_the_whole(pair: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, actual = pair
+    whole, bits = difference(expected, actual), fingerprint_bits(actual)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    chunked = difference(expected, actual)
+    assert chunked.statistics() == pytest.approx(whole.statistics(), rel=1e-14)
+    assert chunked.position == whole.position
+    assert fingerprint_bits(actual) == bits
+
+
+def test_statistics_go_there_and_back(pair: tuple[Tensor, Tensor]) -> None:
+    found = difference(*pair)
+    assert Difference.from_statistics(found.statistics()) == found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_an_infinite_error(value: float, weight: Tensor) -> None:
+    actual = weight.clone()
+    actual[5, 2] = value
+    found = difference(weight, actual)
+    assert found.num_nonfinite == 1
+    assert found.relative_error == math.inf
+    clean = difference(weight, weight)
+    assert found.merge(clean).relative_error == clean.merge(found).relative_error == math.inf
+
+
+def test_a_zero_golden() -> None:
+    zero, one = torch.zeros(3), torch.tensor([0.0, 1e-30, 0.0])
+    assert difference(zero, zero).relative_error == 0.0
+    found = difference(zero, one)
+    assert found.relative_error == math.inf
+    assert (found.scale, found.cosine) == (None, None)
+    assert difference(one, zero).relative_error == pytest.approx(1.0)
+
+
+def test_sums_are_taken_in_float64() -> None:
+    expected = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+    actual = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)
+    assert difference(expected, actual).relative_error == pytest.approx(2**-7, rel=1e-12)
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"cannot compare shape \(2,\) with \(2, 1\)"):
+        measure(torch.zeros(2, 1), torch.zeros(2))
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_equal_values_are_equal(dtype: torch.dtype) -> None:
+    values = (torch.arange(40).reshape(8, 5) % 3).to(dtype)
+    assert fingerprint_bits(values) == fingerprint_bits(values.t().contiguous().t())
+    assert fingerprint_bits(values) == fingerprint_bits(values.clone())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_notice_a_permutation_and_a_shift(dtype: torch.dtype) -> None:
+    values = (torch.arange(40) % 2).to(dtype)
+    swapped = values.clone()
+    swapped[[10, 11]] = values[[11, 10]]
+    assert len({int(fingerprint_bits(each)) for each in (values, swapped, values.roll(1))}) == 3
+
+
+def test_bits_notice_the_sign_of_zero_and_the_last_place() -> None:
+    zero = torch.zeros(4, dtype=torch.float64)
+    signed = zero.clone()
+    signed[2] = -0.0
+    one = torch.ones(4)
+    nudged = one.clone()
+    nudged[3] = torch.nextafter(one[3], torch.tensor(2.0))
+    assert fingerprint_bits(zero) != fingerprint_bits(signed)
+    assert fingerprint_bits(one) != fingerprint_bits(nudged)

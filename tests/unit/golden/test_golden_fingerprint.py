@@ -1,0 +1,65 @@
+"""A fingerprint is equal for what is equal up to rounding, and for nothing else that a bug makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeverify.golden import fingerprint as module
+from moeverify.golden.fingerprint import fingerprint
+from moeverify.golden.proximity import distance
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.randn(12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def test_the_norm_comes_first(weight: torch.Tensor) -> None:
+    print_ = fingerprint(weight)
+    assert len(print_) == 3
+    assert print_[0] == pytest.approx(float(weight.norm()), rel=1e-12)
+
+
+def test_rounding_is_near(weight: torch.Tensor) -> None:
+    assert distance(fingerprint(weight), fingerprint(weight * (1 + 1e-15))) < 1e-12
+
+
+def test_permutations_are_far_though_the_norm_is_equal(weight: torch.Tensor) -> None:
+    experts = weight.reshape(4, 3, 10)
+    for other in (
+        weight.flip(0),
+        weight.roll(1, 1),
+        experts[[1, 0, 2, 3]].reshape(12, 10),
+        weight.t().contiguous().reshape(12, 10),
+        -weight,
+    ):
+        assert torch.allclose(other.norm(), weight.norm())
+        assert distance(fingerprint(weight), fingerprint(other)) > 1e-3
+    swapped = weight.clone()
+    swapped[[2, 7], 4] = weight[[7, 2], 4]
+    assert distance(fingerprint(weight), fingerprint(swapped)) > 1e-6
+
+
+def test_whether_it_is_contiguous_does_not_matter(weight: torch.Tensor) -> None:
+    assert fingerprint(weight.t()) == fingerprint(weight.t().contiguous())
+
+
+def test_chunks_do_not_matter(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fingerprint(weight)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    assert distance(whole, fingerprint(weight)) < 1e-12
+
+
+def test_integers_are_hashed() -> None:
+    ids = torch.arange(20).reshape(4, 5)
+    assert fingerprint(ids) == fingerprint(ids.to(torch.int32))
+    assert isinstance(fingerprint(ids), str)
+    assert fingerprint(ids) != fingerprint(ids.flip(0))
+    assert fingerprint(ids.t()) == fingerprint(ids.t().contiguous())
+    assert fingerprint(ids > 3) != fingerprint(ids > 4)
+
+
+def test_a_number_and_nothing() -> None:
+    assert fingerprint(torch.tensor(2.0))[0] == 2.0
+    assert fingerprint(torch.zeros(0)) == [0.0, 0.0, 0.0]

@@ -1,0 +1,130 @@
+"""Full goldens on disk: pieces in, regions out, and nothing half-written under the final name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeverify.errors import FormatError
+from moeverify.golden.store import GoldenWriter, StoredGolden, is_stored
+from moeverify.layout.region import Region
+
+SHAPE = (6, 4)
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.arange(24, dtype=torch.float64).reshape(SHAPE)
+
+
+def store(folder: Path, weight: Tensor) -> StoredGolden:
+    """Return a golden with `weight` in two pieces at step 0, and other things beside it."""
+    upper, lower = Region.box(SHAPE, [(4, 0, 2), range(4)]), Region.box(SHAPE, [(5, 3, 1), range(4)])
+    with GoldenWriter(folder) as writer:
+        writer.observe(-1, "initial_weight", "w", weight, Region.whole(SHAPE))
+        writer.observe(0, "gradient", "w", upper.take(weight), upper)
+        writer.observe(0, "gradient", "w", lower.take(weight), lower)
+        writer.observe(0, "gradient", "never", None, Region.whole((3,)))
+        writer.observe(0, "loss", "total", torch.tensor(2.5, dtype=torch.float64), Region.whole(()))
+        writer.observe(1, "gradient", "w", 2.0 * weight, Region.whole(SHAPE))
+        writer.finish({"0/gradient/w": 1e-15}, {"losses": {"0/loss/total": 2.5}})
+    return StoredGolden(folder)
+
+
+def fail(folder: Path, weight: Tensor) -> None:
+    """Fail when one step is on the disk and another one is not."""
+    with GoldenWriter(folder) as writer:
+        writer.observe(0, "gradient", "w", weight, Region.whole(SHAPE))
+        writer.observe(1, "gradient", "w", weight, Region.whole(SHAPE))
+        raise ZeroDivisionError
+
+
+def test_what_was_observed_is_read(tmp_path: Path, weight: Tensor) -> None:
+    golden = store(tmp_path / "g", weight)
+    assert is_stored(tmp_path / "g")
+    assert golden.noise == {"0/gradient/w": 1e-15}
+    assert golden.summary == {"losses": {"0/loss/total": 2.5}}
+    assert golden.keys(0) == ["gradient/never", "gradient/w", "loss/total"]
+    assert torch.equal(golden.whole(0, "gradient/w"), weight)
+    assert torch.equal(golden.whole(1, "gradient/w"), 2.0 * weight)
+    assert torch.equal(golden.whole(0, "gradient/never"), torch.zeros(3, dtype=torch.float64))
+    assert golden.whole(0, "loss/total").item() == 2.5
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region.whole(SHAPE),
+        Region.box(SHAPE, [range(2, 5), range(1, 3)]),
+        Region.box(SHAPE, [(5, 0), range(4)]),
+        Region.box(SHAPE, [range(6, 6), range(4)]),
+        Region.run(SHAPE, 3, 17),
+    ],
+    ids=["whole", "box", "irregular", "empty", "flat"],
+)
+def test_regions_are_read_as_they_are_taken(region: Region, tmp_path: Path, weight: Tensor) -> None:
+    part = store(tmp_path / "g", weight).read(0, "gradient", "w", region)
+    assert part is not None
+    assert torch.equal(part, region.take(weight))
+
+
+def test_what_the_golden_does_not_have_is_none(tmp_path: Path, weight: Tensor) -> None:
+    assert store(tmp_path / "g", weight).read(0, "gradient", "stranger", Region.whole((1,))) is None
+
+
+def test_the_run_may_change_a_tensor_after_it_was_observed(tmp_path: Path, weight: Tensor) -> None:
+    with GoldenWriter(tmp_path / "g") as writer:
+        writer.observe(0, "weight", "w", weight, Region.whole(SHAPE))
+        expected = weight.clone()
+        weight.zero_()
+        writer.finish({}, {})
+    assert torch.equal(StoredGolden(tmp_path / "g").whole(0, "weight/w"), expected)
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path: Path, weight: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path / "g", weight)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_leaves_the_older_golden(tmp_path: Path, weight: Tensor) -> None:
+    store(tmp_path / "g", weight)
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path / "g", 3.0 * weight)
+    assert torch.equal(StoredGolden(tmp_path / "g").whole(0, "gradient/w"), weight)
+
+
+def test_a_new_golden_replaces_the_older_one(tmp_path: Path, weight: Tensor) -> None:
+    store(tmp_path / "g", weight)
+    assert torch.equal(store(tmp_path / "g", 5.0 * weight).whole(0, "gradient/w"), 5.0 * weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_a_truncated_file_is_named_with_what_to_delete(part: float, tmp_path: Path, weight: Tensor) -> None:
+    store(tmp_path / "g", weight)
+    path = tmp_path / "g" / "step0.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    golden = StoredGolden(tmp_path / "g")
+    with pytest.raises(FormatError, match=rf"step0\.safetensors: cannot be read .*; delete {tmp_path / 'g'}"):
+        golden.read(0, "gradient", "w", Region.whole(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", '{"version": 1', '{"version": 0, "noise": {}, "summary": {}}', '{"version": 1}', "[]"],
+)
+def test_an_index_that_is_none(content: str | None, tmp_path: Path, weight: Tensor) -> None:
+    store(tmp_path / "g", weight)
+    path = tmp_path / "g" / "golden.json"
+    if content is None:
+        path.unlink()
+        assert not is_stored(tmp_path / "g")
+    else:
+        path.write_text(content)
+    with pytest.raises(FormatError, match=r"golden\.json: .*delete the folder, it is made again"):
+        StoredGolden(tmp_path / "g")

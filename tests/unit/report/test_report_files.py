@@ -1,0 +1,258 @@
+"""JSON, JUnit and HTML: read back, written whole or not at all, and clear about what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from moeverify.compare.result import SCHEMA_VERSION
+from moeverify.errors import CaseError, FormatError
+from moeverify.report.files import check_writable, write_atomically
+from moeverify.report.junit import format_junit, write_junit
+from moeverify.report.machine import read_run, write_run
+from moeverify.report.page import format_page, write_page
+
+NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
+
+
+def test_json_comes_back_equal(make_run: Any, make_case: Any, make_finding: Any, tmp_path: Path) -> None:
+    finding = make_finding(error=math.inf, scale=-math.inf, expected=1e-300, cause=NASTY)
+    run = make_run(*make_run().cases, make_case("b", "mismatch", findings=[finding]))
+    write_run(run, tmp_path / "deep" / "result.json")
+    again = read_run(tmp_path / "deep")
+    assert again.model_dump_json() == run.model_dump_json()
+    assert read_run(tmp_path / "deep" / "result.json").model_dump_json() == run.model_dump_json()
+    assert again.cases[-1].findings[0] == finding
+    nan = again.cases[2].checks[2].worst
+    assert nan is not None
+    assert math.isnan(nan.error)
+
+
+def test_json_has_the_promised_keys(make_run: Any, tmp_path: Path) -> None:
+    write_run(make_run(), tmp_path / "run.json")
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["schema_version"] == SCHEMA_VERSION
+    assert {"verdict", "environment", "cases"} <= content.keys()
+    case = content["cases"][2]
+    assert {"name", "file", "verdict", "reason", "ranks", "seconds", "checks", "findings"} <= case.keys()
+    assert {"name", "verdict", "tensors", "worst"} <= case["checks"][0].keys()
+    assert {"tensor", "error", "bound"} <= case["checks"][0]["worst"].keys()
+    keys = {"check", "tensor", "step", "rank", "error", "bound", "scale", "cosine", "cause", "where"}
+    assert keys <= case["findings"][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"  \n", "is empty"),
+        (b'{"schema_version": 1, "cases": [', "was cut off"),
+        (b"\xff\xfe\x00", "is not text"),
+        (b"[1, 2]", "is JSON but no run"),
+        (b"{}", "is JSON but no run"),
+        (b'{"schema_version": "x"}', "which no moeverify wrote"),
+        (b'{"schema_version": true}', "which no moeverify wrote"),
+        (b'{"schema_version": 0}', "which no moeverify wrote"),
+        (b'{"schema_version": %d}' % (SCHEMA_VERSION + 1), "upgrade moeverify"),
+        (
+            b'{"schema_version": 1, "verdict": "x", "environment": {}, "cases": []}',
+            "1 wrong field, first verd",
+        ),
+        (b'{"schema_version": 1, "cases": []}', "2 wrong fields, first verdict: Field required"),
+        (b"[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_unreadable_json_is_named_with_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(FormatError) as caught:
+        read_run(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+    assert ";" in str(caught.value)
+
+
+def test_every_truncation_is_noticed(make_run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_run(make_run(), path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 2, 997):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FormatError):
+            read_run(path)
+
+
+def test_missing_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="does not exist"):
+        read_run(tmp_path / "nothing.json")
+    with pytest.raises(FormatError, match=r"holds no result\.json"):
+        read_run(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_write_keeps_mode_and_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("old")
+    target.chmod(0o640)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with target.open() as reader:
+        write_atomically(link, "new")
+        assert reader.read() == "old"  # who reads while it is written sees one or the other
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    # A pipe of our own: if this ever fails as root, it must not be a device of the machine that is replaced.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, "new")
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_unwritable_places_are_told_at_once_and_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    files = [tmp_path, tmp_path / "file" / "a.json", tmp_path / "new" / "ok.json"]
+    with pytest.raises(CaseError) as caught:
+        check_writable(files, tmp_path / "file")
+    messages = [problem.message for problem in caught.value.problems]
+    assert len(messages) == 3
+    assert "is a folder" in messages[0]
+    assert all(problem.remedy for problem in caught.value.problems)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_junit_counts_and_texts(make_run: Any, tmp_path: Path) -> None:
+    write_junit(make_run(), tmp_path / "junit.xml")
+    suite = ET.parse(tmp_path / "junit.xml").getroot()[0]
+    assert [suite.get(key) for key in ("tests", "failures", "errors", "skipped")] == ["6", "1", "1", "2"]
+    assert suite.get("timestamp") == "2025-11-21T09:00:00"
+    properties = {element.get("name"): element.get("value") for element in suite.iter("property")}
+    assert properties["torch"] == "2.13.0"
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    assert cases["ddp-2"].get("classname") == "cases.ddp-2"
+    assert cases["ddp-2"].find("failure") is None
+    failure = cases["fsdp2-ep-4"].find("failure")
+    assert failure is not None
+    message = "gradient: blocks.1.moe.experts.12.up.weight, step 0: error 3, bound 1e-10: everything is 4"
+    assert failure.get("message", "").startswith(message)
+    assert "cause: everything is 4 = ep times too large" in (failure.text or "")
+    error = cases["tp-2-sequence"].find("error")
+    assert error is not None
+    assert error.get("message") == "rank 0 raised E"
+    assert "ranks 1-3 hung" in (error.text or "")
+    assert "RuntimeError: boom at 0x7f00" in (error.text or "")
+    skipped = cases["hsdp-8"].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "needs 8 ranks"
+
+
+def test_junit_stays_xml_whatever_ranks_say(make_run: Any, make_case: Any, make_finding: Any) -> None:
+    finding = make_finding(cause=NASTY, tensor=NASTY)
+    case = make_case("a", "mismatch", reason=NASTY, findings=[finding], notes=[NASTY])
+    run = make_run(case, environment={NASTY: NASTY})
+    text = format_junit(run)
+    failure = next(ET.fromstring(text).iter("failure"))
+    assert '<tag> & "quote"' in (failure.text or "")
+    assert "\x00" not in text
+    assert "\ufffe" not in text
+
+
+def test_junit_folds_many_findings(make_run: Any, make_case: Any, make_finding: Any) -> None:
+    run = make_run(make_case("a", "mismatch", findings=[make_finding(tensor=f"t{i}") for i in range(70)]))
+    failure = next(ET.fromstring(format_junit(run)).iter("failure"))
+    assert "and 20 more" in (failure.text or "")
+    assert (failure.text or "").count("gradient: t") == 50
+
+
+class Page(HTMLParser):
+    """Collects the open elements, what is left open, links, and text by element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "img", "br"):
+            self.stack.append(tag)
+        for name, value in attrs:
+            if name in ("href", "src"):
+                self.links.append(value or "")
+            if name == "id":
+                self.ids.add(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_page_is_complete_and_needs_nothing_else(make_run: Any, tmp_path: Path) -> None:
+    write_page(make_run(), tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    text = " ".join(page.text)
+    assert page.stack == []
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert len(page.links) == 6
+    for part in (
+        "blocks.1.moe.router.weight",
+        "everything is 4 = ep times too large",
+        "ranks 1-3 hung",
+        "RuntimeError: boom at 0x7f00",
+        "needs 8 ranks",
+        "an idle expert has no gradient",
+        "exact",
+    ):
+        assert part in text
+
+
+def test_page_escapes_what_ranks_say(make_run: Any, make_case: Any, make_finding: Any) -> None:
+    evil = "<script>alert(1)</script>" + NASTY
+    finding = make_finding(cause=evil, tensor=evil, evidence=(evil,))
+    case = make_case(evil, "mismatch", file=evil, reason=evil, findings=[finding], notes=(evil,))
+    text = format_page(make_run(case, environment={evil: evil}, command=evil))
+    assert "script" not in Page(text).tags
+    assert "\x00" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_page_folds_many_findings(make_run: Any, make_case: Any, make_finding: Any) -> None:
+    run = make_run(make_case("a", "mismatch", findings=[make_finding(tensor=f"t{i}") for i in range(205)]))
+    assert "and 5 more" in format_page(run)

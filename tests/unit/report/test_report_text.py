@@ -1,0 +1,191 @@
+"""The report on the console: what it says, in which order, and that it fits."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeverify.report.order import order_findings
+from moeverify.report.text import render_run
+
+
+def strip(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture
+def show(print_at: Any) -> Any:
+    def do(run: Any, *, width: int = 80, terminal: bool = True, **options: Any) -> str:
+        text = print_at(lambda console: render_run(run, console, **options), width=width, terminal=terminal)
+        return strip(text)
+
+    return do
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_table_fits_the_width_and_breaks_no_name(make_run: Any, show: Any, width: int) -> None:
+    table = show(make_run(), width=width).split("\n\n")[0].splitlines()
+    assert max(len(line) for line in table) <= width
+    assert len(table) == 2 + 6
+    assert re.match(r"ddp-2 +4 +278 in 3 +3\.1e-15 / 1e-10", table[2])
+    assert table[4].rstrip().endswith("MISMATCH")
+    assert table[6].startswith("fsdp-tp-ep-8 ")
+
+
+def test_wide_table_names_the_worst_tensor(make_run: Any, show: Any) -> None:
+    assert "gradient: blocks.1.moe.experts.12.up.weight" in show(make_run(), width=160).split("\n\n")[0]
+    elided = show(make_run(), width=100).split("\n\n")[0]
+    assert re.search(r"gradient: \S+\.\.\.\S+weight", elided)
+
+
+def test_failed_check_stands_before_a_closer_one(make_run: Any, make_case: Any, show: Any) -> None:
+    near, failed = (check.model_dump() for check in make_case().checks[:2])
+    near["worst"].update(error=9e-11)
+    failed.update(verdict="mismatch")
+    table = show(make_run(make_case(checks=[near, failed])), width=160).split("\n\n")[0]
+    assert "3.1e-15 / 1e-10  gradient: " in table
+
+
+def test_bitwise_bound_is_called_exact(make_run: Any, make_case: Any, show: Any) -> None:
+    checks = [check for check in make_case().checks if check.name == "replica"]
+    assert "0 / exact" in show(make_run(make_case(checks=checks)))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_findings_fit_a_terminal(
+    make_run: Any, make_case: Any, make_finding: Any, show: Any, width: int
+) -> None:
+    finding = make_finding(cause="a long cause " * 20, where="x" * 300)
+    lines = show(make_run(make_case("a", "mismatch", findings=[finding])), width=width).splitlines()
+    # Commands are never broken, so that they can be copied.
+    assert all(len(line) <= width for line in lines if not line.startswith("    moeverify "))
+
+
+def test_log_is_ascii_without_escapes_and_keeps_lines_whole(
+    make_run: Any, make_case: Any, make_finding: Any, print_at: Any
+) -> None:
+    cause = "a long cause " * 30
+    name = "tensor" * 40
+    run = make_run(make_case("a", "mismatch", findings=[make_finding(cause=cause.strip(), tensor=name)]))
+    text = print_at(lambda console: render_run(run, console), width=120, terminal=False)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert cause.strip() in text
+    assert name in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_finding_tells_everything(make_run: Any, show: Any) -> None:
+    text = show(make_run())
+    for part in (
+        "gradient: blocks.1.moe.experts.12.up.weight, step 0",
+        "error     3, 3e10 times the bound 1e-10",
+        "rank      3 (dp_shard 1, ep 3) is worst, ranks 0-3 differ",
+        "scale     actual is 4 times expected, cosine 1",
+        "at        [3, 12, 7]: expected 1.25, actual 5.0",
+        "cause     everything is 4 = ep times too large",
+        "where     backward of blocks.1.moe.combine",
+        "evidence  fit residual 2.1e-16",
+    ):
+        assert part in text
+
+
+def test_findings_stand_by_step_then_excess_and_fold(
+    make_run: Any, make_case: Any, make_finding: Any, show: Any
+) -> None:
+    findings = [make_finding(tensor=f"late{number}", step=1, error=9.0) for number in range(4)]
+    findings += [make_finding(tensor=f"early{number}", error=float(number)) for number in range(1, 4)]
+    findings += [make_finding(tensor="broken", error=math.nan)]
+    text = show(make_run(make_case("a", "mismatch", findings=findings)))
+    told = re.findall(r"gradient: (\w+), step", text)
+    assert told == ["broken", "early3", "early2", "early1", "late0"]
+    assert "and 3 more findings: --out DIR or --json FILE keeps all" in text
+    assert "8 of gradient" in text
+
+
+def test_kept_run_says_where_findings_are(
+    make_run: Any, make_case: Any, make_finding: Any, show: Any
+) -> None:
+    case = make_case("a", "mismatch", findings=[make_finding(tensor=str(number)) for number in range(6)])
+    text = show(make_run(case), folder=Path("runs/1"))
+    assert "and 1 more finding: all are in runs/1/result.json" in text
+    assert "moeverify report runs/1 --html runs/1/report.html" in text
+
+
+def test_repeated_cause_is_told_once(make_run: Any, make_case: Any, make_finding: Any, show: Any) -> None:
+    case = make_case("a", "mismatch", findings=[make_finding(), make_finding(tensor="other", error=2.0)])
+    text = show(make_run(case))
+    assert text.count("everything is 4 = ep times too large") == 1
+    assert "cause     as above" in text
+
+
+def test_next_command_keeps_what_makes_the_case(make_run: Any, show: Any) -> None:
+    text = show(make_run())
+    select = "cases/fsdp2-ep-4.yaml -k fsdp2-ep-4 --set recipe.seed=3"
+    assert f"    moeverify run {select} --out runs/fsdp2-ep-4\n" in text
+    assert f"    moeverify mesh {select}\n" in text
+
+
+def test_equal_stacks_are_told_once(make_run: Any, show: Any) -> None:
+    text = show(make_run())
+    assert text.index("\n  rank 0 raised\n") < text.index("ranks 1-3 hung: same stack")
+    assert text.count("wait in <Group object") == 1
+    assert "ranks 1, 2: all_reduce #12 over tp" in text
+    assert "rank 3: barrier #14" in text
+    assert "call(x[19])" in text  # brackets are no markup
+    assert "call(x[3])" not in text
+    assert "(29 more lines with --out DIR or --json FILE)" in text
+
+
+def test_stack_is_cut_at_the_end_where_the_rank_is_not(make_run: Any, make_case: Any, show: Any) -> None:
+    frames = [f'  File "train.py", line {number} in f{number}' for number in range(30)]
+    header = ["Current thread 0x7f (most recent call first):"]
+    for lines in (frames, header + frames):
+        report = {"rank": 0, "state": "hung", "summary": "hung", "stack": "\n".join(lines)}
+        text = show(make_run(make_case("a", "error", rank_reports=[report])))
+        assert "line 0 in f0" in text
+        assert "line 29 in f29" not in text
+        assert f"({len(lines) - 12} more lines" in text
+        stopped = {**report, "state": "stopped", "stack": "\n".join(lines[:6])}
+        assert "more lines" not in show(make_run(make_case("a", "error", rank_reports=[stopped])))
+
+
+def test_same_reason_and_note_are_told_once(make_run: Any, show: Any) -> None:
+    text = show(make_run())
+    assert "skipped   fsdp-tp-ep-8, hsdp-8: needs 8 ranks\n" in text
+    assert "note      ddp-2, fsdp2-4: an idle expert has no gradient\n" in text
+
+
+def test_last_line_counts(make_run: Any, show: Any) -> None:
+    last = show(make_run(), width=160).splitlines()[-1]
+    assert last == "ERROR  6 cases: 2 pass, 1 mismatch, 1 error, 2 skipped; 772 tensors compared; 2 min 21 s"
+
+
+def test_quiet_shows_only_what_failed(make_run: Any, make_case: Any, show: Any) -> None:
+    assert show(make_run(make_case(), verdict="pass"), quiet=True).count("\n") == 1
+    assert "gradient: blocks.1" in show(make_run(), quiet=True)
+    assert "ddp-2" not in show(make_run(), quiet=True)
+
+
+def test_control_characters_do_not_reach_the_terminal(make_run: Any, make_case: Any, show: Any) -> None:
+    run = make_run(make_case("a", "error", reason="bad \x1b[2J\x1b]0;title\x07 \x00thing"))
+    text = show(run)
+    assert "bad  thing" in text
+    assert "\x1b" not in text
+    assert "title" not in text
+
+
+def test_run_without_cases_prints(make_run: Any, show: Any) -> None:
+    run = make_run().model_copy(update={"cases": ()})
+    assert show(run).splitlines()[-1] == "ERROR  0 cases; 0 tensors compared; 2 min 21 s"
+
+
+def test_first_finding_of_a_step_has_a_cause(make_finding: Any) -> None:
+    far = make_finding(step=1, tensor="far", error=1.0, cause="")
+    named = make_finding(step=1, tensor="named", error=1e-9, cause="not reduced over tp")
+    later = make_finding(step=2, tensor="later", error=1.0, cause="not reduced over tp")
+    assert [finding.tensor for finding in order_findings([far, later, named])] == ["named", "far", "later"]

@@ -1,0 +1,240 @@
+"""The smaller views: numbers, progress, mesh, problems, probes, goldens, catalog."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moeverify.compare.result import Event
+from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.report.catalog import CaseLine, render_catalog
+from moeverify.report.characters import elide
+from moeverify.report.console import LOG_WIDTH, open_console
+from moeverify.report.goldens import is_stale, render_goldens
+from moeverify.report.mesh import MeshPicture, RankPlace, render
+from moeverify.report.numbers import excess, format_number, format_range, format_seconds
+from moeverify.report.probes import render_probes
+from moeverify.report.problems import render_error
+from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (3.14e-15, "3.1e-15"),
+        (1e-10, "1e-10"),
+        (0.25, "0.25"),
+        (6.6e10, "6.6e10"),
+        (1e100, "1e100"),
+        (9999.0, "9999"),
+        (-2.5e-7, "-2.5e-07"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_format_number(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "times"),
+    [
+        (2.0, 1.0, 2.0),
+        (0.0, 0.0, 0.0),
+        (1e-17, 0.0, math.inf),
+        (math.nan, 1.0, math.inf),
+        (math.inf, 1.0, math.inf),
+    ],
+)
+def test_excess(error: float, bound: float, times: float) -> None:
+    assert excess(error, bound) == times
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([1, 0], "0, 1"),
+        ([0, 1, 2, 3, 6], "0-3, 6"),
+        ([0, 2, 4, 6], "0-6 by 2"),
+        ([0, 2, 4], "0, 2, 4"),
+        ([0, 1, 2, 13, 14, 15], "0-2, 13-15"),
+    ],
+)
+def test_format_range(numbers: list[int], text: str) -> None:
+    assert format_range(numbers) == text
+
+
+def test_format_seconds() -> None:
+    assert [format_seconds(s) for s in (0.04, 99.94, 99.96, 125.4, 3720)] == [
+        "0.0 s",
+        "99.9 s",
+        "1 min 40 s",
+        "2 min 05 s",
+        "1 h 02 min",
+    ]
+
+
+def test_elide_keeps_both_ends() -> None:
+    assert elide("blocks.1.moe.experts.12.up.weight", 20) == "blocks.1...up.weight"
+    assert elide("short", 5) == "short"
+
+
+def test_console_of_a_log_has_a_width_of_its_own() -> None:
+    assert open_console(io.StringIO()).width == LOG_WIDTH
+    assert open_console(io.StringIO(), width=70).width == 70
+
+
+def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> None:
+    events = [
+        Event(kind="launch", num_total=2, detail="4 ranks"),
+        Event(kind="golden", case="stress [a]"),
+        Event(kind="case-start", case="a", num_total=2),
+        Event(kind="case-end", case="a", num_done=1, num_total=2, result=make_case("a", "mismatch")),
+        Event(kind="case-end", num_done=2, num_total=2, result=make_case("b", "error", reason="x\ny")),
+    ]
+
+    def show(console: Console) -> None:
+        with open_progress(console) as progress:
+            assert isinstance(progress, LineProgress)
+            for event in events:
+                progress.on_event(event)
+
+    assert print_at(show, terminal=False, width=120).splitlines() == [
+        "starting ranks (4 ranks)",
+        "golden stress [a]",
+        "running a",
+        "[1/2] MISMATCH a  216 tensors, worst nan / 1e-10 in gradient_norm, 3.2 s",
+        "[2/2] ERROR    b  x",
+    ]
+
+
+def test_live_progress_fits_and_leaves_nothing(make_case: Any) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=60, height=20, force_terminal=True, color_system=None, markup=False)
+    now = [0.0]
+    with LiveProgress(console, clock=lambda: now[0]) as progress:
+        progress.on_event(Event(kind="case-start", case="c" * 90, num_done=3, num_total=20))
+        for number in range(12):
+            result = make_case(f"case-{number}-{'x' * 80}", "mismatch")
+            progress.on_event(Event(kind="case-end", num_done=number, num_total=20, result=result))
+        progress.on_event(Event(kind="case-start", case="d" * 90, num_done=12, num_total=20))
+        now[0] = 7.0
+        still = Console(file=io.StringIO(), width=60)
+        with still.capture() as capture:
+            still.print(progress.render())
+        view = capture.get()
+    lines = view.splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert len(lines) == 10  # 8 verdicts, the bar, what runs now
+    assert "12 of 20 cases, 12 failed, 7.0 s" in view
+    assert lines[-1].startswith("running ddd")
+    assert lines[-1].endswith("  7.0 s")
+    assert "case-11" in view
+    assert "case-3-" not in view
+    assert file.getvalue().rstrip().endswith("\x1b[2K")  # erased
+
+
+def test_quiet_progress_prints_nothing(print_at: Any) -> None:
+    def show(console: Console) -> None:
+        with open_progress(console, quiet=True) as progress:
+            assert type(progress) is Progress
+            progress.on_event(Event(kind="launch"))
+
+    assert print_at(show) == ""
+
+
+def test_mesh(print_at: Any) -> None:
+    picture = MeshPicture(
+        name="hsdp-ep",
+        axes={"dp_shard": 2, "cp": 2},
+        borrowed={"ep": 4},
+        ranks=tuple(
+            RankPlace(
+                rank=rank,
+                coordinates={"dp_shard": rank // 2, "cp": rank % 2, "ep": rank},
+                rows=tuple(range(4 * (rank // 2), 4 * (rank // 2) + 4)),
+                positions=(0, 1, 2, 3, 12, 13, 14, 15) if rank % 2 == 0 else tuple(range(4, 12)),
+                holds={"experts": (rank,)},
+            )
+            for rank in range(4)
+        ),
+        groups={"dp_shard": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "ep": ((0, 1, 2, 3),)},
+    )
+    text = print_at(lambda console: render(picture, console), terminal=False)
+    assert text.splitlines()[0] == "hsdp-ep  4 ranks: dp_shard 2 x cp 2; borrowed: ep 4"
+    assert re.search(r"^ +2 +1 +0 +2 +4-7 +0-3, 12-15 +2$", text, re.MULTILINE)
+    assert "  dp_shard  0, 2 | 1, 3" in text
+    assert "  ep        0-3" in text
+
+
+def test_mesh_of_one_device(print_at: Any) -> None:
+    picture = MeshPicture(name="one", axes={}, ranks=(RankPlace(0, {}),), groups={})
+    text = print_at(lambda console: render(picture, console), terminal=False)
+    assert "1 rank: one device" in text
+    assert "groups" not in text
+
+
+def test_every_problem_has_its_line(print_at: Any) -> None:
+    problems = [
+        Problem("unknown field", "cases/a.yaml", 12, "layout.tq", "write tp"),
+        Problem("no file given"),
+    ]
+    text = print_at(lambda console: render_error(CaseError(problems), console), terminal=False)
+    assert text.splitlines() == [
+        "cases/a.yaml:12: layout.tq: unknown field",
+        "    write tp",
+        "error: no file given",
+        "2 problems",
+    ]
+    single = print_at(lambda console: render_error(FormatError("x [bold]; do y"), console), terminal=False)
+    assert single == "error: x [bold]; do y\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    status: Any
+    value: str = ""
+    meaning: str = ""
+    detail: str = ""
+
+
+def test_probes(print_at: Any) -> None:
+    rows = [
+        Row("torch", "ok", "2.13"),
+        Row("gloo", "fail", "AVG is SUM", "refuse"),
+        Row("gpu", "warn", "none"),
+    ]
+    text = print_at(lambda console: render_probes(rows, console), terminal=False)
+    assert re.search(r"^gloo +fail +AVG is SUM +refuse$", text, re.MULTILINE)
+    assert text.splitlines()[-1] == "1 ok, 1 warn, 1 fail"
+
+
+def test_goldens(print_at: Any) -> None:
+    rows = [Row("a", "unchanged"), Row("longer", "differs", detail="loss 1 -> 2")]
+    text = print_at(lambda console: render_goldens(rows, console), terminal=False)
+    assert text.splitlines() == [
+        "unchanged a",
+        "differs   longer  loss 1 -> 2",
+        "2 goldens: 1 unchanged, 1 differs",
+    ]
+    assert is_stale(rows)
+    assert not is_stale(rows[:1])
+    assert is_stale([Row("a", "missing")])
+    assert is_stale([Row("a", "unused")])
+
+
+def test_catalog(print_at: Any) -> None:
+    lines = [CaseLine("ddp-2", 2, "ddp 2", "stress"), CaseLine("tp-4", 4, "tp 4", "stress")]
+    text = print_at(lambda console: render_catalog(lines, console), terminal=False)
+    assert re.search(r"^ddp-2 +2 +ddp 2 +stress$", text, re.MULTILINE)
+    assert text.splitlines()[-1] == "2 cases, 1 recipe, at most 4 ranks"
