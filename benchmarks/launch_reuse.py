@@ -136,7 +136,9 @@ def main():
     for part, seconds in split_alone(case, cache).items():
         print(f"  {part:28} {seconds:7.2f} s")
     if "training" in ways:
-        split = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ways["training"][cases.index(case)][2].items())
+        split = ", ".join(
+            f"{name} {seconds:.2f} s" for name, seconds in ways["training"][cases.index(case)][2].items()
+        )
         print(f"  the same by torchrun, without verification, rank 0: {split}")
 
 

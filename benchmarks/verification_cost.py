@@ -219,7 +219,9 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="also print where the compared run's time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where the compared run's time goes"
+    )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

@@ -94,8 +94,8 @@ def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named
     if FORWARD in material.origins and material.stale:
         where = material.origins[FORWARD].culprit
         sentence = f"{where} computes with the weights that it had a step earlier: they were not refreshed"
-        suspects = tuple(by_kind.get("token_loss", ())) + tuple(by_kind.get("loss", ()))
-        return [Named(suspects, Verdict(Cause.STALE, sentence, where))]
+        losses = (*by_kind.get("token_loss", ()), *by_kind.get("loss", ()))
+        return [Named(losses, Verdict(Cause.STALE, sentence, where))]
     if FORWARD in material.origins:
         return [name_forward(material.origins[FORWARD], material.groups, material.degrees, by_kind)]
     if checks & {"routing", "routing flips", "routing weights"}:

@@ -82,7 +82,7 @@ def term_columns(components: Components) -> list[tuple[str, Column]]:
 def padding_columns(components: Components) -> list[tuple[str, Column]]:
     """Return the loss terms, and what padding would add to each."""
     extra = [
-        (f"{term} {PADDING}", lambda name, term=term: components.padding[term][name])  # type: ignore[misc]
+        (f"{term} {PADDING}", lambda name, term=term: components.padding[term][name])
         for term in TERMS
         if term in components.padding
     ]

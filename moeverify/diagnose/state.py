@@ -220,7 +220,7 @@ def name_update(suspects: Sequence[Suspect], clip: float | None) -> list[Named]:
                 Cause.STALE, "the optimizer did not move it although its gradient is right"
             )
         elif factor is not None and clip is not None and abs(factor * clip - 1.0) < 1e-6:
-            sentence = f"the norm is right but the gradients are not clipped by it: the update is 1 / {clip:.6g} times"
+            sentence = f"the norm is right but nothing is clipped by it: the update is 1 / {clip:.6g} times"
             verdict = Verdict(Cause.NORM, sentence, "clip")
         elif factor is not None:
             sentence = f"the update is {factor:.6g} times the right one although the gradient is right"

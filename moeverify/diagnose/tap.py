@@ -93,7 +93,7 @@ class Tap:
             def on_gradient(gradient: Tensor) -> None:
                 self._keep(BACKWARD, name, end, micro_batch, gradient / self._scale)
 
-            tensor.register_hook(on_gradient)
+            tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
         if is_partial(tensor):

@@ -1,1 +1,1 @@
-"""The benchmark of real bugs: each a small file that breaks the parallel code as the bug did, never the comparison."""
+"""The benchmark of real bugs: each a file that breaks the parallel code as the bug did, never the comparison."""

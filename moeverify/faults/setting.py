@@ -8,8 +8,8 @@ from typing import Any
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Checks, Data, Layout, MoE, Optimizer, Recipe, ReferenceModel
 
-_SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.2}
-_ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2}
+_SGD: dict[str, Any] = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.2}
+_ADAMW: dict[str, Any] = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2}
 
 
 def make_case(

@@ -143,7 +143,8 @@ class StoredGolden:
         return part
 
     def _keys(self, step: int) -> set[str]:
-        return self._known(step)[1]
+        known: set[str] = self._known(step)[1]
+        return known
 
     def _file(self, step: int) -> Any:
         return self._known(step)[0]
@@ -157,7 +158,7 @@ class StoredGolden:
                 raise FormatError(
                     f"{path}: cannot be read as part of a golden ({error}); delete {self.folder}"
                 ) from error
-            self._files[step] = (file, set(file.keys()))
+            self._files[step] = (file, set(file.keys()))  # type: ignore[no-untyped-call]
         return self._files[step]
 
 

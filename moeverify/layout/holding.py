@@ -72,8 +72,6 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
         if parameters is None:
             raise TypeError("FSDP1 is verified with use_orig_params=True only")
         for parameter, shape, shard in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
-            if shard.in_shard:
-                run = Region.run(shape, shard.intra_param_start_idx, shard.intra_param_end_idx + 1)
-            else:
-                run = Region.run(shape, 0, 0)
-            yield id(parameter), run
+            first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
+            held = range(0) if first is None or last is None else range(first, last + 1)
+            yield id(parameter), Region.run(shape, held.start, held.stop)

@@ -119,7 +119,7 @@ class _Copy(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return sum_over(grad, ctx.group), None
 
 
@@ -129,7 +129,7 @@ class _Reduce(Function):
         return sum_over(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -140,7 +140,7 @@ class _GatherSlice(Function):
         return _all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _slice(grad, ctx.dim, ctx.group), None, None
 
 
@@ -151,7 +151,7 @@ class _SliceGather(Function):
         return _slice(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
@@ -162,7 +162,7 @@ class _ReduceScatter(Function):
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
@@ -173,7 +173,7 @@ class _GatherReduce(Function):
         return _all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
@@ -184,5 +184,5 @@ class _Exchange(Function):
         return _all_to_all(x, receive, send, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None

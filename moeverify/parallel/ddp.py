@@ -24,7 +24,7 @@ def apply_ddp(
     `find_unused` is for models that do not use every parameter in every forward pass.
     """
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,

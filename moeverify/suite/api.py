@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 from moeverify.case.load import build_case
-from moeverify.case.schema import Precision
+from moeverify.case.schema import Case, Precision
 from moeverify.compare.result import CaseResult, Event, Finding, RunResult
 from moeverify.errors import CaseError, MachineError, Problem
 from moeverify.launch.world import external_world
@@ -109,7 +109,11 @@ def verify(
         "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
         "checks": dict(checks or {}),
     }
-    case = build_case(fields)
+    return _run(build_case(fields), device)
+
+
+def _run(case: Case, device: Literal["auto", "cpu", "cuda"]) -> Verification:
+    """Return what came of a case for which no golden is recorded."""
     with tempfile.TemporaryDirectory(prefix="moeverify-") as nothing:
         options = RunOptions(device=device, golden_folder=Path(nothing))
         result = run_cases([case], options, _ignore)

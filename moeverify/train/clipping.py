@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -22,7 +23,7 @@ def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | 
     `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
     ranks that hold the other shards. Collective: all ranks of each mesh.
     """
-    by_mesh: dict[object, list[Tensor]] = {}
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for held in holdings:
         gradient = held.tensor.grad
         if gradient is not None:

@@ -109,7 +109,7 @@ def _accumulate_gradients(
             replay(recipe, program, batch, ids, step)
         with program.accumulate(number == len(batches) - 1), program.loss_context():
             losses, token_loss = compute_losses(recipe, program, batch, normalizers)
-            (losses.total * program.scale).backward()
+            torch.autograd.backward(losses.total * program.scale)
         for name, value in losses.named().items():
             totals[name] = totals[name] + value if name in totals else value
         if token_loss is not None:

@@ -67,13 +67,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the token for --tcp, else MPDB_TOKEN_FILE",
     )
-    add(
-        "--make-token",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="write a new token to a new file and leave",
-    )
+    add("--make-token", type=Path, default=None, metavar="FILE", help="write a new token to a new file")
     add("--relay", action="store_true", help="serve another console over stdin and stdout (started by --ssh)")
     return parser
 

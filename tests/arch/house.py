@@ -13,6 +13,7 @@ from pathlib import Path
 # A package imports from lower floors only; `.` is the package `moeverify` itself.
 FLOORS: Mapping[str, int] = {
     ".": 7,
+    "__main__": 8,
     "cli": 7,
     "pytest_plugin": 7,
     "suite": 6,

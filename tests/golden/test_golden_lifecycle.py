@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
+
 NAMES = ("changed", "cut", "fine", "missing", "wrong")
 ORDER = [f"{name}.cpu.json" for name in NAMES]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
+
 ACTS = ("raise", "kill", "hang", "pass")
 
 
@@ -87,14 +89,15 @@ def test_ctrl_c_leaves_no_process_no_file_and_no_golden_harmed(
     project.variables |= find_variables(tmp_path)
     words = ["--device", "cpu", "--fault", "suite_faults:act", "--json", "result.json"]
     process = project.start("run", "cases", *words)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("running first"):
-            break
-    else:
-        pytest.fail(f"the case has not begun: {process.communicate()}")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        seen = next((line for line in process.stdout if line.startswith("running first")), "")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen, out
     assert (process.returncode, err) == (130, "interrupted\n")
     (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
     assert (case["verdict"], case["reason"]) == ("skipped", "interrupted while this case ran")

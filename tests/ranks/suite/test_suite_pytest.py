@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
+
 # Says in a file how often the ranks are started, and for which cases.
 SPY = """\
 from moeverify.pytest_plugin import runner

@@ -1,0 +1,133 @@
+"""What README and docs say of commands, options, fields, files and links is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moeverify.case.expectation import find_sections
+from moeverify.case.load import load_cases
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import Case, Section
+from moeverify.cli import app
+from moeverify.compare.result import CaseResult, CheckResult, Finding, RankReport, RunResult, Worst
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def list_options(command: Any) -> set[str]:
+    """Return the options of a command, and of its own commands."""
+    own = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+    inner = [list_options(sub) for sub in getattr(command, "commands", {}).values()]
+    return {name for name in own.union(*inner) if name.startswith("-")} | {"--help", "-h"}
+
+
+def list_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command line of ours, in a code block or a code span."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for line in [*lines, *spans]:
+        found = re.match(r"(?:torchrun .* -m |srun )?moeverify (?=[a-z])(.*)", line)
+        if found:
+            yield shlex.split(found[1], comments=True)
+
+
+def list_headings(path: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in list_headings(path), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page: Path) -> None:
+    for words in list_commands(page.read_text()):
+        assert words[0] in COMMANDS, words
+        known = list_options(COMMANDS[words[0]])
+        assert {word for word in words[1:] if word.startswith("-")} <= known, words
+
+
+def test_every_command_is_listed() -> None:
+    assert {words[0] for words in list_commands(README)} == set(COMMANDS)
+
+
+def test_every_option_of_run_is_listed() -> None:
+    table = README.partition("Options of `moeverify run`")[2].partition("\n\n`check`")[0]
+    told = set(re.findall(r"`(--?[a-z-]+)", table))
+    short = {"-q": "--quiet", "-h": "--help"}
+    assert told == {name for name in list_options(COMMANDS["run"]) if name not in short} - {"--help"}
+
+
+def test_make_targets_exist() -> None:
+    rules = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", rules, re.MULTILINE), target
+
+
+def list_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each field that a user may write, with its default as the table shows it."""
+    for name, field in section.model_fields.items():
+        path = prefix + name
+        if path in {"file", "name"}:
+            continue
+        sections = find_sections(section, name)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        plain = "" if sections or default in (None, "", (), {}) else json.dumps(default).replace('"', "")
+        yield path, "required" if field.is_required() else plain
+        for inner in sections:
+            yield from list_fields(inner, f"{path}.")
+
+
+def test_fields_of_a_case_are_those_of_the_schema() -> None:
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| [^|]+ \| ([^|]*) \| [^|]+ \|$", README, re.MULTILINE)
+    told = {path: default.strip().strip("`") for path, default in rows if path not in {"name", "recipe.base"}}
+    wanted = dict(list_fields(Case)) | {"recipe.name": "of the file, the base or the case"}
+    assert told == wanted
+    assert len(rows) == len(wanted) + 2
+
+
+def test_presets_are_named() -> None:
+    told = set(re.findall(r"`([\w.-]+)`", README.partition("Presets: ")[2].partition("\n\n")[0]))
+    whole = {name for name in PRESETS if f"tiny-{name}" in PRESETS}
+    assert told - {"tiny-"} == {name for name in PRESETS if name.removeprefix("tiny-") not in whole} | whole
+
+
+def test_keys_of_the_json_are_those_of_the_result() -> None:
+    text = README.partition("## JSON")[2].partition("```\n")[2].partition("```")[0]
+    models = (RunResult, CaseResult, CheckResult, Worst, Finding, RankReport)
+    assert set(re.findall(r'"(\w+)"', text)) == {name for model in models for name in model.model_fields}
+
+
+@pytest.mark.parametrize("layout", re.findall(r"`(\{[a-z_]+: [^`]+\})`", README.partition("## Layouts")[2]))
+def test_layouts_are_valid(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "case.yaml").write_text(
+        f"recipe: {{model: {{preset: stress}}, data: {{batch: 16}}}}\nlayout: {layout}\n"
+    )
+    assert load_cases([tmp_path / "case.yaml"])[0].layout.world_size > 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_are_shown_as_they_are(page: Path) -> None:
+    for path, text in re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert (ROOT / path).read_text() == text
