@@ -79,14 +79,13 @@ def train_plain(file):
     import torch.distributed as dist
 
     from moeverify.case.load import load_cases
-    from moeverify.faults.restore import restored  # noqa: F401  - the imports of a verification, for fairness
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel
     from moeverify.train.loop import train
 
     imported = time.monotonic()
     dist.init_process_group("gloo")
-    (case,) = load_cases([file])
+    (case,) = load_cases([Path(file)])
     device = torch.device("cpu")
     program = assemble_parallel(case.recipe, case.layout, build_meshes(case.layout, "cpu"), device)
     assembled = time.monotonic()

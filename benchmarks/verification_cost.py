@@ -159,9 +159,6 @@ def work(options):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     case, folder = make_benchmark_case(options), Path(options.work) / "golden"
-    if dist.get_rank() == 0:
-        record(case, folder)
-    dist.barrier()
     bench = Bench(case, folder)
     bench.run(None)
     bench.run(bench.compare())
@@ -223,14 +220,22 @@ def main():
         "--profile", action="store_true", help="also print where the compared run's time goes"
     )
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--record", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
         return
+    if options.record:
+        record(make_benchmark_case(options), Path(options.record) / "golden")
+        return
     with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        own = [str(Path(__file__)), *sys.argv[1:]]
+        # In a process of its own, so that no rank keeps memory of it.
+        subprocess.run([sys.executable, *own, "--record", folder], env=environ, check=True)
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-        command = [sys.executable, *launch, str(Path(__file__)), *sys.argv[1:], "--work", folder]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        command = [sys.executable, *launch, *own, "--work", folder]
+        subprocess.run(command, env=environ, check=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class MoE(nn.Module):
     def __init__(self, vocab: int, width: int, num_layers: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
-        self.mix = nn.ModuleList(nn.Conv1d(width, width, 3) for _ in range(num_layers))
+        self.mix = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(num_layers))
         self.tower = nn.ModuleList(Mixture(width, num_experts, top_k) for _ in range(num_layers))
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(num_layers))
         self.head = nn.Linear(width, vocab)
@@ -64,7 +64,7 @@ class MoE(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         x, scores = self.tokens(tokens), []
         for mix, mixture, norm in zip(self.mix, self.tower, self.norms, strict=True):
-            x = x + mix(F.pad(x.mT, (2, 0))).mT  # sees this token and the two before it
+            x = x + mix(torch.cat([x, F.pad(x, (0, 0, 1, -1))], dim=-1))  # each token and the one before it
             y, score = mixture(norm(x))
             x = x + y
             scores.append(score)

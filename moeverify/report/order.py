@@ -26,10 +26,14 @@ def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings by step, the earliest first; in a step those whose cause is known, then by excess."""
+    """Return the findings, what began it before what follows from it.
 
-    def rank(finding: Finding) -> tuple[int, bool, float]:
-        return finding.step, not finding.cause, -excess(finding.error, finding.bound)
+    Then by step, the earliest first; in a step those whose cause is known, then by excess.
+    """
+
+    def rank(finding: Finding) -> tuple[bool, int, bool, float]:
+        known = not finding.cause
+        return bool(finding.follows), finding.step, known, -excess(finding.error, finding.bound)
 
     return sorted(findings, key=rank)
 

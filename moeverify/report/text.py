@@ -77,15 +77,19 @@ def _render_findings(case: CaseResult, console: Console, folder: Path | None) ->
     told = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
     _print_fact(console, "differ", f"{told}; {_count_checks(case)}", indent=2)
     told_before: list[tuple[str, str]] = []
-    for finding in findings[:_MAX_FINDINGS]:
+    origins = [finding for finding in findings if not finding.follows]
+    shown = (origins or findings)[:_MAX_FINDINGS]
+    for finding in shown:
         facts = describe_finding(finding)
         _render_finding(finding, _fold_facts(facts, told_before), console)
         told_before = facts
-    num_left_out = len(findings) - _MAX_FINDINGS
+    num_left_out = len(findings) - len(shown)
     if num_left_out > 0:
         where = f"all are in {folder / 'result.json'}" if folder else "--out DIR or --json FILE keeps all"
+        num_followers = len(findings) - len(origins) if origins else 0
+        which = f", {num_followers} of them follow from what is above" if num_followers else ""
         console.print()
-        print_lines(console, Text(f"  and {format_count(num_left_out, 'more finding')}: {where}"))
+        print_lines(console, Text(f"  and {format_count(num_left_out, 'more finding')}{which}: {where}"))
 
 
 def _count_checks(case: CaseResult) -> str:

@@ -40,7 +40,7 @@ CPU_PROBES: tuple[tuple[str, int], ...] = (
     ("triton", 1),
     ("megablocks", 1),
 )
-GPU_PROBES: tuple[tuple[str, int], ...] = (("GPU", 1), ("NCCL version", 1), ("grouped_mm", 1))
+GPU_PROBES: tuple[tuple[str, int], ...] = (("GPU", 1), ("NCCL version", 1), ("grouped_mm on CUDA", 1))
 MULTI_GPU_PROBES: tuple[tuple[str, int], ...] = (
     ("GPU peer access", 2),
     ("nccl collectives", 2),

@@ -27,6 +27,7 @@ PROBES: Mapping[str, Callable[[RankContext], Answer]] = {
     "PREMUL_SUM": collectives.probe_premultiplied,
     "FSDP2 divide factor": parts.probe_divide_factor,
     "grouped_mm": parts.probe_grouped_mm,
+    "grouped_mm on CUDA": parts.probe_grouped_mm,
     "fused SGD on DTensor": parts.probe_fused_sgd,
     "triton": parts.probe_triton,
     "megablocks": parts.probe_megablocks,

@@ -1,0 +1,43 @@
+"""A selection of the fault benchmark, one launch for all: each fault is detected, located, and its cause named."""
+
+from pathlib import Path
+
+import pytest
+
+from moeverify.faults.fault import find_fault, load_faults
+from moeverify.suite.faults import run_faults
+from moeverify.suite.options import RunOptions
+
+# One or two for each way in which a diagnosis names a cause, all on two ranks.
+SELECTION = ("A01", "B01", "B05", "B14", "C07", "C12", "D05", "E01", "F01", "G02", "H03", "I02", "K01", "N02")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    options = RunOptions(device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"))
+    return {
+        row.number: row for row in run_faults([find_fault(n) for n in SELECTION], options, lambda event: None)
+    }
+
+
+@pytest.mark.parametrize("number", SELECTION)
+def test_the_fault_is_detected_located_and_named(rows, number):
+    row = rows[number]
+    assert row.detected, row.reason
+    assert row.located, row.place
+    assert row.cause_named, f"{row.code}: {row.cause}"
+
+
+def test_a_loss_curve_is_blind_to_most_of_them(rows):
+    assert sum(row.loss_curve for row in rows.values()) < len(SELECTION) / 2
+
+
+def test_every_fault_says_where_it_comes_from():
+    faults = load_faults()
+    assert len(faults) >= 70
+    assert {fault.bug_class for fault in faults.values()} >= set("ABCDEFGHIJKMN")
+    for fault in faults.values():
+        assert fault.source
+        assert fault.mechanism
+        assert fault.trigger
