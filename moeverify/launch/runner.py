@@ -73,6 +73,7 @@ class JobRunner:
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
+        gc.unfreeze()  # What is frozen is not listed, and the agent froze all imports before it forked this rank.
         self._caches = _find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.witness = Witness(folder, rank, self.trace, catch_terminate)
@@ -156,7 +157,7 @@ class JobRunner:
 
 
 def _find_caches() -> list[Any]:
-    """Return the caches of torch's DTensor code, also those in closures; call it before `gc.freeze`."""
+    """Return the caches of torch's DTensor code, also those in closures, that are not frozen."""
     return [
         found
         for found in gc.get_objects()

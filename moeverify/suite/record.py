@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -81,13 +82,20 @@ def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: b
 
 
 def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
-    """Return a row for each golden in a folder that none of the cases uses, on whatever device."""
-    used = {case.recipe.name for case in cases}
+    """Return a row for each golden in a folder that no case uses: none of these, and none beside the folder."""
+    used = {case.recipe.name for case in cases} | set(_find_recipes(folder))
     return [
         GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case")
         for path in sorted(folder.glob("*.json"))
         if path.name.rsplit(".", 2)[0] not in used  # RECIPE.DEVICE.json, and a recipe's name may have dots
     ]
+
+
+def _find_recipes(folder: Path) -> Iterator[str]:
+    """Yield the names of the recipes of all cases in the folders beside this one, which several may share."""
+    for path in sorted(folder.resolve().parent.glob("*/*.yaml")):
+        with suppress(CaseError):  # what is no case uses no golden
+            yield from (case.recipe.name for case in load_cases([path]))
 
 
 def _load_beside(cases: Sequence[Case]) -> list[Case] | None:

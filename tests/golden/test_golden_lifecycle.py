@@ -22,7 +22,7 @@ def write_recipe(project: Any, name: str, *, seed: int) -> None:
 
 
 def damage(project: Any) -> None:
-    """Make each golden but one wrong in its own way, and add one that nobody uses."""
+    """Make each golden but one wrong in its own way, add one that nobody uses, and one that others use."""
     folder = project.folder / "golden"
     (folder / "missing.cpu.json").unlink()
     whole = (folder / "cut.cpu.json").read_text()
@@ -35,6 +35,11 @@ def damage(project: Any) -> None:
         text.replace(loss[0], f'"0/loss/total": {float(loss[1]) * 1.001:.13g}')
     )
     (folder / "old.name.cpu.json").write_text(whole)
+    (folder / "theirs.cpu.json").write_text(whole)
+    (project.folder / "others").mkdir()
+    (project.folder / "others" / "case.yaml").write_text(
+        "recipe: {name: theirs, model: {preset: tiny-gpt}}\n"
+    )
 
 
 def cut_full_golden(project: Any, name: str) -> tuple[Path, int]:
@@ -73,6 +78,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., A
     do("check", "--check")
     do("refresh")
     (project.folder / "golden" / "old.name.cpu.json").unlink()
+    (project.folder / "golden" / "theirs.cpu.json").unlink()
     do("check again", "--check", "-k", "fine")
     return life
 
