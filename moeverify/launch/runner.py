@@ -118,6 +118,8 @@ class JobRunner:
     ) -> dict[str, Any] | None:
         cuda = self._device.type == "cuda"
         try:
+            # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split once an earlier
+            # default group of the process is gone.
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=PrefixStore("group", store),
@@ -125,7 +127,6 @@ class JobRunner:
                 world_size=job.num_ranks,
                 # The watchdog speaks first: it knows every rank's stack, a group's own timeout does not.
                 timeout=timedelta(seconds=job.timeout) + _GROUP_MARGIN,
-                device_id=self._device if cuda else None,
             )
             context = RankContext(
                 rank=self.rank,
@@ -161,7 +162,7 @@ def _find_caches() -> list[Any]:
     return [
         found
         for found in gc.get_objects()
-        if isinstance(found, functools._lru_cache_wrapper)
+        if type(found) is functools._lru_cache_wrapper  # `isinstance` asks lazy objects, and some of them warn
         and (getattr(found, "__module__", None) or "").startswith("torch.distributed.tensor")
     ]
 
