@@ -162,7 +162,8 @@ def _find_caches() -> list[Any]:
     return [
         found
         for found in gc.get_objects()
-        if type(found) is functools._lru_cache_wrapper  # `isinstance` asks lazy objects, and some of them warn
+        # Not `isinstance`, which asks torch's deprecated names for their class, and they warn.
+        if type(found) is functools._lru_cache_wrapper
         and (getattr(found, "__module__", None) or "").startswith("torch.distributed.tensor")
     ]
 

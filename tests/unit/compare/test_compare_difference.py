@@ -54,6 +54,7 @@ def test_merged_parts_are_the_whole(pair: tuple[Tensor, Tensor]) -> None:
 
 def test_chunks_are_the_whole(pair: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, actual = pair
+    actual[7, 3] += 9.0  # the largest error is in the last chunk, and not at its first element
     whole, bits = difference(expected, actual), fingerprint_bits(actual)
     monkeypatch.setattr(module, "_CHUNK", 7)
     chunked = difference(expected, actual)
@@ -114,6 +115,18 @@ def test_bits_notice_a_permutation_and_a_shift(dtype: torch.dtype) -> None:
     swapped = values.clone()
     swapped[[10, 11]] = values[[11, 10]]
     assert len({int(fingerprint_bits(each)) for each in (values, swapped, values.roll(1))}) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 8, 13])
+def test_bits_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, size: int) -> None:
+    values = (torch.arange(40) * 7 % 5).to(dtype)
+    for start in range(8):
+        part = values[start : start + size]
+        assert fingerprint_bits(part) == fingerprint_bits(part.clone())
+        changed = part.clone()
+        changed[-1] = ~changed[-1] if dtype is torch.bool else changed[-1] + 1
+        assert fingerprint_bits(part) != fingerprint_bits(changed)
 
 
 def test_bits_notice_the_sign_of_zero_and_the_last_place() -> None:

@@ -39,6 +39,7 @@ def test_a_strided_shard_is_cut_after_the_axis_behind_it() -> None:
     strided = _StridedShard(0, split_factor=2)
     assert find_dims((8,), (2, 2), (1, 0), strided, Shard(0)) == (range(2, 4),)
     assert sharding_order((2, 2), (strided, Shard(0)), 1) == [(1, 0), (0, 0)]
+    assert sharding_order((2, 2), (strided, Shard(-1)), 1) == [(1, 0), (0, 0)]
     assert sharding_order((2, 2), (Shard(0), Shard(0)), 1) == [(0, 0), (1, 0)]
 
 
