@@ -129,6 +129,13 @@ def test_bits_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, size: in
         assert fingerprint_bits(part) != fingerprint_bits(changed)
 
 
+def test_bits_notice_an_exchange_with_what_is_left_over() -> None:
+    # Eight bytes are hashed at a time, and here one element remains.
+    for dtype, gap in ((torch.float32, 1), (torch.bfloat16, 3)):
+        values = torch.tensor([1.0, *[0.0] * gap, 2.0], dtype=dtype)
+        assert fingerprint_bits(values) != fingerprint_bits(values.flip(0))
+
+
 def test_bits_notice_the_sign_of_zero_and_the_last_place() -> None:
     zero = torch.zeros(4, dtype=torch.float64)
     signed = zero.clone()
@@ -138,3 +145,15 @@ def test_bits_notice_the_sign_of_zero_and_the_last_place() -> None:
     nudged[3] = torch.nextafter(one[3], torch.tensor(2.0))
     assert fingerprint_bits(zero) != fingerprint_bits(signed)
     assert fingerprint_bits(one) != fingerprint_bits(nudged)
+    for start in range(3):
+        view = flat[start : start + 13]
+        assert int(fingerprint_bits(view)) == int(fingerprint_bits(view.clone()))
+
+
+def test_a_nan_stays_the_worst_whatever_comes_after_it():
+    expected = torch.zeros(100_000, dtype=torch.float64)
+    actual = expected.clone()
+    actual[5], actual[-1] = torch.nan, 7.0
+    difference = Difference.from_statistics(measure(expected, actual).tolist())
+    assert difference.num_nonfinite == 1
+    assert difference.relative_error == float("inf")
