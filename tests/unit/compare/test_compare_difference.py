@@ -145,6 +145,10 @@ def test_bits_notice_the_sign_of_zero_and_the_last_place() -> None:
     nudged[3] = torch.nextafter(one[3], torch.tensor(2.0))
     assert fingerprint_bits(zero) != fingerprint_bits(signed)
     assert fingerprint_bits(one) != fingerprint_bits(nudged)
+
+
+def test_the_hash_takes_unaligned_views() -> None:
+    flat = torch.arange(20, dtype=torch.float32)
     for start in range(3):
         view = flat[start : start + 13]
         assert int(fingerprint_bits(view)) == int(fingerprint_bits(view.clone()))
