@@ -59,6 +59,9 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
                 content = {"result": result, "seconds": time.monotonic() - reporter.began}
                 write_atomically(folder / "result.json", json.dumps(content))
                 store.set(done, "1")
+            else:
+                # The next job may end this launch: not before the result of this one is on disk.
+                store.wait([done], timedelta(days=365))
         runner.close()
 
 

@@ -19,9 +19,8 @@ def axis_claims(case: Case, plan: MeshPlan) -> Claims:
         if view.axes.get(axis, 1) > 1:
             claims[label or axis] = (kind, view.groups(axis))
 
-    if (
-        not isinstance(model, ForeignModel) or model.loss is None
-    ):  # a user's own loss may be nothing but a sum
+    # A user's own loss may be nothing but a sum.
+    if not isinstance(model, ForeignModel) or model.loss is None:
         for axis in ("dp_replicate", "dp_shard", "cp"):
             claim(plan.data, axis, "token_loss")
     if layout.parallelize is not None:

@@ -60,7 +60,10 @@ FSDP = "dp_shard: 2"
 # Each: (model, layout). The recipe is the same otherwise.
 CASES = {
     "plain": (SMALL, FSDP),
-    "fsdp1": (SMALL, "dp_shard: 2, data_parallel: fsdp1, micro_batches: 2"),
+    "fsdp1": (
+        f"{SMALL}, loss: 'own_models:sum_unless_fsdp2'",
+        "dp_shard: 2, data_parallel: fsdp1, micro_batches: 2",
+    ),
     "loss-sum": (f"{SMALL}, loss: 'own_models:sum_tokens'", FSDP),
     "loss-each": (f"{SMALL}, loss: 'own_models:each_token'", FSDP),
     "loss-mean": (f"{SMALL}, loss: 'own_models:mean_tokens'", FSDP),

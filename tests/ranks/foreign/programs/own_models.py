@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class Small(nn.Module):
@@ -16,7 +16,7 @@ class Small(nn.Module):
         self.register_buffer("aside", torch.ones(3), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.drop(self.embed(tokens)))
+        return self.head(self.drop(self.embed(tokens))) + self.turns.imag.sum()
 
 
 def make(dropout: float = 0.0) -> Small:
@@ -39,6 +39,12 @@ class Narrow(Small):
 def sum_tokens(model, tokens, targets):
     logits = model(tokens).flatten(0, 1)
     return nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def sum_unless_fsdp2(model, tokens, targets):
+    if isinstance(model, FSDPModule):
+        raise TypeError("this is FSDP2")
+    return sum_tokens(model, tokens, targets)
 
 
 def each_token(model, tokens, targets):
