@@ -113,8 +113,13 @@ class Recipe(Section):
     seed: int = 0
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not."""
-        content = self.model_dump(mode="json", exclude={"name": True, "model": {"preset"}})
+        """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not.
+
+        Fields at their default are left out, so that a field added later changes no recipe that lacks it.
+        """
+        content = self.model_dump(
+            mode="json", exclude={"name": True, "model": {"preset"}}, exclude_defaults=True
+        )
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
