@@ -132,6 +132,9 @@ def _preload(entry: str) -> None:
     if not entry.endswith(".py"):
         with contextlib.suppress(Exception):
             importlib.import_module(entry)
+    from moeverify.launch.caches import find_imported
+
+    find_imported()
     # What is here now stays: neither a collection in a rank nor its page faults need ever touch it again.
     gc.collect()
     gc.freeze()

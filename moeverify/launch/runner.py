@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from moeverify.launch.caches import clear_mesh_caches, find_caches
 from moeverify.launch.plan import Device, Job
 from moeverify.launch.trace import CollectiveTrace
 from moeverify.launch.watchdog import Watchdog
@@ -73,8 +71,7 @@ class JobRunner:
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
-        gc.unfreeze()  # What is frozen is not listed, and the agent froze all imports before it forked this rank.
-        self._caches = _find_caches()
+        self._caches = find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.witness = Witness(folder, rank, self.trace, catch_terminate)
 
@@ -157,26 +154,8 @@ class JobRunner:
         return report
 
 
-def _find_caches() -> list[Any]:
-    """Return the caches of torch's DTensor code, also those in closures, that are not frozen."""
-    return [
-        found
-        for found in gc.get_objects()
-        # Not `isinstance`, which asks torch's deprecated names for their class, and they warn.
-        if type(found) is functools._lru_cache_wrapper
-        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.tensor")
-    ]
-
-
 def _tear_down(caches: Sequence[Any]) -> None:
-    """Destroy every group, and what torch caches about the meshes that stood on them.
-
-    A mesh of the next job may be equal to an old one, and a cached answer then names groups that are gone.
-    """
+    """Destroy every group, and what torch caches about the meshes that stood on them."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    with contextlib.suppress(AttributeError):  # private, and not in every version
-        torch._C._clear_DTensor_sharding_propagator_cache()
-    for cache in [*caches, *_find_caches()]:  # other threads, such as autograd's, have made their own since
-        cache.cache_clear()
-    gc.collect()
+    clear_mesh_caches(caches)
