@@ -20,7 +20,7 @@ model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2
 data: {batch: 4, seq_len: 4}
 steps: 1
 """
-CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: false}\n"
+CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class Checks(Section):
 
     tolerance: Tolerance = Tolerance()
     steps: Literal["free", "forced"] = "free"
-    repeat: bool = True
+    repeat: Literal["first_step", "every_step", "never"] = "first_step"
     skip: tuple[str, ...] = ()
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
 

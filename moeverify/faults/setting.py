@@ -40,5 +40,8 @@ def make_case(
         **{"steps": 2, "precision": "float64", **(recipe or {})},
     )
     return Case(
-        name=name, recipe=made, layout=Layout(**layout), checks=Checks(**{"repeat": False, **(checks or {})})
+        name=name,
+        recipe=made,
+        layout=Layout(**layout),
+        checks=Checks(**{"repeat": "never", **(checks or {})}),
     )

@@ -67,7 +67,7 @@ def _observe(case: Case, golden: StoredGolden, device: Any) -> _Observed | None:
     comparison = Comparison(golden)
     _train(case, golden, device, comparison)
     entries = list(comparison.entries())
-    differing = _repeat(case, golden, device, entries) if case.checks.repeat else None
+    differing = None if case.checks.repeat == "never" else _repeat(case, golden, device, entries)
     gathered = _gather((entries, differing))
     if gathered is None:
         return None
@@ -84,11 +84,17 @@ def _losses(entries: Sequence[Entry]) -> list[tuple[float, float]]:
     ]
 
 
-def _train(case: Case, golden: StoredGolden, device: Any, observer: Any) -> None:
-    replayed = replays_routing(case)
-    forced = case.checks.steps == "forced"
+def _train(
+    case: Case, golden: StoredGolden, device: Any, observer: Any, *, num_steps: int | None = None
+) -> None:
     train(
-        case.recipe, _assemble(case, device), observer, golden=golden, replay_routing=replayed, forced=forced
+        case.recipe,
+        _assemble(case, device),
+        observer,
+        golden=golden,
+        replay_routing=replays_routing(case),
+        forced=case.checks.steps == "forced",
+        num_steps=num_steps,
     )
 
 
@@ -119,14 +125,20 @@ class _BitRecorder:
 
 
 def _repeat(case: Case, golden: StoredGolden, device: Any, first: Sequence[Entry]) -> list[Key]:
-    """Train once more and return what came out with other bits on this rank."""
+    """Train once more, over the steps that are repeated, and return what came out with other bits on this rank."""
     recorder = _BitRecorder()
-    _train(case, golden, device, recorder)
+    num_steps = _num_repeated(case)
+    _train(case, golden, device, recorder, num_steps=num_steps)
+    before = [entry for entry in first if entry.step < num_steps]
     differing = []
-    for entry, (key, bits) in zip(first, recorder.bits, strict=True):
+    for entry, (key, bits) in zip(before, recorder.bits, strict=True):
         if bits is not None and entry.state != "absent" and int(bits) != entry.bits:
             differing.append(key)
     return differing
+
+
+def _num_repeated(case: Case) -> int:
+    return {"never": 0, "first_step": 1, "every_step": case.recipe.steps}[case.checks.repeat]
 
 
 def _gather(value: Any) -> list[Any] | None:
@@ -153,9 +165,10 @@ def judge_all(
         judge_coverage(assembled, _expected_names(case, golden)),
         judge_sharding(assembled, axis_claims(case, plan)),
     ]
-    if case.checks.repeat:
+    if case.checks.repeat != "never":
         differing = [(rank, key) for rank, found in enumerate(repeats) for key in found or ()]
-        parts.append(judge_repeat(len(assembled), differing, coordinates))
+        num_repeated = sum(step < _num_repeated(case) for step, _, _ in assembled)
+        parts.append(judge_repeat(num_repeated, differing, coordinates))
     skipped = set(case.checks.skip)
     return Judgement(
         tuple(check for part in parts for check in part.checks if check.name not in skipped),

@@ -38,8 +38,9 @@ def train(
     golden: Source | None = None,
     replay_routing: bool = False,
     forced: bool = False,
+    num_steps: int | None = None,
 ) -> None:
-    """Train for the recipe's steps and show everything to the observer.
+    """Train for the recipe's steps, or the first `num_steps` of them, and show everything to the observer.
 
     With `replay_routing` the routers use the golden's ids; with `forced` every step starts from the golden's
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
@@ -49,7 +50,7 @@ def train(
         observer.observe(INITIAL, "initial_weight", held.name, held.local(), held.region)
     for held in program.buffers:
         observer.observe(INITIAL, "initial_buffer", held.name, held.local(), held.region)
-    for step in range(recipe.steps):
+    for step in range(recipe.steps if num_steps is None else num_steps):
         observer.begin_step(step)
         if forced and golden is not None and step > 0:
             load_state(program, optimizer, golden, step - 1)

@@ -69,7 +69,7 @@ recipe:
   optimizer: {name: sgd}
   steps: 1
 layout: {dp_replicate: 2, data_parallel: ddp}
-checks: {repeat: false}
+checks: {repeat: never}
 """
 
 Start = Any

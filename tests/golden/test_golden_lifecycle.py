@@ -63,7 +63,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., A
     project = make_project(tmp_path_factory.mktemp("life"))
     for seed, name in enumerate(NAMES):
         write_recipe(project, name, seed=seed)
-        project.write_case(name, f"recipe: {name}\nlayout: {{dp_shard: 2}}\nchecks: {{repeat: false}}\n")
+        project.write_case(name, f"recipe: {name}\nlayout: {{dp_shard: 2}}\nchecks: {{repeat: never}}\n")
     life: dict[str, Any] = {"project": project}
 
     def do(title: str, *words: str) -> None:

@@ -92,7 +92,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     for name, (model, layout) in CASES.items():
         (folder / f"{name}.yaml").write_text(
             f"recipe:\n  name: {name}\n  model: {{{model}}}\n  data: {{batch: 4, seq_len: 8, min_valid: 0.5}}\n"
-            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{repeat: false, timeout: 60.0}}\n"
+            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{repeat: never, timeout: 60.0}}\n"
         )
     return _run([folder], folder)
 

@@ -42,7 +42,7 @@ def test_data_axes_are_held_to_their_claim(examples: Any) -> None:
 
 def test_forgotten_head_norms_are_named(verify: Any) -> None:
     wrong = "layout.parallelize=my_gpt.wrong:parallelize"
-    found = verify("my_gpt/tp", wrong, "checks.repeat=false")
+    found = verify("my_gpt/tp", wrong, "checks.repeat=never")
     assert found.results["my-gpt-tp"].verdict == "mismatch"
     norms = {f"h.{layer}.attn.{name}_norm.weight" for layer in (0, 1) for name in ("query", "key")}
     replicas, gradients = (found.find("my-gpt-tp", check) for check in ("replicas", "gradient"))
@@ -53,7 +53,7 @@ def test_forgotten_head_norms_are_named(verify: Any) -> None:
 
 
 def test_sums_beside_averages_are_named(verify: Any) -> None:
-    found = verify("my_moe/ep", "layout.parallelize=my_moe.wrong:parallelize", "checks.repeat=false")
+    found = verify("my_moe/ep", "layout.parallelize=my_moe.wrong:parallelize", "checks.repeat=never")
     gradients = found.find("my-moe-ep", "gradient")
     experts = {f"tower.{layer}.experts.{name}" for layer in (0, 1) for name in ("w_in", "w_out")}
     assert gradients

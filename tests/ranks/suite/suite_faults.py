@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+
+from moeverify.train import loop
 
 
 def act() -> None:
@@ -23,3 +27,36 @@ def act() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "hang":
         time.sleep(600)
+
+
+def stray_from_step_0() -> None:
+    """Make every update depend on when it was made, far inside the bound."""
+    _stray(0)
+
+
+def stray_from_step_1() -> None:
+    """The same, but for the first update of a run."""
+    _stray(1)
+
+
+def _stray(first: int) -> None:
+    inner = loop.build_optimizer
+
+    def build(*arguments: Any) -> Any:
+        optimizer = inner(*arguments)
+        step, calls = optimizer.step, itertools.count()
+
+        def step_and_stray() -> None:
+            step()
+            if next(calls) >= first:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data.mul_(1.0 + next(_STRAYS) * 2.0**-52)
+
+        optimizer.step = step_and_stray
+        return optimizer
+
+    loop.build_optimizer = build
+
+
+_STRAYS = itertools.count(1)

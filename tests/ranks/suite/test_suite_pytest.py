@@ -31,7 +31,7 @@ recipe: tiny
 layout:
   dp_shard: 2
 checks:
-  repeat: false
+  repeat: never
   tolerance: {kind: exact}
 """
 

@@ -45,14 +45,14 @@ def test_every_field_is_read(write):
           steps: 4
           seed: -3
         layout: {dp_shard: 2, ep: 2, experts: grouped_mm, recompute: true}
-        checks: {tolerance: {kind: fixed, rtol: 1e-3, atol: 0}, steps: forced, repeat: false, skip: [routing]}
+        checks: {tolerance: {kind: fixed, rtol: 1e-3, atol: 0}, steps: forced, repeat: never, skip: [routing]}
         """,
     )
     case = load_one(file)
     assert (case.name, case.description, case.file) == ("fsdp2-ep2", "two ranks", str(file))
     assert case.layout == Layout(dp_shard=2, ep=2, experts="grouped_mm", recompute=True)
     assert (case.checks.tolerance.rtol, case.checks.tolerance.atol) == (1e-3, 0.0)
-    assert (case.checks.steps, case.checks.repeat, case.checks.skip) == ("forced", False, ("routing",))
+    assert (case.checks.steps, case.checks.repeat, case.checks.skip) == ("forced", "never", ("routing",))
     recipe = case.recipe
     assert (recipe.name, recipe.precision, recipe.steps, recipe.seed) == ("mine", "float32", 4, -3)
     assert (recipe.optimizer.name, recipe.optimizer.momentum, recipe.optimizer.clip_norm) == ("sgd", 0.9, 1.0)
