@@ -9,6 +9,7 @@ import typer
 from moeverify.cli.check import check
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
+from moeverify.cli.explain import explain
 from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
 from moeverify.cli.mesh import mesh
@@ -48,7 +49,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, check, golden, mesh, doctor, report, diff):
+for _command in (run, check, golden, mesh, doctor, report, explain, diff):
     app.command()(_command)
 app.add_typer(faults, name="faults")
 

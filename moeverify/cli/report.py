@@ -32,7 +32,8 @@ def report(
         result = read_run(run)
         outputs.check()
         failures = outputs.write(result)
-        render_run(result, door.out, folder=run if run.is_dir() else None, quiet=quiet)
+        folder, file = (run, None) if run.is_dir() else (None, run)
+        render_run(result, door.out, folder=folder, file=file, quiet=quiet)
         for failure in failures:
             door.err.print(f"error: {failure}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT if failures else 0)

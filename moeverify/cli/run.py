@@ -132,7 +132,7 @@ def _deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) ->
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
-        render_run(result, door.out, folder=outputs.folder, quiet=quiet)
+        render_run(result, door.out, folder=outputs.folder, file=outputs.json, quiet=quiet)
     for failure in failures:
         door.err.print(f"error: {failure}", soft_wrap=True)
     return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

@@ -44,13 +44,42 @@ class CheckResult(Record):
     note: str = ""
 
 
+class Trial(Record):
+    """One test of what could have made a tensor wrong, and what it said.
+
+    `coefficients` are those of the golden's parts, by part: all ones is the golden. `residual` is what the
+    hypothesis leaves, as a share of the error for a fit and of the tensor otherwise. A test that had nothing to
+    look at, or that a simpler answer made needless, is `untried`, and `words` say why.
+    """
+
+    name: str
+    verdict: Literal["yes", "no", "untried"]
+    words: str
+    coefficients: dict[str, float] = Field(default_factory=dict)
+    residual: float | None = None
+
+
+class Place(Record):
+    """Where a finding acts: a module, the ranks that are wrong, the mesh axes that explain it.
+
+    `collectives` says which collectives the worst rank issued inside the module, in each direction; a module
+    without any is told by the nearest one around it that has some.
+    """
+
+    module: str = ""
+    ranks: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
+
+
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
     `rank` is the rank with the largest difference and `ranks` all that differ; `index` is the global index
     of the largest difference in the logical tensor. `scale` is the factor k that minimizes
     |actual - k * expected|, `cosine` the angle between the two. `cause` is a sentence and `code` its name
-    (`moeverify.diagnose.cause`). `follows` names the tensor whose finding explains this one too.
+    (`moeverify.diagnose.cause`). `follows` names the tensor whose finding explains this one too. Only findings
+    that follow from none have `trials` and `place`.
     """
 
     check: str
@@ -71,6 +100,8 @@ class Finding(Record):
     where: str = ""
     evidence: tuple[str, ...] = ()
     follows: str = ""
+    place: Place | None = None
+    trials: tuple[Trial, ...] = ()
 
 
 class RankReport(Record):

@@ -6,12 +6,14 @@ error is the cause, because a wrong one with fewer coefficients cannot fit that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from moeverify.compare.result import Trial
 from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import Components
 from moeverify.diagnose.fit import (
     PADDING,
+    Column,
     Fit,
     Wrong,
     fit_columns,
@@ -27,50 +29,86 @@ EXPLAINED = 1e-3
 """The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""
 
 
+Hypothesis = tuple[str, Sequence[tuple[str, Column]], Callable[[Fit], Verdict]]
+
+
 def examine_aggregation(
-    wrong: Sequence[Wrong], components: Components, degrees: dict[str, int]
-) -> tuple[Verdict | None, tuple[str, ...]]:
-    """Return the verdict on some wrong gradients taken together, and what each hypothesis left as residual."""
-    tried: list[str] = []
+    wrong: Sequence[Wrong], components: Components | None, degrees: Mapping[str, int]
+) -> tuple[Verdict | None, tuple[Trial, ...]]:
+    """Return the verdict on some wrong gradients taken together, and what each hypothesis said.
 
-    def attempt(name: str, columns: Sequence[tuple[str, object]]) -> Fit | None:
-        fit = fit_columns(wrong, columns)  # type: ignore[arg-type]
-        if fit is None:
-            return None
-        tried.append(f"{name}: {fit.residual:.2g} of the error left")
-        return fit if fit.residual < EXPLAINED else None
-
-    if fit := attempt("one factor", scale_columns(components)):
-        return _say_scale(fit, degrees), tuple(tried)
-    if fit := attempt("a factor for each loss term", term_columns(components)):
-        return _say_terms(fit, degrees), tuple(tried)
-    if fit := attempt("a factor for each share of the batch", share_columns(components)):
-        return _say_shares(fit, components, degrees), tuple(tried)
-    if components.padding and (fit := attempt("loss terms and padding", padding_columns(components))):
-        return _say_padding(fit), tuple(tried)
-    if fit := attempt("a factor for each term of each share", term_share_columns(components)):
-        return _say_shares(fit, components, degrees), tuple(tried)
-    return None, tuple(tried)
+    Without components, which a user's own model has not, one factor on the whole golden is all that can be tried.
+    """
+    trials: list[Trial] = []
+    verdict: Verdict | None = None
+    for name, columns, say in _list_hypotheses(wrong, components, degrees):
+        if verdict is not None:
+            trials.append(Trial(name=name, verdict="untried", words="fewer coefficients explain it already"))
+            continue
+        fit = fit_columns(wrong, columns) if columns else None
+        trials.append(_describe_fit(name, fit, has_parts=bool(columns)))
+        if fit is not None and fit.residual < EXPLAINED:
+            verdict = say(fit)
+    return verdict, tuple(trials)
 
 
-def _say_scale(fit: Fit, degrees: dict[str, int]) -> Verdict:
+def _list_hypotheses(
+    wrong: Sequence[Wrong], components: Components | None, degrees: Mapping[str, int]
+) -> list[Hypothesis]:
+    """Return what is tried, in order; a hypothesis whose parts are not known has no columns."""
+
+    def list_parts(make: Callable[[Components], list[tuple[str, Column]]]) -> list[tuple[str, Column]]:
+        return make(components) if components is not None else []
+
+    def say_shares(fit: Fit) -> Verdict:
+        assert components is not None
+        return _say_shares(fit, components, degrees)
+
+    padding = components is not None and bool(components.padding)
+    return [
+        ("one factor", scale_columns(wrong), lambda fit: _say_scale(fit, degrees)),
+        ("a factor for each loss term", list_parts(term_columns), lambda fit: _say_terms(fit, degrees)),
+        ("a factor for each share of the batch", list_parts(share_columns), say_shares),
+        ("loss terms and padding", list_parts(padding_columns) if padding else [], _say_padding),
+        ("a factor for each term of each share", list_parts(term_share_columns), say_shares),
+    ]
+
+
+def _describe_fit(name: str, fit: Fit | None, *, has_parts: bool) -> Trial:
+    if not has_parts:
+        words = "the golden has no such parts here"
+        return Trial(name=name, verdict="untried", words=words)
+    if fit is None:
+        words = "too few numbers for so many coefficients, or every part is zero"
+        return Trial(name=name, verdict="untried", words=words)
+    return Trial(
+        name=name,
+        verdict="yes" if fit.residual < EXPLAINED else "no",
+        words=f"{fit.residual:.2g} of the error is left",
+        coefficients=dict(zip(fit.labels, fit.coefficients, strict=True)),
+        residual=fit.residual,
+    )
+
+
+def _say_scale(fit: Fit, degrees: Mapping[str, int]) -> Verdict:
     factor = fit.coefficients[0]
     text, axes = name_factor(factor, degrees)
-    where = f"axis {axes}" if axes else ""
-    return Verdict(Cause.SCALE, f"every value is {text} times the right one", where, _numbers(fit))
+    where = f"axis {', '.join(axes)}" if axes else ""
+    return Verdict(Cause.SCALE, f"every value is {text} times the right one", where, _numbers(fit), axes)
 
 
-def _say_terms(fit: Fit, degrees: dict[str, int]) -> Verdict:
+def _say_terms(fit: Fit, degrees: Mapping[str, int]) -> Verdict:
     wrong = [(term, value) for term, value in zip(fit.labels, fit.coefficients, strict=True) if _off(value)]
-    texts, places = [], []
+    texts, places, fitting = [], [], []
     for term, value in wrong:
         text, axes = name_factor(value, degrees)
         missing = abs(value) < 1e-6
         texts.append(
             f"the part of the {term} loss is {'missing' if missing else text + ' times the right one'}"
         )
-        places += [f"{term} loss"] + ([f"axis {axes}"] if axes else [])
-    return Verdict(Cause.TERM_SCALE, "; ".join(texts), ", ".join(places), _numbers(fit))
+        places += [f"{term} loss"] + ([f"axis {', '.join(axes)}"] if axes else [])
+        fitting += [axis for axis in axes if axis not in fitting]
+    return Verdict(Cause.TERM_SCALE, "; ".join(texts), ", ".join(places), _numbers(fit), tuple(fitting))
 
 
 def _say_padding(fit: Fit) -> Verdict:
@@ -83,7 +121,7 @@ def _say_padding(fit: Fit) -> Verdict:
     return Verdict(Cause.PADDING, sentence, ", ".join(f"{term} loss" for term in counted), _numbers(fit))
 
 
-def _say_shares(fit: Fit, components: Components, degrees: dict[str, int]) -> Verdict:
+def _say_shares(fit: Fit, components: Components, degrees: Mapping[str, int]) -> Verdict:
     wrong = [(label, value) for label, value in zip(fit.labels, fit.coefficients, strict=True) if _off(value)]
     missing = [label for label, value in wrong if abs(value) < 1e-6]
     evidence = _numbers(fit)

@@ -22,7 +22,7 @@ from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses
 from moeverify.train.program import Program
 
-Vector = dict[str, Tensor]  # parameter name -> gradient, float64
+Vector = dict[str, Tensor]  # parameter name -> gradient, float64, on the CPU as all that is compared with it
 TERMS = ("lm", "balance", "z")
 
 
@@ -172,12 +172,17 @@ class _TermGradients:
     def _backward(self, loss: Tensor) -> Vector:
         parameters = [held.tensor for held in self.program.holdings]
         if not loss.requires_grad:
-            return {held.name: torch.zeros_like(held.tensor) for held in self.program.holdings}
+            return {held.name: _bring(torch.zeros_like(held.tensor)) for held in self.program.holdings}
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         return {
-            held.name: torch.zeros_like(held.tensor) if gradient is None else gradient.detach()
+            held.name: _bring(torch.zeros_like(held.tensor) if gradient is None else gradient)
             for held, gradient in zip(self.program.holdings, gradients, strict=True)
         }
+
+
+def _bring(tensor: Tensor) -> Tensor:
+    """Return a tensor where the pieces of the ranks are: a fit takes both together."""
+    return tensor.detach().to("cpu", torch.float64)
 
 
 ComponentSource = Callable[[], Components]

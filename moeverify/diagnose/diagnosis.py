@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, check_of
-from moeverify.compare.result import Finding
+from moeverify.compare.result import Finding, Place, Trial
+from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import ComponentSource
-from moeverify.diagnose.evidence import Key, Suspect
+from moeverify.diagnose.evidence import STEP_BEFORE, Key, Suspect
 from moeverify.diagnose.gradient import Named, name_gradient_causes
-from moeverify.diagnose.place import Origin
-from moeverify.diagnose.replicas import Groups
+from moeverify.diagnose.place import Origin, Search
 from moeverify.diagnose.state import (
     name_forward,
     name_initial,
@@ -26,31 +26,39 @@ from moeverify.diagnose.state import (
     name_update,
 )
 from moeverify.diagnose.tap import BACKWARD, FORWARD
+from moeverify.diagnose.trials import describe_search, list_trials
 from moeverify.diagnose.verdict import Verdict
 
 _FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
 _GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
 _APART = (COVERAGE, SHARDING, REPEAT)
+MOST_EXPLAINED = 20
 
 
 @dataclass
 class Material:
     """Everything that was gathered about a mismatch.
 
-    `groups` are the groups of ranks of every axis, `degrees` the sizes that a factor may come from, `previous`
-    the golden's buffers a step earlier, `num_tokens` the tokens of the batch with padding, `clip` the golden's
-    clip coefficient; `stale` says that the weights of a step earlier explain where the forward pass went wrong.
+    `search` says where modules first differ, None where that was not asked; `earlier` gives the golden's value of
+    a tensor at other times, by what it is called; `issued` the collectives that a rank issued inside a module, in
+    words; `num_tokens` the tokens of the batch with padding, `clip` the golden's clip coefficient; `stale` says
+    whether the weights of a step earlier explain where the forward pass went wrong, None where that was not asked.
     """
 
-    suspects: Mapping[Key, Suspect]
-    origins: Mapping[str, Origin]
-    groups: Groups
-    degrees: dict[str, int]
-    previous: Mapping[Key, Tensor]
+    suspects: Mapping[Key, Suspect] = field(default_factory=dict)
+    axes: Axes = field(default_factory=lambda: Axes({}, {}))
+    search: Search | None = None
+    earlier: Callable[[Key], Mapping[str, Tensor | None]] = lambda key: {}
+    issued: Callable[[str, int], tuple[str, ...]] = lambda module, rank: ()
     components: ComponentSource | None = None
     num_tokens: int = 0
     clip: float | None = None
-    stale: bool = False
+    stale: bool | None = None
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Return where each direction first differs."""
+        return self.search.origins if self.search is not None else {}
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -66,7 +74,7 @@ def diagnose(findings: Sequence[Finding], material: Material) -> list[Finding]:
         return [_name_apart(finding) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
     named = _name(first, step, material)
-    origins, explained = _make_origins(named, first)
+    origins, explained = _make_origins(named, first, material)
     if not origins:
         return list(findings)
     rest = [finding for finding in findings if _identity(finding) not in explained]
@@ -95,14 +103,16 @@ def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named
         where = material.origins[FORWARD].culprit
         sentence = f"{where} computes with the weights that it had a step earlier: they were not refreshed"
         losses = (*by_kind.get("token_loss", ()), *by_kind.get("loss", ()))
-        return [Named(losses, Verdict(Cause.STALE, sentence, where))]
+        return [
+            Named(losses, Verdict(Cause.STALE, sentence, where), subject=material.origins[FORWARD].suspect)
+        ]
     if FORWARD in material.origins:
-        return [name_forward(material.origins[FORWARD], material.groups, material.degrees, by_kind)]
+        return [name_forward(material.origins[FORWARD], material.axes, by_kind)]
     if checks & {"routing", "routing flips", "routing weights"}:
         return name_routing(by_kind, material.num_tokens)
     named = _name_backward(checks, by_kind, material)
     if "buffers" in checks:
-        named += name_state(by_kind.get("buffer", []), material.previous)
+        named += name_state(by_kind.get("buffer", []), lambda key: material.earlier(key).get(STEP_BEFORE))
     if not named and REPLICAS in checks:
         named += _name_replicas(first)
     return named
@@ -112,12 +122,16 @@ def _name_backward(checks: set[str], by_kind: Mapping[str, list[Suspect]], mater
     """Return the causes in losses, gradients, and what follows from them, over a right forward pass."""
     if "gradient" in checks:
         gradients = by_kind.get("gradient", [])
-        named = name_gradient_causes(gradients, material.components, material.groups, material.degrees)
+
+        def previous(key: Key) -> Tensor | None:
+            return material.earlier(key).get(STEP_BEFORE)
+
+        named = name_gradient_causes(gradients, material.components, material.axes, previous)
         return [_add_place(item, by_kind, material) for item in named]
     if "loss" in checks:
-        return name_loss(by_kind, material.degrees, gradient_is_right=True)
+        return name_loss(by_kind, material.axes.degrees, gradient_is_right=True)
     if "gradient norm" in checks:
-        return name_norm(by_kind.get("gradient_norm", []), material.degrees)
+        return name_norm(by_kind.get("gradient_norm", []), material.axes.degrees)
     if checks & {"update", "optimizer state"}:
         return name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])], material.clip)
     return []
@@ -128,15 +142,15 @@ def _add_place(named: Named, by_kind: Mapping[str, list[Suspect]], material: Mat
     unexplained = named.verdict is None
     rounded = named.verdict is not None and named.verdict.cause is Cause.ROUNDING
     if (unexplained or rounded) and (term := name_term(by_kind)) is not None:
-        return Named(named.suspects, term, named.tried)
+        return replace(named, verdict=term)
     origin = material.origins.get(BACKWARD)
     if origin is None or not (unexplained or rounded):
         return named
-    found = name_forward(origin, material.groups, material.degrees, {})
+    found = name_forward(origin, material.axes, {})
     if named.verdict is not None and found.verdict is not None:
         verdict = Verdict(Cause.ROUNDING, named.verdict.sentence, origin.culprit, found.verdict.evidence)
-        return Named(named.suspects, verdict, named.tried)
-    return Named(named.suspects, found.verdict, named.tried)
+        return replace(named, verdict=verdict)
+    return replace(named, verdict=found.verdict, subject=origin.suspect)
 
 
 def _name_replicas(first: Sequence[Finding]) -> list[Named]:
@@ -156,7 +170,7 @@ def _name_apart(finding: Finding) -> Finding:
 
 
 def _make_origins(
-    named: Sequence[Named], first: Sequence[Finding]
+    named: Sequence[Named], first: Sequence[Finding], material: Material
 ) -> tuple[list[Finding], set[tuple[str, str, int]]]:
     """Return one finding for each cause, and the identities of all findings that the causes explain."""
     origins: list[Finding] = []
@@ -171,7 +185,10 @@ def _make_origins(
             head = first[0]
         if _identity(head) in explained:
             continue
-        origins.append(_with_verdict(head, item, len(names)))
+        finding = _with_verdict(head, item, len(names))
+        if len(origins) < MOST_EXPLAINED:
+            finding = _with_evidence(finding, item, material)
+        origins.append(finding)
         explained.add(_identity(head))
     return origins, explained
 
@@ -180,13 +197,44 @@ def _with_verdict(head: Finding, named: Named, num_tensors: int) -> Finding:
     others = f" ({num_tensors} tensors in all)" if num_tensors > 1 else ""
     if named.verdict is None:
         cause = f"no linear combination of the golden's parts explains it{others}"
-        return head.model_copy(update={"cause": cause, "evidence": (*head.evidence, *named.tried)})
+        tried = [f"{fit.name}: {fit.words}" for fit in named.fits if fit.verdict == "no"]
+        return head.model_copy(update={"cause": cause, "evidence": (*head.evidence, *tried)})
     verdict = named.verdict
     return head.model_copy(
         update={
             "cause": verdict.sentence + others,
             "code": verdict.cause.value,
             "where": verdict.where or head.where,
-            "evidence": (*head.evidence, *verdict.evidence, *named.tried),
+            "evidence": (*head.evidence, *verdict.evidence),
         }
     )
+
+
+def _with_evidence(finding: Finding, named: Named, material: Material) -> Finding:
+    """Return the finding with its place and with all tests of what was examined for it."""
+    members = [suspect for suspect in named.suspects if suspect.name == finding.tensor]
+    subject = named.subject or next(iter(members or named.suspects), None)
+    axes = named.verdict.axes if named.verdict is not None else ()
+    module = _find_module(finding, named, material)
+    place = Place(
+        module=module,
+        ranks=finding.ranks or (finding.rank,),
+        axes=axes,
+        collectives=material.issued(module, finding.rank) if module else (),
+    )
+    trials: tuple[Trial, ...] = ()
+    if subject is not None:
+        is_module = subject is named.subject
+        earlier = {} if is_module else material.earlier(subject.key)
+        stale = material.stale if is_module else None
+        trials = list_trials(subject, material.axes, named.fits, earlier, stale)
+    return finding.model_copy(update={"place": place, "trials": (*trials, *describe_search(material.search))})
+
+
+def _find_module(finding: Finding, named: Named, material: Material) -> str:
+    """Return the module that a finding is about: where it began, or the one that holds the parameter."""
+    if named.subject is not None:
+        culprits = [origin for origin in material.origins.values() if origin.suspect is named.subject]
+        return culprits[0].culprit if culprits else ""
+    holders = ("gradient", "update", "optimizer state", "initial state", "buffers")
+    return finding.tensor.rpartition(".")[0] if finding.check in holders else ""

@@ -17,6 +17,9 @@ from moeverify.layout.region import Region
 Key = tuple[int, str, str]  # step, kind, name
 LIMIT = 1 << 23
 
+# What the golden's value at another time is called.
+STEP_BEFORE, INITIAL_VALUE = "value of the step before", "initial value"
+
 EXACT = 1e-8
 """Relative residual under which, in float64, a hypothesis explains a tensor: far above rounding, far below bugs."""
 
@@ -75,6 +78,31 @@ class Suspect:
         return groups
 
 
+def measure_factor(suspect: Suspect) -> tuple[float | None, float]:
+    """Return the k that brings k times the golden nearest, and what is left, as a share of the tensor."""
+    expected, actual = suspect.expected.reshape(-1), suspect.whole().reshape(-1)
+    square = float(torch.dot(expected, expected))
+    if square == 0.0:
+        return None, 1.0
+    factor = float(torch.dot(expected, actual)) / square
+    return factor, float((actual - factor * expected).norm()) / max(float(actual.norm()), 1e-300)
+
+
+def measure_distance(suspect: Suspect, value: Tensor) -> tuple[float, float]:
+    """Return how far the tensor, and how far its golden, is from another value, as shares of that value's norm."""
+    wanted = value.to("cpu", torch.float64).reshape(suspect.expected.shape)
+    norm = max(float(wanted.norm()), 1e-300)
+    return float((suspect.whole() - wanted).norm()) / norm, float((suspect.expected - wanted).norm()) / norm
+
+
+def is_value(suspect: Suspect, value: Tensor) -> bool:
+    """Return whether the tensor is this other value, and its golden is not."""
+    if value.numel() != suspect.expected.numel():
+        return False
+    error, right = measure_distance(suspect, value)
+    return error < EXACT <= right
+
+
 class Capture:
     """An observer that keeps the local values of chosen logical tensors."""
 
@@ -106,6 +134,6 @@ def collect_suspects(
                 expected = read(key)
                 if expected is None or expected.numel() > LIMIT:
                     continue
-                suspects[key] = Suspect(key, expected.to(torch.float64), precision)
+                suspects[key] = Suspect(key, expected.to("cpu", torch.float64), precision)
             suspects[key].pieces.append(Piece(rank, region, local))
     return suspects

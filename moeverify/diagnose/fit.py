@@ -65,13 +65,10 @@ def fit_columns(wrong: Sequence[Wrong], columns: Sequence[tuple[str, Column]]) -
     return Fit(labels, tuple(base + value for base, value in zip(whole, off, strict=True)), residual)
 
 
-def scale_columns(components: Components) -> list[tuple[str, Column]]:
+def scale_columns(wrong: Sequence[Wrong]) -> list[tuple[str, Column]]:
     """Return the golden itself as the one part."""
-
-    def total(name: str) -> Tensor:
-        return torch.stack([components.term(term, name) for term in TERMS]).sum(dim=0)
-
-    return [("golden", total)]
+    whole = {item.name: item.expected for item in wrong}
+    return [("golden", lambda name: whole[name])]
 
 
 def term_columns(components: Components) -> list[tuple[str, Column]]:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from torch import Tensor
+
+from moeverify.compare.result import Trial
 from moeverify.diagnose.aggregation import examine_aggregation
+from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.cause import Cause
-from moeverify.diagnose.components import ComponentSource
-from moeverify.diagnose.evidence import Suspect
+from moeverify.diagnose.components import Components, ComponentSource
+from moeverify.diagnose.evidence import Key, Suspect, is_value
 from moeverify.diagnose.fit import Wrong
 from moeverify.diagnose.places import examine_places
-from moeverify.diagnose.replicas import Groups, examine_replica_sums
+from moeverify.diagnose.replicas import examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.diagnose.verdict import Verdict
 
 
 @dataclass(frozen=True)
 class Named:
-    """A verdict and the suspects that it explains; without a verdict, suspects that nothing explains."""
+    """A verdict and the suspects that it explains; without a verdict, suspects that nothing explains.
+
+    `fits` are the fits on the golden's parts that were tried. `subject` is what was examined where that is not
+    the first of the suspects: what a module put out.
+    """
 
     suspects: tuple[Suspect, ...]
     verdict: Verdict | None
-    tried: tuple[str, ...] = ()
+    fits: tuple[Trial, ...] = ()
+    subject: Suspect | None = None
 
 
 def family_of(name: str) -> str:
@@ -34,28 +43,35 @@ def family_of(name: str) -> str:
 def name_gradient_causes(
     suspects: Sequence[Suspect],
     components: ComponentSource | None,
-    groups: Groups,
-    degrees: dict[str, int],
+    axes: Axes,
+    previous: Callable[[Key], Tensor | None] = lambda key: None,
 ) -> list[Named]:
-    """Return the causes of wrong gradients of one step, those that explain most first."""
+    """Return the causes of wrong gradients of one step, those that explain most first.
+
+    `previous` gives the golden's gradient of the step before.
+    """
     named: list[Named] = []
     rest: list[Suspect] = []
     for suspect in suspects:
-        verdict = _detached(suspect) or examine_replica_sums(suspect, groups)
+        verdict = _detached(suspect) or examine_replica_sums(suspect, axes.groups_of(suspect.name))
         if verdict is None:
             rest.append(suspect)
         else:
             named.append(Named((suspect,), verdict))
-    if rest and components is not None:
-        rest, fitted = _fit(rest, components, degrees)
-        named += fitted
-    rounded = examine_rounding(rest)
-    named += [Named((suspect,), examine_places(suspect) or rounded) for suspect in rest]
-    return merge_named(named)
+    left, fitted = _fit(rest, components, axes) if rest else ([], [])
+    rounded = examine_rounding([item.suspects[0] for item in left])
+    for item in left:
+        suspect = item.suspects[0]
+        verdict = _stale(suspect, previous(suspect.key)) or examine_places(suspect) or rounded
+        named.append(replace(item, verdict=verdict))
+    return merge_named(named + fitted)
 
 
-def _as_wrong(suspects: Sequence[Suspect]) -> list[Wrong]:
-    return [Wrong(suspect.name, suspect.whole(), suspect.expected) for suspect in suspects]
+def _examine(
+    suspects: Sequence[Suspect], components: Components | None, axes: Axes
+) -> tuple[Verdict | None, tuple[Trial, ...]]:
+    wrong = [Wrong(suspect.name, suspect.whole(), suspect.expected) for suspect in suspects]
+    return examine_aggregation(wrong, components, axes.degrees_of(*(suspect.name for suspect in suspects)))
 
 
 def _detached(suspect: Suspect) -> Verdict | None:
@@ -68,47 +84,57 @@ def _detached(suspect: Suspect) -> Verdict | None:
     return None
 
 
+def _stale(suspect: Suspect, previous: Tensor | None) -> Verdict | None:
+    if previous is None or not is_value(suspect, previous):
+        return None
+    return Verdict(Cause.STALE, "it is the gradient of the step before: nothing new was accumulated")
+
+
 def _fit(
-    suspects: Sequence[Suspect], source: ComponentSource, degrees: dict[str, int]
-) -> tuple[list[Suspect], list[Named]]:
-    """Return the suspects that no sum explains, and the causes of the others."""
-    components = source()
-    known = [suspect for suspect in suspects if suspect.name in components.names]
-    foreign = [suspect for suspect in suspects if suspect.name not in components.names]
-    verdict, tried = examine_aggregation(_as_wrong(known), components, degrees)
+    suspects: Sequence[Suspect], source: ComponentSource | None, axes: Axes
+) -> tuple[list[Named], list[Named]]:
+    """Return the suspects that no sum explains, each alone, and the causes of the others."""
+    components = source() if source is not None else None
+    known = [suspect for suspect in suspects if components is None or suspect.name in components.names]
+    names = {suspect.name for suspect in known}
+    rest = [Named((suspect,), None) for suspect in suspects if suspect.name not in names]
+    verdict, fits = _examine(known, components, axes) if known else (None, ())
     if verdict is not None and len(known) > 1:
-        return foreign, [Named(tuple(known), verdict, tried)]
+        return rest, [Named(tuple(known), verdict, fits)]
     named: list[Named] = []
-    rest = list(foreign)
     families: dict[str, list[Suspect]] = {}
     for suspect in known:
         families.setdefault(family_of(suspect.name), []).append(suspect)
     for members in families.values():
-        verdict, tried = examine_aggregation(_as_wrong(members), components, degrees)
+        verdict, fits = _examine(members, components, axes)
         if verdict is not None:
-            named.append(Named(tuple(members), verdict, tried))
+            named.append(Named(tuple(members), verdict, fits))
             continue
         for suspect in members:
-            verdict, tried = examine_aggregation(_as_wrong([suspect]), components, degrees)
-            if verdict is None:
-                rest.append(suspect)
-            else:
-                named.append(Named((suspect,), verdict, tried))
+            verdict, fits = _examine([suspect], components, axes)
+            (rest if verdict is None else named).append(Named((suspect,), verdict, fits))
     return rest, named
 
 
 def merge_named(named: Sequence[Named]) -> list[Named]:
-    """Return the causes with equal ones joined, those that explain most tensors first, the unexplained last."""
+    """Return the causes with equal ones joined, those that explain most tensors first, the unexplained last.
+
+    A reduction that is missing for several tensors is one cause, told by the tensor that leaves the fewest axes.
+    """
     groups: dict[tuple[str, str], list[Named]] = {}
     for item in named:
-        key = (item.verdict.cause.value, item.verdict.sentence) if item.verdict else ("", "")
-        groups.setdefault(key, []).append(item)
-    joined = [
-        Named(
-            tuple(suspect for item in items for suspect in item.suspects),
-            items[0].verdict,
-            items[0].tried,
-        )
-        for items in groups.values()
-    ]
+        groups.setdefault(_identify(item.verdict), []).append(item)
+    joined = []
+    for items in groups.values():
+        head = min(items, key=lambda item: len(item.verdict.axes) if item.verdict else 0)
+        joined.append(replace(head, suspects=tuple(suspect for item in items for suspect in item.suspects)))
     return sorted(joined, key=lambda item: (item.verdict is None, -len(item.suspects)))
+
+
+def _identify(verdict: Verdict | None) -> tuple[str, str]:
+    """Return what is equal for verdicts that say the same."""
+    if verdict is None:
+        return "", ""
+    if verdict.cause is Cause.MISSING_REDUCTION and verdict.axes:
+        return verdict.cause.value, verdict.axes[0]
+    return verdict.cause.value, verdict.sentence

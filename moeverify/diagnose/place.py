@@ -38,6 +38,11 @@ class Origin:
     input: Tensor | None = None
 
     @property
+    def name(self) -> str:
+        """Return what differs, in words."""
+        return f"{'gradient of ' if self.direction == BACKWARD else ''}{self.end} of {self.module}"
+
+    @property
     def culprit(self) -> str:
         """Return the module whose own computation went wrong.
 
@@ -49,16 +54,31 @@ class Origin:
         return self.module if wrong_here else (around or "the model")
 
 
+@dataclass(frozen=True)
+class Search:
+    """What came of the search: the origin of each direction, how many readings were right before, how far off.
+
+    `bound` is the relative error above which a reading is wrong.
+    """
+
+    origins: Mapping[str, Origin]
+    num_right: Mapping[str, int]
+    worst_right: Mapping[str, float]
+    bound: float
+
+
 def find_origins(
     golden: Sequence[Reading],
     by_rank: Sequence[RankReadings],
     coordinates: Coordinates,
     tp: int,
     precision: torch.dtype,
-) -> dict[str, Origin]:
+) -> Search:
     """Return the origin of each direction in which anything differs by more than the precision's rounding."""
     bound = _BOUNDS[precision]
     origins: dict[str, Origin] = {}
+    num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
+    worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for reading in sorted(golden, key=lambda reading: reading.order):
         if reading.direction in origins:
             continue
@@ -67,7 +87,10 @@ def find_origins(
             continue
         errors = {piece.rank: _error(piece, suspect.expected) for piece in suspect.pieces}
         worst = max(errors.values(), default=0.0)
-        if worst > bound:
+        if worst <= bound:
+            num_right[reading.direction] += 1
+            worst_right[reading.direction] = max(worst_right[reading.direction], worst)
+        else:
             ranks = tuple(sorted(rank for rank, error in errors.items() if error > bound))
             suspect.precision = precision
             origins[reading.direction] = Origin(
@@ -80,7 +103,7 @@ def find_origins(
                 min(_micro_batches(suspect, by_rank, bound)),
                 _input_of(golden, reading),
             )
-    return origins
+    return Search(origins, num_right, worst_right, bound)
 
 
 def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:

@@ -50,20 +50,36 @@ def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None
 
     None where some slice has no equal one, or where slices are too small or too many to say.
     """
+    measured = _measure_slices(expected, actual, dim)
+    if measured is None:
+        return None
+    distance, norms = measured
+    best = distance.argmin(dim=1)
+    if not bool((distance.amin(dim=1) <= EXACT * norms).all()):
+        return None
+    # A slice that stands where it belongs is taken as such, even where another one equals it.
+    own = distance.diagonal() <= EXACT * norms
+    return [int(index) for index in torch.where(own, torch.arange(len(best)), best)]
+
+
+def count_matches(expected: Tensor, actual: Tensor, dim: int) -> int | None:
+    """Return how many slices of `actual` along a dim equal some slice of `expected`; None as above."""
+    measured = _measure_slices(expected, actual, dim)
+    if measured is None:
+        return None
+    distance, norms = measured
+    return int((distance.amin(dim=1) <= EXACT * norms).sum())
+
+
+def _measure_slices(expected: Tensor, actual: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    """Return the distance of each slice of `actual` from each of `expected`, and the norms of the former."""
     size = actual.shape[dim]
     if not 2 <= size <= _MOST_ROWS or actual.numel() // size < 2:
         return None
     wanted = expected.movedim(dim, 0).reshape(size, -1)
     found = actual.movedim(dim, 0).reshape(size, -1)
     distance = torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist")
-    best = distance.argmin(dim=1)
-    norms = found.norm(dim=1).clamp(min=1e-300)
-    if bool((distance.gather(1, best.unsqueeze(1)).squeeze(1) > EXACT * norms).any()):
-        return None
-    # A slice that stands where it belongs is taken as such, even where another one equals it.
-    own = distance.diagonal() <= EXACT * norms
-    places = torch.arange(size, device=best.device)
-    return [int(index) for index in torch.where(own, places, best)]
+    return distance, found.norm(dim=1).clamp(min=1e-300)
 
 
 def _describe(moved: Sequence[tuple[int, int]]) -> str:

@@ -40,6 +40,12 @@ def examine_rounding(suspects: Sequence[Suspect]) -> Verdict | None:
     return None
 
 
+def describe_rounding(suspect: Suspect) -> str:
+    """Return why the error of a tensor is not rounding."""
+    units = ", ".join(f"{str(dtype)[6:]} {unit:.2g}" for dtype, unit in _UNITS.items())
+    return f"the relative error is {_error(suspect):.3g}; units of rounding: {units}"
+
+
 def _error(suspect: Suspect) -> float:
     norm = float(suspect.expected.norm())
     return float((suspect.whole() - suspect.expected).norm()) / norm if norm else 0.0

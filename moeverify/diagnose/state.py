@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.cause import Cause
-from moeverify.diagnose.evidence import EXACT, Key, Suspect
+from moeverify.diagnose.evidence import EXACT, Key, Suspect, measure_factor
 from moeverify.diagnose.gradient import Named, merge_named
 from moeverify.diagnose.place import Origin
 from moeverify.diagnose.places import examine_places, match_slices
-from moeverify.diagnose.replicas import Groups, examine_replica_sums
+from moeverify.diagnose.replicas import examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.diagnose.tap import FORWARD
 from moeverify.diagnose.verdict import Verdict, list_ranks, name_factor
@@ -22,13 +23,8 @@ ByKind = Mapping[str, Sequence[Suspect]]
 
 def find_scale(suspect: Suspect) -> float | None:
     """Return k if the tensor is k times its golden to float64's precision, else None."""
-    expected, actual = suspect.expected.reshape(-1), suspect.whole().reshape(-1)
-    square = float(torch.dot(expected, expected))
-    if square == 0.0:
-        return None
-    factor = float(torch.dot(expected, actual)) / square
-    error = float((actual - factor * expected).norm()) / max(float(actual.norm()), 1e-300)
-    return factor if error < EXACT else None
+    factor, residual = measure_factor(suspect)
+    return factor if residual < EXACT else None
 
 
 def name_initial(suspects: Sequence[Suspect]) -> list[Named]:
@@ -76,7 +72,7 @@ def _equal_parts(suspect: Suspect) -> str:
 
 
 def name_forward(  # noqa: PLR0911 - one return for each thing that it can have been
-    origin: Origin, groups: Groups, degrees: dict[str, int], by_kind: ByKind
+    origin: Origin, axes: Axes, by_kind: ByKind
 ) -> Named:
     """Return what happened at the first module that went wrong, in words."""
     suspect, where = origin.suspect, origin.culprit
@@ -86,8 +82,9 @@ def name_forward(  # noqa: PLR0911 - one return for each thing that it can have 
         f"wrong on {list_ranks(origin.ranks)}",
     )
 
-    def say(cause: Cause, sentence: str, place: str = where) -> Named:
-        return _place(cause, sentence, place, evidence, by_kind)
+    def say(cause: Cause, sentence: str, place: str = where, fitting: tuple[str, ...] = ()) -> Named:
+        losses = tuple(found for kind in ("token_loss", "loss") for found in by_kind.get(kind, ()))
+        return Named(losses, Verdict(cause, sentence, place, evidence, fitting), subject=suspect)
 
     if origin.direction == FORWARD and origin.first_micro_batch > 0:
         sentence = (
@@ -95,13 +92,12 @@ def name_forward(  # noqa: PLR0911 - one return for each thing that it can have 
             "something that should change once a step changed between them"
         )
         return say(Cause.STATE, sentence)
-    if (missing := examine_replica_sums(suspect, groups)) is not None:
-        return say(
-            Cause.MISSING_REDUCTION, f"the {what} of {where}: {missing.sentence}", f"{where}, {missing.where}"
-        )
+    if (missing := examine_replica_sums(suspect, axes.groups_of(where))) is not None:
+        sentence = f"the {what} of {where}: {missing.sentence}"
+        return say(Cause.MISSING_REDUCTION, sentence, f"{where}, {missing.where}", missing.axes)
     if (factor := find_scale(suspect)) is not None:
-        text, _ = name_factor(factor, degrees)
-        return say(Cause.SCALE, f"the {what} of {where} is {text} times the right one")
+        text, fitting = name_factor(factor, axes.degrees_of(where))
+        return say(Cause.SCALE, f"the {what} of {where} is {text} times the right one", where, fitting)
     if (moved := _moved_tokens(suspect)) is not None:
         return say(moved.cause, f"in {where}: {moved.sentence}")
     if (rounded := examine_rounding([suspect])) is not None:
@@ -110,11 +106,6 @@ def name_forward(  # noqa: PLR0911 - one return for each thing that it can have 
         return say(Cause.ROUTING, f"{where} chooses otherwise, from the right input")
     cause = Cause.FORWARD if origin.direction == FORWARD else Cause.BACKWARD
     return say(cause, f"the {what} goes wrong in {where}, from what was right until there")
-
-
-def _place(cause: Cause, sentence: str, where: str, evidence: tuple[str, ...], by_kind: ByKind) -> Named:
-    suspects = tuple(suspect for kind in ("token_loss", "loss") for suspect in by_kind.get(kind, ()))
-    return Named(suspects, Verdict(cause, sentence, where, evidence))
 
 
 def _moved_tokens(suspect: Suspect) -> Verdict | None:
@@ -163,7 +154,7 @@ def _name_counts(suspect: Suspect, num_tokens: int) -> Verdict:
     return Verdict(Cause.STATE, sentence, suspect.name)
 
 
-def name_loss(by_kind: ByKind, degrees: dict[str, int], *, gradient_is_right: bool) -> list[Named]:
+def name_loss(by_kind: ByKind, degrees: Mapping[str, int], *, gradient_is_right: bool) -> list[Named]:
     """Return the causes of wrong losses where routing and every module's output are right."""
     suspects = [*by_kind.get("token_loss", ()), *by_kind.get("loss", ())]
     if not gradient_is_right:
@@ -172,11 +163,11 @@ def name_loss(by_kind: ByKind, degrees: dict[str, int], *, gradient_is_right: bo
     named: list[Named] = []
     for suspect in suspects:
         factor = find_scale(suspect)
-        text, axes = name_factor(factor, degrees) if factor is not None else ("not a multiple of", "")
+        text, axes = name_factor(factor, degrees) if factor is not None else ("not a multiple of", ())
         how = f"{text} times the right one" if factor is not None else "and no multiple of the right one"
         sentence = f"only a reported number is off, the {suspect.name} loss, {how}: the gradients are right"
-        where = f"{suspect.name} loss" + (f", axis {axes}" if axes else "")
-        named.append(Named((suspect,), Verdict(Cause.METRIC, sentence, where)))
+        where = f"{suspect.name} loss" + _name_axes(axes)
+        named.append(Named((suspect,), Verdict(Cause.METRIC, sentence, where, axes=axes)))
     return named
 
 
@@ -191,7 +182,7 @@ def name_term(by_kind: ByKind) -> Verdict | None:
     return Verdict(Cause.FORWARD, sentence, f"{terms} loss", tuple(values))
 
 
-def name_norm(suspects: Sequence[Suspect], degrees: dict[str, int]) -> list[Named]:
+def name_norm(suspects: Sequence[Suspect], degrees: Mapping[str, int]) -> list[Named]:
     """Return the cause of a wrong gradient norm over right gradients."""
     for suspect in suspects:
         expected, actual = float(suspect.expected), float(suspect.whole())
@@ -203,10 +194,14 @@ def name_norm(suspects: Sequence[Suspect], degrees: dict[str, int]) -> list[Name
         sentence = (
             f"the gradients are right, {what} is {ratio:.6g} times the right one (squared: {squared}){differ}"
         )
-        where = "gradient norm" + (f", axis {axes}" if axes else "")
+        where = "gradient norm" + _name_axes(axes)
         evidence = (f"expected {expected:.10g}, actual {actual:.10g}",)
-        return [Named((suspect,), Verdict(Cause.NORM, sentence, where, evidence))]
+        return [Named((suspect,), Verdict(Cause.NORM, sentence, where, evidence, axes))]
     return []
+
+
+def _name_axes(axes: Sequence[str]) -> str:
+    return f", axis {', '.join(axes)}" if axes else ""
 
 
 def name_update(suspects: Sequence[Suspect], clip: float | None) -> list[Named]:
@@ -231,9 +226,9 @@ def name_update(suspects: Sequence[Suspect], clip: float | None) -> list[Named]:
     return merge_named(named)
 
 
-def name_state(suspects: Sequence[Suspect], previous: Mapping[Key, Tensor]) -> list[Named]:
-    """Return the causes of wrong buffers where the routing is right; `previous` has them a step earlier."""
-    return [Named((suspect,), _name_buffer(suspect, previous.get(suspect.key))) for suspect in suspects]
+def name_state(suspects: Sequence[Suspect], previous: Callable[[Key], Tensor | None]) -> list[Named]:
+    """Return the causes of wrong buffers where the routing is right; `previous` gives them a step earlier."""
+    return [Named((suspect,), _name_buffer(suspect, previous(suspect.key))) for suspect in suspects]
 
 
 def _name_buffer(suspect: Suspect, previous: Tensor | None) -> Verdict:

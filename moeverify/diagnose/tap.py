@@ -5,7 +5,7 @@ Only tensors that run along the tokens of the batch, (rows, positions, ...), are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +39,22 @@ class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
     `scale` is what the loss was multiplied by, and is divided out of gradients again. `limit` bounds the
-    elements that are kept.
+    elements that are kept. `count` says how many collectives this rank has issued so far; `spans` has what it
+    said when each module began and ended, by direction and module, for every visit that has ended.
     """
 
-    def __init__(self, model: nn.Module, num_positions: int, *, scale: float, limit: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_positions: int,
+        *,
+        scale: float,
+        limit: int,
+        count: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        self._count = count
+        self._begun: dict[tuple[str, str], int] = {}
         self.readings: list[Reading] = []
         self._model = model
         self._num_positions = num_positions
@@ -70,6 +82,7 @@ class Tap:
     def _make_pre_hook(self, name: str, *, is_root: bool) -> Any:
         def hook(_: nn.Module, inputs: Any) -> None:
             self._micro_batch += is_root
+            self._begin(FORWARD, name)
             self._take(name, "input", inputs)
 
         return hook
@@ -77,6 +90,7 @@ class Tap:
     def _make_hook(self, name: str) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             self._take(name, "output", output)
+            self._end(FORWARD, name)
 
         return hook
 
@@ -91,9 +105,18 @@ class Tap:
             micro_batch = self._micro_batch
 
             def on_gradient(gradient: Tensor) -> None:
+                (self._begin if end == "output" else self._end)(BACKWARD, name)
                 self._keep(BACKWARD, name, end, micro_batch, gradient / self._scale)
 
             tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _begin(self, direction: str, name: str) -> None:
+        self._begun[direction, name] = self._count()
+
+    def _end(self, direction: str, name: str) -> None:
+        begun = self._begun.pop((direction, name), None)
+        if begun is not None:
+            self.spans.setdefault((direction, name), []).append((begun, self._count()))
 
     def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
         if is_partial(tensor):

@@ -91,6 +91,11 @@ class CollectiveTrace:
                 self._flight.close()
                 self._flight = None
 
+    @property
+    def num_collectives(self) -> int:
+        """Return how many collectives this process has issued since the reset."""
+        return self._number
+
     def reset(self) -> None:
         """Forget all records, and begin to count at 1 again."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from moeverify.compare.result import CaseResult
@@ -11,21 +12,49 @@ from moeverify.compare.result import CaseResult
 _KEPT = ("--set", "--fault", "--device", "--ranks", "--timeout", "--goldens", "--cache")
 
 
-def advise(case: CaseResult, command: str, folder: Path | None) -> list[tuple[str, str]]:
-    """Return (command, purpose) pairs; `folder` is where this run was kept, if it was."""
+@dataclass(frozen=True)
+class Kept:
+    """Where a run is kept, if it is: the folder of `--out`, or else the file of `--json`."""
+
+    folder: Path | None = None
+    file: Path | None = None
+
+    @property
+    def run(self) -> Path | None:
+        """Return what later commands take as RUN."""
+        return self.folder or self.file
+
+    @property
+    def json(self) -> Path | None:
+        """Return the file that has everything."""
+        return self.folder / "result.json" if self.folder else self.file
+
+
+def name_rest(case: CaseResult, kept: Kept, field: str = "`findings`") -> str:
+    """Return where the part of a case is that a report leaves out; a Python caller holds it in a field."""
+    if kept.json is not None:
+        return f"all are in {kept.json}"
+    return "--out DIR or --json FILE keeps all" if case.file else f"{field} of the result has all"
+
+
+def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[tuple[str, str]]:
+    """Return (command, purpose) pairs for what to do next; `number` is that of the first finding."""
     select = f"{shlex.quote(case.file)} -k {shlex.quote(case.name)}"
     steps: list[tuple[str, str]] = []
     if case.verdict == "skipped":
         return steps
     if not case.file:  # it came from Python: there is no command that repeats it
         return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
-    if folder is None:
-        kept = shlex.quote(f"runs/{case.name}")
-        again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {kept}"
+    if kept.run is not None and case.verdict == "mismatch":
+        explain = f"moeverify explain {shlex.quote(str(kept.run))} {number}"
+        steps.append((explain, "the evidence of the first finding"))
+    if kept.folder is None:
+        place = shlex.quote(f"runs/{case.name}")
+        again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"
         steps.append((again, "repeat it alone and keep all of it"))
     else:
-        page = shlex.quote(str(folder / "report.html"))
-        steps.append((f"moeverify report {shlex.quote(str(folder))} --html {page}", "all findings on a page"))
+        run, page = (shlex.quote(str(path)) for path in (kept.folder, kept.folder / "report.html"))
+        steps.append((f"moeverify report {run} --html {page}", "all findings on a page"))
         again = f"moeverify run {select}{_keep_options(command, _KEPT)}"
         steps.append((again, "repeat it alone"))
     if case.verdict == "mismatch":

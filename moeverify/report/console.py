@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from moeverify.compare.result import Verdict
+from moeverify.report.characters import clean
 
 # A log has no width of its own; this holds a row of the table without breaking a name.
 LOG_WIDTH = 120
+LABEL_WIDTH = 10
 
 STYLES = {"pass": "green", "mismatch": "bold red", "error": "bold magenta", "skipped": "yellow"}
 
@@ -51,6 +53,20 @@ _ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=
 def style_verdict(verdict: Verdict) -> Text:
     """Return the verdict in its colour; the word says it without colour too."""
     return Text(verdict.upper() if verdict in ("mismatch", "error") else verdict, style=STYLES[verdict])
+
+
+def print_fact(console: Console, label: str, text: str, *, indent: int, style: str = "") -> None:
+    """Print a label and its text; in a terminal the lines of a long text stand below each other."""
+    start = f"{'':{indent}}{label:<{LABEL_WIDTH}}"
+    body = Text(clean(text), style=style)
+    if not console.is_terminal:
+        console.print(Text(start) + Text(clean(text).replace("\n", "\n" + " " * len(start))), soft_wrap=True)
+        return
+    lines = body.wrap(console, max(20, console.width - len(start)), overflow="fold")
+    for position, line in enumerate(lines):
+        head = start if position == 0 else " " * len(start)
+        line.rstrip()
+        console.print(Text.assemble((head, "dim"), line), soft_wrap=True)
 
 
 def print_lines(console: Console, text: Text) -> None:

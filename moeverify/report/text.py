@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from moeverify.compare.result import CaseResult, Finding, RunResult
-from moeverify.report.advice import advise
+from moeverify.report.advice import Kept, advise, name_rest
 from moeverify.report.characters import clean
-from moeverify.report.console import STYLES, print_lines, style_verdict
+from moeverify.report.console import STYLES, print_fact, print_lines, style_verdict
 from moeverify.report.facts import describe_finding, name_finding
 from moeverify.report.numbers import format_count, format_ranks, format_seconds
 from moeverify.report.order import count_tensors, count_verdicts, group_texts, order_findings
@@ -20,17 +20,27 @@ from moeverify.report.table import make_table, print_table
 
 _MAX_FINDINGS = 5
 _MAX_STACK_LINES = 12
-_LABEL_WIDTH = 10
 
 
-def render_run(run: RunResult, console: Console, *, folder: Path | None = None, quiet: bool = False) -> None:
-    """Print a run. `folder` is where it is kept, if it is; `quiet` leaves out the table and what passed."""
+def render_run(
+    run: RunResult,
+    console: Console,
+    *,
+    folder: Path | None = None,
+    file: Path | None = None,
+    quiet: bool = False,
+) -> None:
+    """Print a run. `quiet` leaves out the table and what passed.
+
+    `folder` is where all of it is kept, `file` where its JSON is, if they are anywhere.
+    """
+    kept = Kept(folder, file)
     if not quiet and run.cases:
         print_table(make_table(run.cases, console), console)
         console.print()
     for case in run.cases:
         if case.verdict in ("mismatch", "error"):
-            _render_case(case, run, console, folder)
+            _render_case(case, run, console, kept)
     if not quiet:
         _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)
         _render_groups("note", [(c.name, note) for c in run.cases for note in c.notes], console)
@@ -49,20 +59,22 @@ def summarize_run(run: RunResult) -> Text:
     return line.append(format_seconds(run.seconds))
 
 
-def _render_case(case: CaseResult, run: RunResult, console: Console, folder: Path | None) -> None:
+def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept) -> None:
     """Print one case that did not pass: its findings or its ranks, and what to type next."""
     title = Text.assemble((clean(case.name), "bold"), "  ", style_verdict(case.verdict))
     title.append(f"  {format_count(case.ranks, 'rank')}, {format_seconds(case.seconds)}  {clean(case.file)}")
     print_lines(console, title)
     for label, text in (("reason", case.reason), ("recipe", case.recipe), ("layout", case.layout)):
         if text:
-            _print_fact(console, label, text, indent=2)
+            print_fact(console, label, text, indent=2)
     if case.findings:
-        _render_findings(case, console, folder)
+        _render_findings(case, console, kept)
     for group in group_ranks(case.rank_reports):
-        _render_group(group, console, folder)
+        _render_group(group, case, console, kept)
     console.print()
-    for command, purpose in advise(case, run.command, folder):
+    before = [finding for other in run.cases[: run.cases.index(case)] for finding in other.findings]
+    number = 1 + sum(not finding.follows for finding in before)
+    for command, purpose in advise(case, run.command, kept, number):
         # Never wrapped, so that it can be copied.
         console.print(
             Text.assemble((f"  next, {purpose}:\n", "dim"), "    ", (command, "cyan")), soft_wrap=True
@@ -70,12 +82,12 @@ def _render_case(case: CaseResult, run: RunResult, console: Console, folder: Pat
     console.print()
 
 
-def _render_findings(case: CaseResult, console: Console, folder: Path | None) -> None:
+def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
     """Print the first findings in full and say how many more there are, and where."""
     findings = order_findings(case.findings)
     per_check = Counter(finding.check for finding in findings)
     told = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
-    _print_fact(console, "differ", f"{told}; {_count_checks(case)}", indent=2)
+    print_fact(console, "differ", f"{told}; {_count_checks(case)}", indent=2)
     told_before: list[tuple[str, str]] = []
     origins = [finding for finding in findings if not finding.follows]
     shown = (origins or findings)[:_MAX_FINDINGS]
@@ -85,7 +97,7 @@ def _render_findings(case: CaseResult, console: Console, folder: Path | None) ->
         told_before = facts
     num_left_out = len(findings) - len(shown)
     if num_left_out > 0:
-        where = f"all are in {folder / 'result.json'}" if folder else "--out DIR or --json FILE keeps all"
+        where = name_rest(case, kept)
         num_followers = len(findings) - len(origins) if origins else 0
         which = f", {num_followers} of them follow from what is above" if num_followers else ""
         console.print()
@@ -117,11 +129,11 @@ def _render_finding(finding: Finding, facts: list[tuple[str, str]], console: Con
     previous = ""
     for label, text in facts:
         style = "yellow" if label == "cause" else ""
-        _print_fact(console, "" if label == previous else label, text, indent=4, style=style)
+        print_fact(console, "" if label == previous else label, text, indent=4, style=style)
         previous = label
 
 
-def _render_group(group: RankGroup, console: Console, folder: Path | None) -> None:
+def _render_group(group: RankGroup, case: CaseResult, console: Console, kept: Kept) -> None:
     """Print what is known of ranks that stand in one place: state, last collective, end of the stack."""
     console.print()
     same = ": same stack" if len(group.ranks) > 1 and group.stack else ""
@@ -129,7 +141,7 @@ def _render_group(group: RankGroup, console: Console, folder: Path | None) -> No
     for label, told in (("", group.summaries), ("in", group.collectives)):
         for text, ranks in told:
             who = "" if ranks == group.ranks else f"{format_ranks(ranks)}: "
-            _print_fact(console, label or "what", who + text, indent=4)
+            print_fact(console, label or "what", who + text, indent=4)
     if group.stack:
         # Ranks that were stopped because others failed say little.
         num_lines = _MAX_STACK_LINES if group.state != "stopped" else _MAX_STACK_LINES // 3
@@ -137,15 +149,15 @@ def _render_group(group: RankGroup, console: Console, folder: Path | None) -> No
         for line in text.splitlines():
             console.print(Text(f"    {line}"), soft_wrap=True)
         if left_out:
-            where = f"in {folder / 'result.json'}" if folder else "with --out DIR or --json FILE"
-            print_lines(console, Text(f"    ({left_out} more lines {where})", style="dim"))
+            where = name_rest(case, kept, "`rank_reports`")
+            print_lines(console, Text(f"    ({left_out} more lines: {where})", style="dim"))
 
 
 def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -> None:
     """Print each reason or note once, with the cases that it holds for."""
     for text, names in group_texts(pairs):
         cases = ", ".join(names)
-        _print_fact(console, label, f"{cases}: {text}" if text else cases, indent=0)
+        print_fact(console, label, f"{cases}: {text}" if text else cases, indent=0)
     if pairs:
         console.print()
 
@@ -156,17 +168,3 @@ def _render_environment(run: RunResult, console: Console) -> None:
         told = ", ".join(f"{key} {value}" for key, value in run.environment.items())
         told += f", {run.launches} launch{'es' if run.launches > 1 else ''}" if run.launches else ""
         print_lines(console, Text(clean(told), style="dim"))
-
-
-def _print_fact(console: Console, label: str, text: str, *, indent: int, style: str = "") -> None:
-    """Print a label and its text; in a terminal the lines of a long text stand below each other."""
-    start = f"{'':{indent}}{label:<{_LABEL_WIDTH}}"
-    body = Text(clean(text), style=style)
-    if not console.is_terminal:
-        console.print(Text(start) + Text(clean(text).replace("\n", "\n" + " " * len(start))), soft_wrap=True)
-        return
-    lines = body.wrap(console, max(20, console.width - len(start)), overflow="fold")
-    for position, line in enumerate(lines):
-        head = start if position == 0 else " " * len(start)
-        line.rstrip()
-        console.print(Text.assemble((head, "dim"), line), soft_wrap=True)

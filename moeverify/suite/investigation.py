@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,16 +15,27 @@ from moeverify.case.schema import Case, ForeignModel, Recipe
 from moeverify.compare.checks import CHECKS, REPLICAS
 from moeverify.compare.judging import Judgement
 from moeverify.compare.result import Finding
+from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.components import Components, make_components
 from moeverify.diagnose.diagnosis import Material, diagnose, origin_step
-from moeverify.diagnose.evidence import LIMIT, Capture, Key, collect_suspects
-from moeverify.diagnose.place import Origin, RankReadings, find_origins
+from moeverify.diagnose.evidence import (
+    INITIAL_VALUE,
+    LIMIT,
+    STEP_BEFORE,
+    Capture,
+    Key,
+    collect_suspects,
+)
+from moeverify.diagnose.place import RankReadings, Search, find_origins
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.tap import FORWARD, Reading, Tap
 from moeverify.golden.store import StoredGolden
+from moeverify.launch.trace import CollectiveTrace
+from moeverify.launch.words import summarize_records
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
+from moeverify.suite.axes import list_degrees, list_groups, name_ranks, says_something
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program, dtype_of
@@ -31,11 +43,27 @@ from moeverify.train.program import Program, dtype_of
 Assemble = Callable[[], Program]
 
 
-Gathered = tuple[int, list[tuple[list[Any], RankReadings]]]
+@dataclass(frozen=True)
+class Shown:
+    """What one rank shows of the step where it began.
+
+    `issued` has the collectives that it issued inside each module, by module, in words.
+    """
+
+    pieces: list[tuple[Key, Region, Tensor | None]]
+    readings: RankReadings
+    issued: dict[str, tuple[str, ...]]
+
+
+Gathered = tuple[int, list[Shown]]
 
 
 def gather_material(
-    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assemble
+    case: Case,
+    golden: StoredGolden,
+    judgement: Judgement | None,
+    assemble: Assemble,
+    trace: CollectiveTrace,
 ) -> Gathered | None:
     """Return on rank 0 the step at which it began and what every rank shows of it; None without findings.
 
@@ -46,7 +74,7 @@ def gather_material(
     if request[0] is None:
         return None
     step, keys = request[0]
-    shown = _rerun(case, golden, assemble(), step, keys)
+    shown = _rerun(case, golden, assemble(), step, keys, trace)
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(shown, gathered)
     return None if gathered is None else (step, gathered)
@@ -57,7 +85,7 @@ def conclude(
 ) -> list[Finding]:
     """Return the findings with their causes, on rank 0 alone."""
     if gathered is None:
-        return diagnose(judgement.findings, Material({}, {}, {}, {}, {}))
+        return diagnose(judgement.findings, Material())
     step, by_rank = gathered
     return _diagnose(case, golden, judgement, step, by_rank, device)
 
@@ -116,10 +144,18 @@ class _StepTap:
 
 
 def _rerun(
-    case: Case, golden: StoredGolden, program: Program, step: int, keys: Sequence[Key]
-) -> tuple[list[Any], RankReadings]:
+    case: Case,
+    golden: StoredGolden,
+    program: Program,
+    step: int,
+    keys: Sequence[Key],
+    trace: CollectiveTrace,
+) -> Shown:
     capture = Capture(keys)
-    tap = Tap(program.model, len(program.share.positions), scale=program.scale, limit=LIMIT)
+    num_positions = len(program.share.positions)
+    tap = Tap(
+        program.model, num_positions, scale=program.scale, limit=LIMIT, count=lambda: trace.num_collectives
+    )
     observer = _StepTap(capture, tap, step)
     recipe = case.recipe.model_copy(update={"steps": max(step, 0) + 1})
     low = recipe.precision != "float64" and not isinstance(recipe.model, ForeignModel)
@@ -128,7 +164,19 @@ def _rerun(
     observer.close()
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
-    return capture.pieces, RankReadings(tap.readings, shares)
+    return Shown(capture.pieces, RankReadings(tap.readings, shares), _list_issued(case, tap, trace))
+
+
+def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[str, ...]]:
+    """Return the collectives inside each module, those of the forward pass first."""
+    records = {record["number"]: record for record in trace.records()}
+    issued: dict[str, tuple[str, ...]] = {}
+    for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
+        numbers = (number for begin, end in spans for number in range(begin + 1, end + 1))
+        inside = [records[number] for number in numbers if number in records]
+        lines = summarize_records(inside, lambda ranks: name_ranks(case, ranks))
+        issued[module] = (*issued.get(module, ()), *(f"{direction}: {line}" for line in lines))
+    return issued
 
 
 def _diagnose(
@@ -136,7 +184,7 @@ def _diagnose(
     golden: StoredGolden,
     judgement: Judgement,
     step: int,
-    gathered: Sequence[tuple[list[Any], RankReadings]],
+    gathered: Sequence[Shown],
     device: torch.device,
 ) -> list[Finding]:
     plan = MeshPlan.of(case.layout)
@@ -147,41 +195,48 @@ def _diagnose(
         name = f"{key[1]}/{key[2]}"
         return golden.whole(key[0], name) if name in found else None
 
-    suspects = collect_suspects([pieces for pieces, _ in gathered], read, dtype_of(case.recipe.precision))
+    suspects = collect_suspects([shown.pieces for shown in gathered], read, dtype_of(case.recipe.precision))
     failed = _failed_keys(judgement)
     wrong = {key: suspect for key, suspect in suspects.items() if key in failed and suspect.differs()}
-    readings = [found for _, found in gathered]
-    origins = _find_origins(case, golden, step, readings, coordinates, device)
+    search = _search(case, golden, step, [shown.readings for shown in gathered], coordinates, device)
+    forward = search.origins.get(FORWARD) if search is not None else None
     clip = read((step, "gradient_norm", "clip_coefficient")) if step >= 0 else None
     material = Material(
         suspects=wrong,
-        origins=origins,
-        groups=_groups(plan),
-        degrees=_degrees(case, plan),
-        previous={key: value for key in wrong if (value := _read_previous(read, key)) is not None},
+        axes=Axes(
+            list_groups(case), list_degrees(case), lambda axis, tensor: says_something(case, axis, tensor)
+        ),
+        search=search,
+        earlier=lambda key: _read_earlier(read, key),
+        issued=lambda module, rank: _find_issued(gathered[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         clip=None if clip is None else float(clip),
-        stale=FORWARD in origins and explains_stale(case.recipe, golden, step, origins[FORWARD], device),
+        stale=None if forward is None else explains_stale(case.recipe, golden, step, forward, device),
     )
     return diagnose(judgement.findings, material)
 
 
-def _groups(plan: MeshPlan) -> dict[str, list[list[int]]]:
-    """Return the groups of ranks of every axis with more than one rank, of the data and of the expert axes."""
-    views = (
-        (plan.data, plan.data.axes),
-        (plan.sparse, [a for a in plan.sparse.axes if a not in plan.data.axes]),
-    )
-    return {axis: view.groups(axis) for view, axes in views for axis in axes if view.axes[axis] > 1}
-
-
-def _read_previous(read: Callable[[Key], Tensor | None], key: Key) -> Tensor | None:
-    """Return what the golden held of a buffer one step earlier."""
+def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
+    """Return what the golden held of a tensor a step earlier, and of a buffer before the first."""
     step, kind, name = key
-    if kind != "buffer":
-        return None
-    return read((INITIAL, "initial_buffer", name)) if step == 0 else read((step - 1, "buffer", name))
+    if step < 0:
+        return {}
+    initial = read((INITIAL, "initial_buffer", name)) if kind == "buffer" else None
+    before = initial if step == 0 else read((step - 1, kind, name))
+    return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == "buffer" and step > 0 else {})
+
+
+def _find_issued(issued: Mapping[str, tuple[str, ...]], module: str) -> tuple[str, ...]:
+    """Return the collectives inside a module, or else inside the nearest one around it that issued some."""
+    around = module
+    while around and not issued.get(around):
+        around = around.rpartition(".")[0]
+    lines = issued.get(around, ())
+    if not lines:
+        return ("none in this module, nor in one around it",)
+    where = "" if around == module else f"in {around or 'the model'}, "
+    return tuple(where + line for line in lines)
 
 
 def _failed_keys(judgement: Judgement) -> set[Key]:
@@ -195,19 +250,6 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
     return failed
 
 
-def _degrees(case: Case, plan: MeshPlan) -> dict[str, int]:
-    """Return the sizes that a factor may come from; expert axes only where there are experts."""
-    model = case.recipe.model
-    has_experts = isinstance(model, ForeignModel) or model.moe is not None
-    axes = {**(plan.sparse.axes if has_experts and case.layout.ep > 1 else {}), **plan.data.axes}
-    degrees = {axis: size for axis, size in axes.items() if size > 1}
-    for name, size in (("loss ranks", plan.loss.axes["loss"]), ("all ranks", plan.world_size)):
-        if size not in degrees.values():
-            degrees[name] = size
-    degrees["micro-batches"] = case.layout.micro_batches
-    return {name: size for name, size in degrees.items() if size > 1}
-
-
 def _component_source(
     case: Case, golden: StoredGolden, step: int, device: torch.device
 ) -> Callable[[], Components] | None:
@@ -216,16 +258,16 @@ def _component_source(
     return cache(lambda: make_components(case, golden, step, device))
 
 
-def _find_origins(
+def _search(
     case: Case,
     golden: StoredGolden,
     step: int,
     by_rank: Sequence[RankReadings],
     coordinates: Any,
     device: torch.device,
-) -> dict[str, Origin]:
+) -> Search | None:
     if case.recipe.precision == "bfloat16" or step == INITIAL:
-        return {}  # rounding of bfloat16 hides where it began
+        return None  # rounding of bfloat16 hides where it began
     readings = _read_golden(case.recipe, golden, step, device)
     return find_origins(readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision))
 

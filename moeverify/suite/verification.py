@@ -18,6 +18,7 @@ from moeverify.compare.difference import fingerprint_bits
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
 from moeverify.faults.restore import restored
 from moeverify.golden.store import StoredGolden
+from moeverify.launch.trace import CollectiveTrace
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
@@ -31,7 +32,7 @@ from moeverify.train.target import resolve
 
 
 def verify_case(
-    case: Case, golden: StoredGolden, device: Any, fault: str | None = None
+    case: Case, golden: StoredGolden, device: Any, trace: CollectiveTrace, fault: str | None = None
 ) -> dict[str, Any] | None:
     """Return on rank 0 what the checks say, as JSON data; None on the other ranks.
 
@@ -42,7 +43,7 @@ def verify_case(
             resolve(fault, "--fault")()
         observed = _observe(case, golden, device)
         judgement = None if observed is None else observed.judgement
-        material = gather_material(case, golden, judgement, lambda: _assemble(case, device))
+        material = gather_material(case, golden, judgement, lambda: _assemble(case, device), trace)
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.

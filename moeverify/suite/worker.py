@@ -39,7 +39,8 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
         problem = next(filter(None, problems), "")
         if problem:  # known on every rank, so that none waits for another
             return {"error": problem}
-        return verify_case(case, StoredGolden(folder), context.device, job.payload["fault"])
+        golden = StoredGolden(folder)
+        return verify_case(case, golden, context.device, context.trace, job.payload["fault"])
 
 
 def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) -> str:

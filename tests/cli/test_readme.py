@@ -17,7 +17,16 @@ from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Section
 from moeverify.cli import app
-from moeverify.compare.result import CaseResult, CheckResult, Finding, RankReport, RunResult, Worst
+from moeverify.compare.result import (
+    CaseResult,
+    CheckResult,
+    Finding,
+    Place,
+    RankReport,
+    RunResult,
+    Trial,
+    Worst,
+)
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -115,7 +124,7 @@ def test_presets_are_named() -> None:
 
 def test_keys_of_the_json_are_those_of_the_result() -> None:
     text = README.partition("## JSON")[2].partition("```\n")[2].partition("```")[0]
-    models = (RunResult, CaseResult, CheckResult, Worst, Finding, RankReport)
+    models = (RunResult, CaseResult, CheckResult, Worst, Finding, Place, Trial, RankReport)
     assert set(re.findall(r'"(\w+)"', text)) == {name for model in models for name in model.model_fields}
 
 

@@ -114,6 +114,26 @@ def test_kept_run_says_where_findings_are(
     text = show(make_run(case), folder=Path("runs/1"))
     assert "and 1 more finding: all are in runs/1/result.json" in text
     assert "moeverify report runs/1 --html runs/1/report.html" in text
+    assert "moeverify explain runs/1 1" in text
+
+
+def test_evidence_is_offered_where_it_is_kept_alone(
+    make_run: Any, make_case: Any, make_finding: Any, show: Any
+) -> None:
+    cases = [make_case(name, "mismatch", findings=[make_finding()] * 6) for name in "ab"]
+    text = show(make_run(*cases), file=Path("a.json"))
+    assert "moeverify explain a.json 1\n" in text
+    assert "moeverify explain a.json 7\n" in text
+    assert "all are in a.json" in text
+    assert "explain" not in show(make_run(*cases))
+
+
+def test_a_python_caller_is_not_told_of_options(
+    make_run: Any, make_case: Any, make_finding: Any, show: Any
+) -> None:
+    text = show(make_run(make_case("a", "mismatch", file="", findings=[make_finding()] * 6)))
+    assert "and 1 more finding: `findings` of the result has all" in text
+    assert "--" not in text.split("\n\n", 1)[1]
 
 
 def test_repeated_cause_is_told_once(make_run: Any, make_case: Any, make_finding: Any, show: Any) -> None:
@@ -138,7 +158,7 @@ def test_equal_stacks_are_told_once(make_run: Any, show: Any) -> None:
     assert "rank 3: barrier #14" in text
     assert "call(x[19])" in text  # brackets are no markup
     assert "call(x[3])" not in text
-    assert "(29 more lines with --out DIR or --json FILE)" in text
+    assert "(29 more lines: --out DIR or --json FILE keeps all)" in text
 
 
 def test_stack_is_cut_at_the_end_where_the_rank_is_not(make_run: Any, make_case: Any, show: Any) -> None:

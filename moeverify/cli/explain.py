@@ -1,0 +1,40 @@
+"""`moeverify explain`: the evidence behind a finding of a run that was kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.door import open_door
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder of --out, or a file of --json.")],
+    finding: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FINDING]", help="A number, or words of its `check: tensor`; all if left out."
+        ),
+    ] = None,
+) -> None:
+    """Show the evidence behind a finding: coefficients, residuals, and every test that was tried.
+
+    Without FINDING, list the findings that follow from no other, with their numbers.
+    """
+    with open_door() as door:
+        from moeverify.report.explanation import (
+            choose_finding,
+            number_findings,
+            render_explanation,
+            render_list,
+        )
+        from moeverify.report.machine import read_run
+
+        result = read_run(run)
+        if not finding:
+            render_list(result, door.out, run)
+            return
+        item = choose_finding(result, " ".join(finding))
+        render_explanation(item, len(number_findings(result)), door.out)

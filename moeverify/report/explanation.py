@@ -1,0 +1,155 @@
+"""One finding with all of its evidence: the tests that were made, what each said, and where it acts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from moeverify.compare.result import CaseResult, Finding, Place, RunResult, Trial
+from moeverify.errors import CaseError, Problem
+from moeverify.report.characters import clean
+from moeverify.report.console import print_fact, print_lines, style_verdict
+from moeverify.report.facts import describe_finding, name_finding, name_tensor
+from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.order import order_findings
+
+_MARKS = {"yes": "yes", "no": "no", "untried": "-"}
+_STYLES = {"yes": "bold yellow", "no": "", "untried": "dim"}
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A finding, its case, and its number among those of the run that follow from none."""
+
+    number: int
+    case: CaseResult
+    finding: Finding
+
+
+def number_findings(run: RunResult) -> list[Numbered]:
+    """Return the findings of all cases that follow from none, in the order of the report, counted from 1."""
+    pairs = [
+        (case, finding)
+        for case in run.cases
+        for finding in order_findings(case.findings)
+        if not finding.follows
+    ]
+    return [Numbered(number, *pair) for number, pair in enumerate(pairs, start=1)]
+
+
+def choose_finding(run: RunResult, wanted: str) -> Numbered:
+    """Return the finding with a number, or the one whose `check: tensor` has all of these words.
+
+    Raises: CaseError where there is none, or more than one.
+    """
+    numbered = number_findings(run)
+    if wanted.strip().isdecimal():
+        by_number = {item.number: item for item in numbered}
+        if int(wanted) in by_number:
+            return by_number[int(wanted)]
+        remedy = f"they are 1 to {len(numbered)}" if numbered else "the run has none"
+        raise CaseError([Problem(f"there is no finding {wanted.strip()}", "FINDING", remedy=remedy)])
+    hits = [item for item in numbered if _matches(item.finding, wanted)]
+    exact = [item for item in hits if name_tensor(item.finding.check, item.finding.tensor) == wanted.strip()]
+    if len(exact or hits) == 1:
+        return (exact or hits)[0]
+    if hits:
+        told = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
+        remedy = f"give a number: {told}"
+        raise CaseError([Problem(f"{len(hits)} findings match `{wanted}`", "FINDING", remedy=remedy)])
+    raise CaseError([Problem(f"no finding matches `{wanted}`", "FINDING", remedy=_advise(run, wanted))])
+
+
+def _advise(run: RunResult, wanted: str) -> str:
+    """Return what a finding that is not there may have been meant to be."""
+    for case in run.cases:
+        for finding in case.findings:
+            if finding.follows and _matches(finding, wanted):
+                return f"{name_finding(finding)} follows from {finding.follows}: ask for that one"
+    names = {_name(item): item.number for item in number_findings(run)}
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.4)
+    return f"did you mean {names[close[0]]}, {close[0]}?" if close else "`moeverify explain RUN` lists all"
+
+
+def _matches(finding: Finding, wanted: str) -> bool:
+    name = name_finding(finding).lower()
+    return all(word in name for word in wanted.lower().split())
+
+
+def _name(item: Numbered) -> str:
+    return name_finding(item.finding)
+
+
+def render_list(run: RunResult, console: Console, path: Path) -> None:
+    """Print every finding that follows from none, with its number and its cause."""
+    numbered = number_findings(run)
+    if not numbered:
+        print_lines(console, Text("nothing differs: there is no finding to explain"))
+        return
+    for item in numbered:
+        if item.number == 1 or numbered[item.number - 2].case is not item.case:
+            followers = len([found for found in item.case.findings if found.follows])
+            title = Text.assemble((clean(item.case.name), "bold"), "  ", style_verdict(item.case.verdict))
+            print_lines(
+                console, title.append(f"  {format_count(followers, 'more finding')} follow from these")
+            )
+        print_lines(console, Text(f"  {item.number}  {clean(_name(item))}", style="bold"))
+        if item.finding.cause:
+            print_fact(console, "cause", item.finding.cause, indent=5, style="yellow")
+        if item.finding.where:
+            print_fact(console, "where", item.finding.where, indent=5)
+    console.print()
+    print_lines(console, Text(f"next, all evidence of one: moeverify explain {path} 1", style="dim"))
+
+
+def render_explanation(item: Numbered, num_findings: int, console: Console) -> None:
+    """Print one finding with everything that is known of it."""
+    finding = item.finding
+    title = Text(f"finding {item.number} of {num_findings}, {clean(item.case.name)}: ", style="dim")
+    print_lines(console, title.append(clean(_name(item)), style="bold not dim"))
+    for label, text in (("recipe", item.case.recipe), ("layout", item.case.layout)):
+        if text:
+            print_fact(console, label, text, indent=2)
+    _print_facts(describe_finding(finding), console)
+    if finding.place is not None:
+        _print_facts(_describe_place(finding.place), console)
+    followers = [found for found in item.case.findings if found.follows == finding.tensor]
+    if followers:
+        print_fact(console, "follow", format_count(len(followers), "finding"), indent=2)
+    console.print()
+    _render_trials(finding.trials, console)
+
+
+def _print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
+    previous = ""
+    for label, text in facts:
+        style = "yellow" if label == "cause" else ""
+        print_fact(console, "" if label == previous else label, text, indent=2, style=style)
+        previous = label
+
+
+def _describe_place(place: Place) -> list[tuple[str, str]]:
+    facts = [("module", place.module)] if place.module else []
+    facts += [("wrong on", format_ranks(place.ranks))] if place.ranks else []
+    facts += [("axes", ", ".join(place.axes))] if place.axes else []
+    return facts + [("issued", line) for line in place.collectives]
+
+
+def _render_trials(trials: Sequence[Trial], console: Console) -> None:
+    """Print each test: yes, no, or not made; and below it the coefficients, to ten digits."""
+    if not trials:
+        print_lines(console, Text("  no tests were made: the check itself says all that there is"))
+        return
+    print_lines(console, Text("  tests", style="bold"))
+    for trial in trials:
+        style = _STYLES[trial.verdict]
+        print_fact(console, _MARKS[trial.verdict], f"{trial.name}: {trial.words}", indent=4, style=style)
+        for part, value in trial.coefficients.items():
+            print_fact(console, "", f"  {part}: {value:#.10g}", indent=4)
+        if trial.residual is not None and trial.coefficients:
+            print_fact(console, "", f"  residual: {trial.residual:.2g}", indent=4)
