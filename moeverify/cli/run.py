@@ -74,6 +74,12 @@ def run(
     ] = None,
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
+    follow_up: Annotated[
+        bool,
+        typer.Option(
+            "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
+        ),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
@@ -96,12 +102,12 @@ def run(
             timeout=timeout,
             fault=fault,
         )
-        code = _run_and_report(loaded, options, outputs, door, quiet=quiet)
+        code = _run_and_report(loaded, options, outputs, door, follows=follow_up, quiet=quiet)
         raise typer.Exit(code)
 
 
 def _run_and_report(
-    cases: list[Case], options: RunOptions, outputs: Outputs, door: Door, *, quiet: bool
+    cases: list[Case], options: RunOptions, outputs: Outputs, door: Door, *, follows: bool, quiet: bool
 ) -> int:
     """Run the cases, write and print what came of them, and return the exit code.
 
@@ -109,12 +115,15 @@ def _run_and_report(
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
+    from moeverify.suite.follow_up import follow_up
     from moeverify.suite.run import run_cases
 
     keeper = Keeper()
     try:
         with open_progress(door.out, quiet=quiet) as progress:
             result = run_cases(cases, options, keeper.watch(progress.on_event))
+            if follows and result is not None:
+                result = follow_up(cases, result, options, progress.on_event)
     except BaseException as error:
         if door.is_first:
             _deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)

@@ -72,6 +72,17 @@ class Place(Record):
     collectives: tuple[str, ...] = ()
 
 
+class FollowUp(Record):
+    """An ambiguity: axes that explain a finding equally well, and the layout that tells them apart.
+
+    `layout` has the degrees to change; `answer` is what came of it, once it has run.
+    """
+
+    axes: tuple[str, ...]
+    layout: dict[str, int]
+    answer: str = ""
+
+
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
@@ -79,7 +90,7 @@ class Finding(Record):
     of the largest difference in the logical tensor. `scale` is the factor k that minimizes
     |actual - k * expected|, `cosine` the angle between the two. `cause` is a sentence and `code` its name
     (`moeverify.diagnose.cause`). `follows` names the tensor whose finding explains this one too. Only findings
-    that follow from none have `trials` and `place`.
+    that follow from none have `trials` and `place`, and those that are ambiguous a `follow_up`.
     """
 
     check: str
@@ -102,6 +113,7 @@ class Finding(Record):
     follows: str = ""
     place: Place | None = None
     trials: tuple[Trial, ...] = ()
+    follow_up: FollowUp | None = None
 
 
 class RankReport(Record):

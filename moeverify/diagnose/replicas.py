@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import EXACT, Piece, Suspect
-from moeverify.diagnose.verdict import Verdict
+from moeverify.diagnose.verdict import Verdict, name_either
 
 Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 
@@ -52,9 +52,7 @@ def examine_replica_sums(suspect: Suspect, groups: Groups) -> Verdict | None:
         return None
     first = fitting[0]
     axes = tuple(each.axis for each in fitting if _same_groups(groups[each.axis], groups[first.axis]))
-    unclear = f" or {' or '.join(axes[1:])} (one and the same ranks: this layout cannot tell)"
-    which = first.axis + (unclear if len(axes) > 1 else "")
-    sentence = f"it is not reduced over {which}: its {first.size} replicas add up to the golden"
+    sentence = f"it is not reduced over {name_either(axes)}: its {first.size} replicas add up to the golden"
     tried = [f"sum over {each.axis} = {each.factor:.6g} * golden" for each in fitting]
     return Verdict(Cause.MISSING_REDUCTION, sentence, f"axis {', '.join(axes)}", tuple(tried), axes)
 

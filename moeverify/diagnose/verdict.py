@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moeverify.diagnose.cause import Cause
 
+_RATIO, _PRODUCT = " / ", " * "
 _MADE_OF_OTHERS = {"efsdp", "edp"}
 
 
@@ -38,17 +39,26 @@ def name_factor(factor: float, degrees: Mapping[str, int]) -> tuple[str, tuple[s
         hits = [axis for axis, value in products.items() if is_close(wanted, value) and value != 1.0]
         plain = [axis for axis in hits if axis in degrees] or hits
         if plain:
-            return f"{factor:.6g} = {text.format(_either(plain))}", tuple(plain)
+            return f"{factor:.6g} = {text.format(name_either(plain))}", tuple(plain)
     return f"{factor:.6g}", ()
 
 
 def measure_axis(axis: str, degrees: Mapping[str, int]) -> float:
     """Return the size of what `name_factor` names: an axis, a product or a ratio; 1 for axes not in use."""
-    for mark in (" / ", " * "):
-        if mark in axis:
-            first, second = (measure_axis(part, degrees) for part in axis.split(mark))
-            return first / second if mark == " / " else first * second
-    return float(degrees.get(axis, 1))
+    first, *rest = (float(degrees.get(part, 1)) for part in split_axis(axis))
+    if not rest:
+        return first
+    return first / rest[0] if _RATIO in axis else first * rest[0]
+
+
+def split_axis(axis: str) -> list[str]:
+    """Return the axes that a product or a ratio is made of."""
+    return axis.split(_RATIO if _RATIO in axis else _PRODUCT)
+
+
+def name_either(axes: Sequence[str]) -> str:
+    """Return the axis, or all of several with a word that they cannot be told apart here."""
+    return axes[0] if len(axes) == 1 else " or ".join(axes) + " (alike here: this layout cannot tell)"
 
 
 def is_close(first: float, second: float) -> bool:
@@ -66,11 +76,7 @@ def _multiply(degrees: Mapping[str, int]) -> dict[str, float]:
     sizes = {axis: size for axis, size in degrees.items() if size > 1}
     products = {axis: float(size) for axis, size in sizes.items()}
     for (first, size), (second, other) in itertools.permutations(sizes.items(), 2):
-        products[f"{first} / {second}"] = size / other
+        products[f"{first}{_RATIO}{second}"] = size / other
         if first < second and _MADE_OF_OTHERS.isdisjoint((first, second)):
-            products[f"{first} * {second}"] = float(size * other)
+            products[f"{first}{_PRODUCT}{second}"] = float(size * other)
     return products
-
-
-def _either(axes: Sequence[str]) -> str:
-    return axes[0] if len(axes) == 1 else " or ".join(axes) + " (of one size: this layout cannot tell)"

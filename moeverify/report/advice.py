@@ -48,6 +48,11 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     if kept.run is not None and case.verdict == "mismatch":
         explain = f"moeverify explain {shlex.quote(str(kept.run))} {number}"
         steps.append((explain, "the evidence of the first finding"))
+    question = next((each.follow_up for each in case.findings if each.follow_up), None)
+    if question is not None and not question.answer:
+        changes = "".join(f" --set layout.{name}={value}" for name, value in question.layout.items())
+        apart = f"moeverify run {select}{_keep_options(command, _KEPT)}{changes}"
+        steps.append((apart, f"a layout under which {' and '.join(question.axes[:2])} are not alike"))
     if kept.folder is None:
         place = shlex.quote(f"runs/{case.name}")
         again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"

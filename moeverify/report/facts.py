@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.compare.result import Finding
+from moeverify.compare.result import Finding, FollowUp
 from moeverify.report.numbers import format_excess, format_ranks
 
 
@@ -29,7 +29,17 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     if finding.where:
         facts.append(("where", finding.where))
     facts.extend(("evidence", line) for line in finding.evidence)
+    if finding.follow_up is not None:
+        facts.append(("apart", _describe_follow_up(finding.follow_up)))
     return facts
+
+
+def _describe_follow_up(question: FollowUp) -> str:
+    """Return what was found under the layout that ends an ambiguity, or which layout would end it."""
+    if question.answer:
+        return question.answer
+    changes = ", ".join(f"{name} {value}" for name, value in question.layout.items())
+    return f"under {changes} the axes {', '.join(question.axes)} are not alike"
 
 
 def _describe_rank(finding: Finding) -> str:

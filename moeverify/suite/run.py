@@ -21,6 +21,7 @@ from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
 from moeverify.suite.search import search_path
+from moeverify.suite.separation import propose
 
 ENTRY = "moeverify.suite.worker"
 
@@ -126,6 +127,7 @@ class _Run:
             limit, why = world.world_size, f"{world.launcher} started {world.world_size} ranks"
         if self.options.num_ranks is not None and self.options.num_ranks < limit:
             limit, why = self.options.num_ranks, f"--ranks {self.options.num_ranks}"
+        self._most_ranks = limit
         for case in self.cases:
             needed = case.layout.world_size
             if needed > limit:
@@ -192,7 +194,8 @@ class _Run:
         if "error" in outcome.result:
             return self._result(case, "error", outcome.result["error"], outcome)
         checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
-        findings = tuple(Finding.model_validate(finding) for finding in outcome.result["findings"])
+        found = (Finding.model_validate(finding) for finding in outcome.result["findings"])
+        findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
         verdict = "mismatch" if any(check.verdict == "mismatch" for check in checks) else "pass"
         notes = (state.message,) if state.status == "missing" else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])

@@ -21,6 +21,7 @@ from moeverify.compare.result import (
     CaseResult,
     CheckResult,
     Finding,
+    FollowUp,
     Place,
     RankReport,
     RunResult,
@@ -124,7 +125,7 @@ def test_presets_are_named() -> None:
 
 def test_keys_of_the_json_are_those_of_the_result() -> None:
     text = README.partition("## JSON")[2].partition("```\n")[2].partition("```")[0]
-    models = (RunResult, CaseResult, CheckResult, Worst, Finding, Place, Trial, RankReport)
+    models = (RunResult, CaseResult, CheckResult, Worst, Finding, FollowUp, Place, Trial, RankReport)
     assert set(re.findall(r'"(\w+)"', text)) == {name for model in models for name in model.model_fields}
 
 

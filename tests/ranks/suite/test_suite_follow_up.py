@@ -1,0 +1,32 @@
+"""`--follow-up` on real ranks: two axes of one size explain a fault, and a second layout says which it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeverify.faults.fault import find_fault
+from moeverify.suite.follow_up import follow_up
+from moeverify.suite.options import RunOptions
+from moeverify.suite.run import run_cases
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
+    # Gradients of experts become as many times too large as there are ranks in all.
+    fault = find_fault("A01")
+    options = RunOptions(
+        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
+    )
+    result = run_cases([fault.case], options, lambda event: None)
+    (before,) = [finding for finding in result.cases[0].findings if not finding.follows]
+    assert before.place.axes == ("ep", "dp_replicate")
+    assert before.follow_up.layout == {"dp_replicate": 4}
+    told = follow_up([fault.case], result, options, lambda event: None)
+    (after,) = [finding for finding in told.cases[0].findings if not finding.follows]
+    assert after.place.axes == ("dp_replicate",)
+    assert after.cause.startswith("every value is 2 = dp_replicate times the right one")
+    assert "where every value is 4 = dp_replicate" in after.follow_up.answer
+    assert told.launches == result.launches + 1
