@@ -50,8 +50,8 @@ CHECKS = (
 )
 
 # Checks that compare a run with itself or with its layout, and have their own code.
-REPLICAS, COVERAGE, SHARDING, REPEAT = "replicas", "coverage", "sharding", "repeat"
-OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT)
+REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE = "replicas", "coverage", "sharding", "repeat", "trace"
+OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE)
 
 # In goldens for other uses: forced steps (an update says the same more sharply), replayed routing.
 UNCOMPARED_KINDS = frozenset({"weight", "router_margin"})

@@ -28,4 +28,5 @@ class Cause(StrEnum):
     BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
     REPLICAS = "replicas"  # ranks that should hold the same do not
     LAYOUT = "layout"  # an axis that should divide something divides nothing
+    COLLECTIVES = "collectives"  # ranks of one group issue different collectives
     NONDETERMINISM = "nondeterminism"  # two runs of the same layout differ

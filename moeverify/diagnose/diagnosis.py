@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, check_of
+from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, TRACE, check_of
 from moeverify.compare.result import Finding, Place, Trial
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.cause import Cause
@@ -31,7 +31,8 @@ from moeverify.diagnose.verdict import Verdict
 
 _FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
 _GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
-_APART = (COVERAGE, SHARDING, REPEAT)
+_APART = (COVERAGE, SHARDING, REPEAT, TRACE)
+_ORIGINS = (COVERAGE, SHARDING, TRACE)  # of these none follows from anything else
 MOST_EXPLAINED = 20
 
 
@@ -81,9 +82,9 @@ def diagnose(findings: Sequence[Finding], material: Material) -> list[Finding]:
     followers = [
         finding.model_copy(update={"follows": origins[0].tensor})
         for finding in rest
-        if finding.check not in (COVERAGE, SHARDING)
+        if finding.check not in _ORIGINS
     ]
-    return origins + [_name_apart(f) for f in apart if f.check in (COVERAGE, SHARDING)] + followers
+    return origins + [_name_apart(f) for f in apart if f.check in _ORIGINS] + followers
 
 
 def _identity(finding: Finding) -> tuple[str, str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -10,13 +11,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moeverify.launch.ledger import Stream
+
 State = Literal["started", "finished", "failed"]
 
 
 class Operator(NamedTuple):
     """What people call an operator of `c10d`, and which arguments hold this rank's tensors and a peer or root.
 
-    gloo does a part of a `lazy` operator's work inside `Work.wait`, and never says that it is complete.
+    gloo does a part of a `lazy` operator's work inside `Work.wait`, and never says that it is complete. With
+    `same_size` all ranks must bring tensors of one size, unless the call itself says how they are split.
     """
 
     label: str
@@ -24,22 +28,26 @@ class Operator(NamedTuple):
     peer_at: int | None = None
     point_to_point: bool = False
     lazy: bool = False
+    same_size: bool = False
+    splits_at: int | None = None
 
 
 OPERATORS = {
-    "allreduce_": Operator("all_reduce", 0),
-    "allreduce_coalesced_": Operator("all_reduce_coalesced", 0),
+    "allreduce_": Operator("all_reduce", 0, same_size=True),
+    "allreduce_coalesced_": Operator("all_reduce_coalesced", 0, same_size=True),
     "allgather_": Operator("all_gather", 1),
-    "_allgather_base_": Operator("all_gather_into_tensor", 1),
+    "_allgather_base_": Operator("all_gather_into_tensor", 1, same_size=True),
     "allgather_coalesced_": Operator("all_gather_coalesced", 1),
-    "allgather_into_tensor_coalesced_": Operator("all_gather_into_tensor_coalesced", 1),
+    "allgather_into_tensor_coalesced_": Operator("all_gather_into_tensor_coalesced", 1, same_size=True),
     "reduce_scatter_": Operator("reduce_scatter", 1, lazy=True),
-    "_reduce_scatter_base_": Operator("reduce_scatter_tensor", 1, lazy=True),
-    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter_tensor_coalesced", 1, lazy=True),
+    "_reduce_scatter_base_": Operator("reduce_scatter_tensor", 1, lazy=True, same_size=True),
+    "reduce_scatter_tensor_coalesced_": Operator(
+        "reduce_scatter_tensor_coalesced", 1, lazy=True, same_size=True
+    ),
     "alltoall_": Operator("all_to_all", 1),
-    "alltoall_base_": Operator("all_to_all_single", 1),
-    "broadcast_": Operator("broadcast", 0, 2),
-    "reduce_": Operator("reduce", 0, 3),
+    "alltoall_base_": Operator("all_to_all_single", 1, same_size=True, splits_at=3),
+    "broadcast_": Operator("broadcast", 0, 2, same_size=True),
+    "reduce_": Operator("reduce", 0, 3, same_size=True),
     "gather_": Operator("gather", 1, 3),
     "scatter_": Operator("scatter", 0, 3),
     "barrier": Operator("barrier", None),
@@ -51,11 +59,23 @@ OPERATORS = {
 
 
 class Group(NamedTuple):
-    """A process group: its name, its global ranks, and both as JSON, which is made once."""
+    """A process group: its name, its global ranks, the mesh axis that it was made for, and all as JSON.
+
+    `own` is this rank's place in it. The default group serves every axis that has all ranks, and names none.
+    """
 
     name: str
     ranks: list[int]
+    axis: str
+    own: int
     head: str
+
+    def stream(self, sender: int | None = None, receiver: int | None = None) -> Stream:
+        """Return the stream of the group's collectives, or of the messages between two places in it."""
+        if sender is None or receiver is None:
+            return Stream(self.name, tuple(self.ranks), self.axis)
+        pair = (self.ranks[sender], self.ranks[receiver])
+        return Stream(f"{self.name} from {pair[0]} to {pair[1]}", pair, self.axis)
 
 
 class Collective:
@@ -72,6 +92,7 @@ class Collective:
         "peer",
         "sequence",
         "shape",
+        "signature",
         "site",
         "size",
         "started",
@@ -90,6 +111,7 @@ class Collective:
         self.shape = tuple(tensors[0].shape) if tensors else ()
         self.device = tensors[0].device.type if tensors else "cpu"
         self.dtype = str(tensors[0].dtype)[6:] if tensors else ""
+        self.signature = _sign(self, arguments)
         self.number = self.sequence = 0
         self.started = time.time()
         self.finished = 0.0
@@ -114,10 +136,12 @@ class Collective:
             "op": self.operator.label,
             "group": self.group.ranks,
             "group_name": self.group.name,
+            "axis": self.group.axis,
             "sequence": self.sequence,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "num_tensors": self.size,
+            "signature": self.signature,
             "peer": self.peer,
             "site": self.site,
             "state": self.state,
@@ -130,8 +154,29 @@ class Collective:
         return (
             f'{{"number": {self.number}, "op": "{self.operator.label}", {self.group.head}, '
             f'"sequence": {self.sequence}, "shape": {list(self.shape)}, "dtype": "{self.dtype}", '
-            f'"num_tensors": {self.size}, "peer": {self.peer}, "site": {json.dumps(self.site)}}}'
+            f'"num_tensors": {self.size}, "signature": "{self.signature}", "peer": {self.peer}, '
+            f'"site": {json.dumps(self.site)}}}'
         ).encode()
+
+
+def _sign(collective: Collective, arguments: tuple[Any, ...]) -> str:
+    """Return what must be the same on all ranks that meet in a collective, in words.
+
+    Sizes of 1 are left out of a shape: they do not change what is exchanged.
+    """
+    operator = collective.operator
+    if operator.point_to_point:
+        return f"message of {math.prod(collective.shape)} {collective.dtype}"
+    words = operator.label
+    if collective.size:
+        words += f" on {collective.dtype}"
+        is_split = operator.splits_at is not None and any(
+            arguments[operator.splits_at : operator.splits_at + 2]
+        )
+        if operator.same_size and not is_split:
+            words += str([size for size in collective.shape if size != 1])
+            words += f" and {collective.size - 1} more" if collective.size > 1 else ""
+    return words if operator.peer_at is None else f"{words}, root {collective.peer}"
 
 
 class _StreamMark:
@@ -190,5 +235,7 @@ def describe_group(handle: dist.ProcessGroup) -> Group:
         ranks = list(dist.get_process_group_ranks(handle))
     except (KeyError, ValueError, RuntimeError):
         ranks = list(range(handle.size()))
-    name = handle.group_name
-    return Group(name, ranks, f'"group": {ranks}, "group_name": {json.dumps(name)}')
+    name, made_for = handle.group_name, handle.group_desc
+    axis = made_for.removeprefix("mesh_") if made_for.startswith("mesh_") else ""
+    head = f'"group": {ranks}, "group_name": {json.dumps(name)}, "axis": {json.dumps(axis)}'
+    return Group(name, ranks, axis, handle.rank(), head)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.compare.result import RankReport
 from moeverify.launch.stack import find_place
-from moeverify.launch.words import Record, explain_hang
+from moeverify.launch.words import Record, explain_disagreement, explain_hang
 
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
 # What a backend says in a rank whose peer has gone.
@@ -38,6 +38,8 @@ def find_origin(
             else report
             for report in ordered
         ]
+    if disagreement := explain_disagreement(records):
+        summary = f"{summary}. {disagreement}" if summary else disagreement
     newest = max(times.values(), default=0.0)
     ordered.sort(
         key=lambda report: (
@@ -47,10 +49,11 @@ def find_origin(
             report.rank,
         )
     )
-    if not summary:
+    if not any(report.state == "hung" for report in ordered):
         first = ordered[0]
         verb = "raised " if first.state == "raised" else ""
-        summary = f"rank {first.rank} {verb}{first.summary}"
+        failed = f"rank {first.rank} {verb}{first.summary}"
+        summary = f"{failed}. {summary}" if summary else failed
     return summary, tuple(ordered)
 
 

@@ -32,6 +32,7 @@ from moeverify.launch.collective import (
     mark_stream,
 )
 from moeverify.launch.flight import NUM_SLOTS, FlightFile
+from moeverify.launch.ledger import Ledger, Stream
 
 _INNER = (str(Path(torch.__file__).parent), __file__, "<")
 # Decorators of these wrap torch's functions, and stand between them and their caller.
@@ -43,10 +44,13 @@ class CollectiveTrace:
     """A context manager that records collectives, the newest `capacity` of them.
 
     A record is a dict of JSON data: `number` (of all since the reset, from 1), `op`, `group` (global ranks),
-    `group_name`, `sequence` (from 1, of this group; point-to-point counts apart, per peer), `shape` and
-    `dtype` of this rank's first tensor, `num_tensors`, `peer` (root, source or destination in the group, or
-    -1), `site` (the first frame outside torch), `state` (`started`, `finished`, `failed`), `started` (Unix
-    time) and `seconds` until it was seen to be over. On CUDA a collective is over when the device is through.
+    `group_name`, `axis` (of the mesh that the group was made for, or nothing), `sequence` (from 1, of this group;
+    point-to-point counts apart, per peer), `shape` and `dtype` of this rank's first tensor, `num_tensors`,
+    `signature` (what must be the same on all ranks), `peer` (root, source or destination in the group, or -1),
+    `site` (the first frame outside torch), `state` (`started`, `finished`, `failed`), `started` (Unix time) and
+    `seconds` until it was seen to be over. On CUDA a collective is over when the device is through.
+
+    `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
 
     With a `path`, the last records are also kept in a file, for `flight.read_flight`.
     """
@@ -56,7 +60,9 @@ class CollectiveTrace:
         self._open: deque[Collective] = deque(maxlen=capacity)
         self._counts: dict[Any, int] = {}
         self._groups: dict[Any, Group] = {}
+        self._streams: dict[str, Stream] = {}
         self._number = 0
+        self.ledger = Ledger()
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
@@ -103,6 +109,8 @@ class CollectiveTrace:
             self._open.clear()
             self._counts.clear()
             self._groups.clear()
+            self._streams.clear()
+            self.ledger.clear()
             self._number = 0
             if self._flight is not None:
                 self._flight.clear()
@@ -186,11 +194,28 @@ class CollectiveTrace:
             self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
             self._number += 1
             collective.number = self._number
+            self._note(collective)
             self._collectives.append(collective)
             self._open.append(collective)
             if self._flight is not None:
                 self._flight.write(collective.number, collective.to_flight())
         return collective
+
+    def _note(self, collective: Collective) -> None:
+        """Write into the ledger what the peers must issue too."""
+        group, operator, peer = collective.group, collective.operator, collective.peer
+        if len(group.ranks) == 1:
+            return
+        if not operator.point_to_point:
+            stream = self._streams.get(group.head)
+            if stream is None:
+                stream = self._streams[group.head] = group.stream()
+        elif operator.peer_at is None:
+            return  # from whoever comes first: there is no order to agree in
+        else:
+            pair = (group.own, peer) if operator.label == "send" else (peer, group.own)
+            stream = group.stream(*pair)
+        self.ledger.note(stream, collective.signature, collective.site)
 
     def _finish(self, collective: Collective, state: State) -> None:
         with self._lock:

@@ -16,7 +16,8 @@ def name_collective(record: Record) -> str:
     name = f"{record['op']} #{record['sequence']}"
     if record["op"] in _POINT_TO_POINT:
         name += f" with peer {record['peer']}"
-    return f"{name} of group ({_join(record['group'])})"
+    axis = f"{record['axis']} " if record.get("axis") else ""
+    return f"{name} of {axis}group ({_join(record['group'])})"
 
 
 def describe_record(record: Record) -> str:
@@ -43,6 +44,25 @@ def summarize_records(records: Sequence[Record], name_group: Callable[[Sequence[
         times = f", {len(members)} times" if len(members) > 1 else ""
         lines.append(f"{op} over {name_group(group)} ({_join(group)}){what}{times}, called at {site}")
     return lines
+
+
+def explain_disagreement(records: Mapping[int, Sequence[Record]]) -> str:
+    """Return where the ranks of one group first issued different collectives, as far as the traces go back."""
+    seen: dict[tuple[str, str, int], dict[int, Record]] = {}
+    for rank, trace in records.items():
+        for record in trace:
+            if record["op"] not in _POINT_TO_POINT:
+                key = (record["group_name"], _join(record["group"]), record["sequence"])
+                seen.setdefault(key, {})[rank] = record
+    for (*_, number), by_rank in sorted(seen.items(), key=lambda item: item[0][2]):
+        if len({record.get("signature") for record in by_rank.values()}) > 1:
+            told = "; ".join(
+                f"rank {rank} {record['signature']}, called at {record['site']}"
+                for rank, record in by_rank.items()
+            )
+            group = name_collective(next(iter(by_rank.values()))).partition(" of ")[2]
+            return f"the ranks disagree on collective #{number} of {group}: {told}"
+    return ""
 
 
 def explain_hang(

@@ -25,6 +25,7 @@ from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.suite.claims import axis_claims
 from moeverify.suite.investigation import conclude, gather_material
+from moeverify.suite.tracing import judge_trace
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
@@ -41,7 +42,7 @@ def verify_case(
     with restored():
         if fault is not None:
             resolve(fault, "--fault")()
-        observed = _observe(case, golden, device)
+        observed = _observe(case, golden, device, trace)
         judgement = None if observed is None else observed.judgement
         material = gather_material(case, golden, judgement, lambda: _assemble(case, device), trace)
     if observed is None:
@@ -63,16 +64,19 @@ class _Observed:
     losses: list[tuple[float, float]]
 
 
-def _observe(case: Case, golden: StoredGolden, device: Any) -> _Observed | None:
+def _observe(case: Case, golden: StoredGolden, device: Any, trace: CollectiveTrace) -> _Observed | None:
     """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     comparison = Comparison(golden)
     _train(case, golden, device, comparison)
     entries = list(comparison.entries())
     differing = None if case.checks.repeat == "never" else _repeat(case, golden, device, entries)
+    traced = judge_trace(case, trace)
     gathered = _gather((entries, differing))
-    if gathered is None:
+    if gathered is None or traced is None:
         return None
-    judgement = judge_all(case, golden, [found for found, _ in gathered], [odd for _, odd in gathered])
+    judgement = judge_all(
+        case, golden, [found for found, _ in gathered], [odd for _, odd in gathered], traced
+    )
     return _Observed(judgement, _losses(entries))
 
 
@@ -154,6 +158,7 @@ def judge_all(
     golden: StoredGolden,
     by_rank: Sequence[Sequence[Entry]],
     repeats: Sequence[Sequence[Key] | None],
+    traced: Judgement,
 ) -> Judgement:
     """Return the verdicts of all checks that the case does not skip, in the order of a training step."""
     plan = MeshPlan.of(case.layout)
@@ -170,6 +175,7 @@ def judge_all(
         differing = [(rank, key) for rank, found in enumerate(repeats) for key in found or ()]
         num_repeated = sum(step < _num_repeated(case) for step, _, _ in assembled)
         parts.append(judge_repeat(num_repeated, differing, coordinates))
+    parts.append(traced)
     skipped = set(case.checks.skip)
     return Judgement(
         tuple(check for part in parts for check in part.checks if check.name not in skipped),
