@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.manifest import DTYPE_NAMES, Manifest, read_manifest
@@ -41,7 +41,8 @@ def load(
 
     Each rank reads the parts that it holds; the ranks check the files' checksums together. All ranks check
     everything first, and where one finds something wrong all raise and no tensor has changed. Keys of the
-    checkpoint that no rank asks for are wrong too, unless they begin with `optional`. Collective: all ranks of `group`, by default all ranks.
+    checkpoint that no rank asks for are wrong too, unless they begin with `optional`.
+    Collective: all ranks of `group`, by default all ranks.
 
     Raises: FormatError with the file and the key where the folder is no complete checkpoint, a file is
     missing, cut off or damaged, a key is missing or superfluous, a shape or dtype does not fit, or it is the
@@ -58,7 +59,7 @@ def load(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(
+            state_dict_loader.load(
                 {},
                 storage_reader=SafeReader(folder, manifest),
                 planner=BoxLoadPlanner(parts, state),
@@ -66,7 +67,9 @@ def load(
             )
         except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
             rank, (cause, _) = min(error.failures.items())
-            raise FormatError(f"rank {rank} could not read {folder}: {type(cause).__name__}: {cause}") from cause
+            raise FormatError(
+                f"rank {rank} could not read {folder}: {type(cause).__name__}: {cause}"
+            ) from cause
     return manifest.facts
 
 

@@ -10,21 +10,23 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, ReadItem, StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from moeverify.checkpoint.manifest import DTYPES, Manifest, Stored, StoredTensor
@@ -75,9 +77,7 @@ class BoxLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the part of a local tensor that an overlap fills."""
         tensor = self._state[str(self._numbers[read_item.dest_index])]
-        for dim, (offset, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
         return tensor
 
@@ -131,7 +131,9 @@ class SafeReader(StorageReader):
             storage_meta=StorageMeta(checkpoint_id=str(self.folder)),
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: the manifest is known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -152,7 +154,7 @@ class SafeReader(StorageReader):
             with map_file(self.folder / name) as content:
                 for item, tensor, piece in wanted:
                     copy_overlap(content, item, tensor, piece, planner)
-        done: Future[None] = Future()  # type: ignore[no-untyped-call]
+        done: Future[None] = Future()
         done.set_result(None)
         return done
 
@@ -186,10 +188,9 @@ def map_file(path: Path) -> Iterator[mmap.mmap]:
     try:
         yield content
     finally:
-        try:
+        # A tensor on it may still be alive in a frame that raised; it goes with the frame.
+        with suppress(BufferError):
             content.close()
-        except BufferError:  # a tensor on it is still alive in a frame that raised; it goes with the frame
-            pass
 
 
 def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -> None:
@@ -204,20 +205,28 @@ def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -
         except OSError as error:
             raise FormatError(f"{path} is missing from the checkpoint: {error.strerror}") from None
         if size != known.size:
-            raise FormatError(f"{path} has {size} bytes, and {known.size} were saved: it was cut off or replaced")
+            raise FormatError(
+                f"{path} has {size} bytes, and {known.size} were saved: it was cut off or replaced"
+            )
     entries = [
         (piece.file, piece.start, tensor.num_bytes(piece), piece.checksum, key)
         for key, tensor in manifest.tensors.items()
         for piece in tensor.pieces
     ]
-    entries += [(name, 0, known.header, known.checksum, "its header") for name, known in manifest.files.items()]
+    entries += [
+        (name, 0, known.header, known.checksum, "its header") for name, known in manifest.files.items()
+    ]
     for name, start, size, checksum, key in _take_share(sorted(entries), share, num_shares):
         with (folder / name).open("rb") as file:
             if _hash(file, start, size) != checksum:
-                raise FormatError(f"{folder / name}: {key} is damaged: its checksum is not the one that was saved")
+                raise FormatError(
+                    f"{folder / name}: {key} is damaged: its checksum is not the one that was saved"
+                )
 
 
-def _take_share(entries: Sequence[tuple[str, int, int, int, str]], share: int, num_shares: int) -> Iterator[Any]:
+def _take_share(
+    entries: Sequence[tuple[str, int, int, int, str]], share: int, num_shares: int
+) -> Iterator[Any]:
     """Yield the entries of one of several ranks, each about as many bytes as the others, neighbors together."""
     total = sum(size for _, _, size, _, _ in entries)
     before = 0

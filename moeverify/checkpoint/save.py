@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.box import split_region
@@ -82,11 +82,11 @@ class Saving:
 
     def run(self) -> None:
         """Save now, in this thread."""
-        self._guard(lambda: self._save(dcp.save))
+        self._guard(lambda: self._save(state_dict_saver.save))
 
     def begin(self) -> None:
         """Copy the tensors and save them in another thread."""
-        self._future = self._save(dcp.async_save, async_stager=HostCopy())
+        self._future = self._save(state_dict_saver.async_save, async_stager=HostCopy())
         self._state = {}
 
     def wait(self) -> None:

@@ -18,21 +18,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageWriter,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from moeverify.checkpoint.box import Box
@@ -63,8 +65,7 @@ class BoxPlanner(DefaultSavePlanner):
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = {
-            MetadataIndex(part.key, part.box.offset): (str(number), part)
-            for number, part in enumerate(parts)
+            MetadataIndex(part.key, part.box.offset): (str(number), part) for number, part in enumerate(parts)
         }
 
     def create_local_plan(self) -> SavePlan:
@@ -112,7 +113,7 @@ class SafeWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes to its file, to the disk."""
-        done: Future[list[WriteResult]] = Future()  # type: ignore[no-untyped-call]
+        done: Future[list[WriteResult]] = Future()
         done.set_result(write_boxes(self.partial, plan.storage_data, plan.items, planner))
         return done
 
@@ -128,6 +129,7 @@ class SafeWriter(StorageWriter):
         tensors = {
             key: StoredTensor(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(pieces[key]))
             for key, known in metadata.state_dict_metadata.items()
+            if isinstance(known, TensorStorageMetadata)
         }
         commit(self.folder, self.partial, Manifest(self.facts, files, tensors))
 
@@ -167,12 +169,12 @@ def write_boxes(
     with (folder / name).open("xb") as file:
         file.write(prefix)
         for item, begin in entries:
-            checksum = _write_tensor(file, planner.resolve_data(item))
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            checksum = _write_tensor(file, tensor)
             chunk = _data(item).chunk
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            results.append(
-                _result(item.index, box.numel, Stored(box, name, len(prefix) + begin, checksum))
-            )
+            results.append(_result(item.index, box.numel, Stored(box, name, len(prefix) + begin, checksum)))
         file.flush()
         os.fsync(file.fileno())
     whole = StoredFile(len(prefix) + start, len(prefix), zlib.crc32(prefix))
@@ -191,7 +193,7 @@ def _result(index: MetadataIndex, size: int, where: Stored | StoredFile) -> Writ
 def _write_tensor(file: Any, tensor: Tensor) -> int:
     """Write the values in row-major order and return their CRC-32."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    content, checksum = memoryview(flat.numpy()), 0
+    content, checksum = memoryview(flat.numpy().data), 0
     for start in range(0, len(content), _CHUNK):
         chunk = content[start : start + _CHUNK]
         checksum = zlib.crc32(chunk, checksum)

@@ -62,7 +62,9 @@ def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Se
     findings = []
     for name, wanted in expected.items():
         found = actual.get(name, [])
-        wrong = [number for number, value in enumerate(wanted) if number >= len(found) or found[number] != value]
+        wrong = [
+            number for number, value in enumerate(wanted) if number >= len(found) or found[number] != value
+        ]
         twins = len(set(found)) < len(found) and len(set(wanted)) == len(wanted)
         if not wrong and not twins:
             continue

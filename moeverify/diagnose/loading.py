@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from moeverify.layout.region import Region
 
 _SAME = 1e-9
 _MOST_SHIFT = 4096
+UNKNOWN = "it holds other values than were saved, and none that are known"
 
 Read = Callable[[str], Tensor | None]
 
@@ -35,12 +36,13 @@ class LoadedPiece:
 class Saved:
     """Where the right values are: `read` gives a whole tensor that was saved, `earlier` the one of a step before.
 
-    `by_shape` has the names of all saved tensors of a shape.
+    `by_shape` has the names of all saved tensors of a shape, `wrong` those that were loaded wrong.
     """
 
     read: Read
     earlier: Read
     by_shape: Mapping[tuple[int, ...], Sequence[str]]
+    wrong: Collection[str]
 
 
 def name_loaded(name: str, expected: Tensor, pieces: Sequence[LoadedPiece], saved: Saved) -> Verdict:
@@ -54,8 +56,16 @@ def name_loaded(name: str, expected: Tensor, pieces: Sequence[LoadedPiece], save
         or _examine_others(suspect, saved)
         or _examine_time(suspect, saved)
         or _examine_scale(suspect)
-        or Verdict(Cause.STATE, "it holds other values than were saved, and none that are known")
+        or _name_unknown(suspect)
     )
+
+
+def _name_unknown(suspect: Suspect) -> Verdict:
+    actual = suspect.whole()
+    if actual.numel() == 1:
+        sentence = f"it is {float(actual):.10g}, and {float(suspect.expected):.10g} was saved"
+        return Verdict(Cause.STATE, sentence)
+    return Verdict(Cause.STATE, UNKNOWN)
 
 
 def _examine_before(expected: Tensor, pieces: Sequence[LoadedPiece]) -> Verdict | None:
@@ -80,25 +90,23 @@ def _examine_before(expected: Tensor, pieces: Sequence[LoadedPiece]) -> Verdict 
 
 
 def _examine_shift(suspect: Suspect) -> Verdict | None:
-    """Return a verdict if runs of elements stand further along than they should, as after a wrong offset."""
+    """Return a verdict if what a rank holds begins too far along or too early, as after a wrong offset."""
     for piece in suspect.pieces:
         if piece.local is None:
             continue
         wanted = piece.region.take(suspect.expected).reshape(-1)
         local = piece.local.to(torch.float64).reshape(-1)
-        if torch.equal(wanted, local) or local.numel() < 4:
+        size = local.numel()
+        if torch.equal(wanted, local):
             continue
-        whole = suspect.expected.reshape(-1)
-        first = int(piece.region.flat_index().reshape(-1)[0])
-        for shift in range(1, min(_MOST_SHIFT, max(whole.numel() // 2, 1))):
-            for signed in (shift, -shift):
-                start = first + signed
-                stop = min(start + local.numel(), whole.numel())
-                if start < 0 or stop - start < max(local.numel() // 2, 2):
-                    continue
-                if torch.equal(whole[start:stop], local[: stop - start]) and bool(local.any()):
-                    what = f"by {shift} element{'s' if shift > 1 else ''}"
-                    sentence = f"the right values stand in wrong places: read {what} {'too far' if signed > 0 else 'too early'}"
+        for shift in range(1, min(_MOST_SHIFT, size - 1)):
+            rest = size - shift
+            for what, expected, actual in (
+                ("too far along", wanted[shift:], local[:rest]),
+                ("too early", wanted[:rest], local[shift:]),
+            ):
+                if torch.equal(expected, actual) and bool(actual.any()):
+                    sentence = f"the right values in wrong places: read {shift} elements {what}"
                     return Verdict(Cause.PERMUTATION, sentence, f"rank {piece.rank}")
     return None
 
@@ -107,11 +115,13 @@ def _examine_others(suspect: Suspect, saved: Saved) -> Verdict | None:
     """Return a verdict if it is another tensor that was saved, or parts of one."""
     actual = suspect.whole()
     for other in saved.by_shape.get(tuple(suspect.expected.shape), ()):
-        if other == suspect.name or not bool(actual.any()):
+        if other == suspect.name or actual.numel() < 2 or not bool(actual.any()):
             continue
         values = saved.read(other)
         if values is not None and torch.equal(values.to(torch.float64), actual):
-            return Verdict(Cause.PERMUTATION, f"it holds the values of {other}", other)
+            if other in saved.wrong:
+                return Verdict(Cause.PERMUTATION, f"it holds the values of {other}, which has others", other)
+            return Verdict(Cause.DUPLICATE, f"it is a copy of {other}", other)
     return None
 
 

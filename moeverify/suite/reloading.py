@@ -11,14 +11,15 @@ from torch import Tensor
 
 from moeverify.case.schema import Case
 from moeverify.compare.bounds import Bounds
-from moeverify.compare.checks import EXPERTS, RESUMED, UNCOMPARED_KINDS
+from moeverify.compare.checks import COVERAGE, EXPERTS, RESUMED, UNCOMPARED_KINDS
 from moeverify.compare.comparison import Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas
 from moeverify.compare.identity import Shares, judge_experts, merge_hashes
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
 from moeverify.compare.result import Finding
+from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import LIMIT
-from moeverify.diagnose.loading import LoadedPiece, Saved, name_loaded
+from moeverify.diagnose.loading import UNKNOWN, LoadedPiece, Saved, name_loaded
 from moeverify.golden.store import StoredGolden, tensor_key
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.region import Region
@@ -38,9 +39,7 @@ class Loaded:
     shares: Shares
 
 
-def judge_load(
-    case: Case, golden: StoredGolden, held: StoredGolden, by_rank: Sequence[Loaded]
-) -> Judgement:
+def judge_load(case: Case, golden: StoredGolden, held: StoredGolden, by_rank: Sequence[Loaded]) -> Judgement:
     """Return the verdicts: what was loaded, each expert's identity, the further steps, on rank 0."""
     plan = MeshPlan.of(case.layout)
     coordinates: Coordinates = {rank: plan.coordinates(rank) for rank in range(len(by_rank))}
@@ -96,7 +95,9 @@ def _rename(repeat: Judgement) -> Judgement:
         finding.model_copy(
             update={
                 "check": RESUMED,
-                "evidence": tuple(text.partition(":")[0] + f": other bits than {note[8:]}" for text in finding.evidence),
+                "evidence": tuple(
+                    text.partition(":")[0] + f": other bits than {note[8:]}" for text in finding.evidence
+                ),
             }
         )
         for finding in repeat.findings
@@ -161,10 +162,17 @@ def _name_all(
         read=lambda name: _read(held, step, LOADED, name),
         earlier=lambda name: _read_earlier(golden, step - 1, name),
         by_shape=_index_shapes(held, step),
+        wrong={finding.tensor for finding in findings if finding.check == LOADED},
     )
     named: list[Finding] = []
-    first = next((finding.tensor for finding in findings if finding.check == LOADED), "")
-    for finding in findings:
+    lost = [finding for finding in findings if finding.check == COVERAGE and finding.step == step]
+    first = next((f.tensor for f in (*findings, *lost) if f.check == LOADED or f in lost), "")
+    for finding in [*lost, *(finding for finding in findings if finding not in lost)]:
+        if finding in lost:
+            sentence = "no rank has it after the load: it was dropped"
+            code = Cause.NOT_LOADED.value
+            named.append(finding.model_copy(update={"cause": sentence, "code": code}))
+            continue
         if finding.check == LOADED and finding.tensor in by_name:
             expected = saved.read(finding.tensor)
             if expected is not None:
@@ -172,12 +180,24 @@ def _name_all(
                 continue
         follows = "" if finding.check == LOADED else first
         named.append(finding.model_copy(update={"follows": follows}))
-    return named
+    return _follow_shifts(named)
 
 
-def _with_cause(
-    finding: Finding, expected: Tensor, pieces: Sequence[LoadedPiece], saved: Saved
-) -> Finding:
+def _follow_shifts(findings: Sequence[Finding]) -> list[Finding]:
+    """Let what is unknown follow what was read in a wrong place: short pieces lie outside of themselves there."""
+    origins: dict[str, str] = {}
+    for finding in findings:
+        if finding.check == LOADED and finding.code == Cause.PERMUTATION.value:
+            origins.setdefault(finding.tensor.partition("/")[0], finding.tensor)
+    return [
+        finding.model_copy(update={"follows": origins.get(finding.tensor.partition("/")[0], "")})
+        if finding.check == LOADED and finding.cause == UNKNOWN
+        else finding
+        for finding in findings
+    ]
+
+
+def _with_cause(finding: Finding, expected: Tensor, pieces: Sequence[LoadedPiece], saved: Saved) -> Finding:
     verdict = name_loaded(finding.tensor, expected, pieces, saved)
     return finding.model_copy(
         update={
@@ -208,4 +228,3 @@ def _index_shapes(held: StoredGolden, step: int) -> dict[tuple[int, ...], list[s
     for key in held.keys(step):
         by_shape.setdefault(tuple(held.whole(step, key).shape), []).append(key.partition("/")[2])
     return by_shape
-

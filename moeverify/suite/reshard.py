@@ -47,9 +47,9 @@ def make_pairs(cases: Sequence[Case]) -> list[Pair]:
     for case in cases:
         by_recipe.setdefault(case.recipe.fingerprint(), []).append(case)
     pairs = []
-    for members in by_recipe.values():
-        if not any(case.layout.world_size == 1 for case in members):
-            members = [_make_single(members[0], len(by_recipe) > 1), *members]
+    for given in by_recipe.values():
+        has_single = any(case.layout.world_size == 1 for case in given)
+        members = given if has_single else [_make_single(given[0], len(by_recipe) > 1), *given]
         pairs += [Pair(saver, loader) for saver in members for loader in members]
     return pairs
 
@@ -58,7 +58,9 @@ def _check(case: Case) -> list[Problem]:
     needed = case.checkpoint.after + FURTHER_STEPS
     if case.recipe.steps >= needed:
         return []
-    message = f"a save after step {case.checkpoint.after} and {FURTHER_STEPS} more steps need recipe.steps {needed}"
+    message = (
+        f"a save after step {case.checkpoint.after} and {FURTHER_STEPS} more steps need recipe.steps {needed}"
+    )
     remedy = f"set recipe.steps to {needed} or more, or save earlier"
     return [Problem(message, case.file, path="checkpoint.after", remedy=remedy)]
 
@@ -84,7 +86,9 @@ def run_pairs(
     """
     if external_world() is not None and options.folder is None:
         remedy = "add `--out DIR` with a folder that all ranks see"
-        raise CaseError([Problem("the ranks need a place for their checkpoints", path="--out", remedy=remedy)])
+        raise CaseError(
+            [Problem("the ranks need a place for their checkpoints", path="--out", remedy=remedy)]
+        )
     run = _PairRun(_plan(pairs, faults or {}), options, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with run_folder(options.folder) as folder:
@@ -114,9 +118,7 @@ def _plan(pairs: Sequence[Pair], faults: Mapping[str, str]) -> dict[str, _Task]:
         label = f"save {name}" if fault is None else f"save {members[0].name}"
         tasks[label] = _Task(members[0].saver.model_copy(update={"name": label}), place, None, fault)
         for pair in members:
-            case = pair.loader.model_copy(
-                update={"name": pair.name, "checkpoint": pair.saver.checkpoint}
-            )
+            case = pair.loader.model_copy(update={"name": pair.name, "checkpoint": pair.saver.checkpoint})
             tasks[pair.name] = _Task(case, place, pair, fault)
     return tasks
 
@@ -153,9 +155,7 @@ def _leave_out_saves(result: RunResult, tasks: Mapping[str, _Task]) -> RunResult
     for case in result.cases:
         pair = tasks[case.name].pair
         if pair is not None:
-            kept.append(
-                case.model_copy(update={"saved_by": pair.saver.name, "loaded_by": pair.loader.name})
-            )
+            kept.append(case.model_copy(update={"saved_by": pair.saver.name, "loaded_by": pair.loader.name}))
         elif case.verdict != "pass":
             kept.append(case)
     return result.model_copy(update={"cases": tuple(kept)})

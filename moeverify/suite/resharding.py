@@ -32,8 +32,9 @@ from moeverify.suite.reloading import Loaded, conclude_load, judge_load
 from moeverify.suite.verification import BitRecorder, gather_on_first, replays_routing
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train_step
+from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
-from moeverify.train.state import TrainingState, materialize
+from moeverify.train.state import TrainingState
 from moeverify.train.target import resolve
 
 _OTHER_SEED = 1 << 20
@@ -58,8 +59,9 @@ def save_case(
         while state.step < case.checkpoint.after:
             _step(case, state, golden, recorder)
         facts = {**state.facts(), "layout": describe(case), "ranks": dist.get_world_size()}
-        tensors = [*state.tensors(), *read_generators(dist.get_rank(), device)]
-        _keep(folder / "held", tensors, state)
+        generators = read_generators(dist.get_rank(), device)
+        _keep(folder / "held", state, generators)
+        tensors = [*state.tensors(), *generators]
         saving = None
         if case.checkpoint.asynchronous:
             saving = save_async(folder / "checkpoint", tensors, facts, dist.new_group(backend="gloo"))
@@ -92,41 +94,50 @@ def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Any)
     torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
 
 
-def _keep(folder: Path, tensors: Sequence[Holding], state: TrainingState) -> None:
-    """Write whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
-    first = dist.get_rank() == 0
-    names = [[held.name for held in tensors]] * dist.get_world_size()
-    dist.all_gather_object(names, names[0])
-    mine = {held.name: held for held in tensors}
-    shares = gather_on_first(_hash_all(state, tensors))
+def list_state(
+    state: TrainingState, generators: Sequence[Holding] = ()
+) -> Iterator[tuple[str, Tensor, Region]]:
+    """Yield (name, local values, region) of everything that a checkpoint must restore.
+
+    A list of its own: what a checkpoint's list forgets is missed here.
+    """
+    for kind, listed in (("weight", state.program.holdings), ("buffer", state.program.buffers)):
+        for held in listed:
+            yield f"{kind}/{held.name}", held.local(), held.region
+    for name, local, region in optimizer_state(state.optimizer, state.program.holdings):
+        yield f"optimizer/{name}", local, region
+    for held in generators:
+        yield held.name, held.local(), held.region
+    for name, value in state.numbers().items():
+        yield name, torch.tensor(value, dtype=torch.float64), SCALAR
+
+
+def _keep(folder: Path, state: TrainingState, generators: Sequence[Holding]) -> None:
+    """Write all whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
+    mine = {name: (region, local.cpu()) for name, local, region in list_state(state, generators)}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(mine))
+    shares = gather_on_first(_hash_all(state))
     with GoldenWriter(folder) as writer:
         for name in dict.fromkeys(name for listed in names for name in listed):
-            held = mine.get(name)
-            piece = None if held is None else (held.region, held.local().cpu())
-            for found in gather_on_first(piece) or ():
+            for found in gather_on_first(mine.get(name)) or ():
                 if found is not None:
-                    writer.observe(state.step - 1, "loaded", name, found[1].reshape(found[0].local_shape), found[0])
-        numbers = gather_on_first(state.numbers())
-        for shown in numbers or ():
-            for name, value in shown.items():
-                writer.observe(state.step - 1, "loaded", name, torch.tensor(value, dtype=torch.float64), SCALAR)
-        if first:
-            assert shares is not None
+                    region, local = found
+                    writer.observe(state.step - 1, "loaded", name, local.reshape(region.local_shape), region)
+        if shares is not None:
             writer.finish({}, {"experts": merge_hashes(shares)})
     dist.barrier()
 
 
-def _hash_all(state: TrainingState, tensors: Sequence[Holding]) -> dict[str, tuple[str, list[int]]]:
+def _hash_all(state: TrainingState) -> dict[str, tuple[str, list[int]]]:
     """Return this rank's share of the hash of each expert, of weights and moments."""
     model = state.recipe.model
     if isinstance(model, ForeignModel) or model.moe is None:
         return {}
     return {
-        held.name: (held.region.key, hash_experts(held.local(), held.region).tolist())
-        for held in tensors
-        if ".experts." in held.name
-        and held.region.shape[:1] == (model.moe.num_experts,)
-        and held.region.numel
+        name: (region.key, hash_experts(local, region).tolist())
+        for name, local, region in list_state(state)
+        if ".experts." in name and region.shape[:1] == (model.moe.num_experts,) and region.numel
     }
 
 
@@ -142,9 +153,8 @@ def load_case(
         if fault is not None:
             resolve(fault, "--fault")()
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
-        materialize(state)
-        before = {held.name: held.local().clone() for held in state.tensors()}
-        before |= {name: torch.tensor(value, dtype=torch.float64) for name, value in state.numbers().items()}
+        state.materialize()
+        before = {name: local.clone() for name, local, _ in list_state(state)}
         try:
             facts, states = resume(state, folder / "checkpoint", describe(case), device)
         except FormatError as error:
@@ -153,13 +163,14 @@ def load_case(
         held = StoredGolden(folder / "held")
         comparison = Comparison(held)
         others: list[tuple[int, str, str]] = []
-        loaded = list(_list_loaded(state, read_generators(rank, device) if same else []))
+        generators = read_generators(rank, device) if same else []
+        loaded = [(name, local.clone(), region) for name, local, region in list_state(state, generators)]
         for name, local, region in loaded:
             comparison.observe(case.checkpoint.after - 1, "loaded", name, local, region)
             wanted = held.read(case.checkpoint.after - 1, "loaded", name, region)
             if wanted is not None and region.numel and not _same_bits(wanted, local):
                 others.append((case.checkpoint.after - 1, "loaded", name))
-        shares = _hash_all(state, state.tensors())
+        shares = _hash_all(state)
         before |= {generator.name: generator.local() for generator in states}
         further = Comparison(golden)
         while state.step < case.recipe.steps and state.step >= case.checkpoint.after:
@@ -213,14 +224,6 @@ def resume(
     else:
         seed_generators(state.recipe.seed, state.step, rank)
     return facts, before
-
-
-def _list_loaded(state: TrainingState, states: Sequence[Holding]) -> Iterator[tuple[str, Tensor, Region]]:
-    """Yield (name, local values, region) of everything that a load should have restored."""
-    for held in [*state.tensors(), *states]:
-        yield held.name, held.local().clone(), held.region
-    for name, value in state.numbers().items():
-        yield name, torch.tensor(value, dtype=torch.float64), SCALAR
 
 
 def _same_bits(wanted: Tensor, local: Tensor) -> bool:

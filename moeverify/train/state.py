@@ -107,11 +107,32 @@ class TrainingState:
             "data position": self.position,
             "schedule": self.schedule.last_epoch,
         }
-        rates = {id(group): rate for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True)}
+        rates = {
+            id(group): rate
+            for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True)
+        }
         for name, group in self._groups():
             found |= {f"{name}: {key}": float(group[key]) for key in ("lr", "weight_decay", "initial_lr")}
             found[f"{name}: scheduled lr"] = float(rates[id(group)])
         return found
+
+    def materialize(self) -> None:
+        """Give a fresh optimizer the state that it makes in its first step, all zero, so that it can be loaded.
+
+        The step is one without gradients, rate and decay: no weight moves.
+        """
+        options = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        for held in self.program.holdings:
+            held.tensor.grad = torch.zeros_like(held.tensor)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        # Not the method that the schedule has wrapped, which counts the steps.
+        type(self.optimizer).step(self.optimizer)
+        for group, (rate, decay) in zip(self.optimizer.param_groups, options, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+        self.optimizer.zero_grad(set_to_none=True)
+        for held in self._moments():
+            _clear(held.tensor)
 
     def advance(self) -> None:
         """Go on to the next step, after the optimizer's."""
@@ -123,25 +144,6 @@ class TrainingState:
 def _like(old: Any, new: Any) -> Any:
     """Return a value that came through JSON in the type that it had."""
     return tuple(new) if isinstance(old, tuple) else new
-
-
-def materialize(state: TrainingState) -> None:
-    """Give a fresh optimizer the state that it makes in its first step, so that it can be loaded into.
-
-    The step is one without gradients, rate and decay; weights do not move.
-    """
-    options = [(group["lr"], group["weight_decay"]) for group in state.optimizer.param_groups]
-    for held in state.program.holdings:
-        held.tensor.grad = torch.zeros_like(held.tensor)
-    for group in state.optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
-    # Not the method that the schedule has wrapped, which counts the steps.
-    type(state.optimizer).step(state.optimizer)
-    for group, (rate, decay) in zip(state.optimizer.param_groups, options, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
-    state.optimizer.zero_grad(set_to_none=True)
-    for _, local, _ in optimizer_state(state.optimizer, state.program.holdings):
-        _clear(local)
 
 
 @torch.no_grad()
