@@ -155,7 +155,12 @@ def _leave_out_saves(result: RunResult, tasks: Mapping[str, _Task]) -> RunResult
     for case in result.cases:
         pair = tasks[case.name].pair
         if pair is not None:
-            kept.append(case.model_copy(update={"saved_by": pair.saver.name, "loaded_by": pair.loader.name}))
+            named = {
+                "saved_by": pair.saver.name,
+                "loaded_by": pair.loader.name,
+                "saver_file": pair.saver.file,
+            }
+            kept.append(case.model_copy(update=named))
         elif case.verdict != "pass":
             kept.append(case)
     return result.model_copy(update={"cases": tuple(kept)})
