@@ -13,7 +13,7 @@ from moeverify.case.entry import Entry, Place, build_entry, merge, show
 from moeverify.case.override import Override, parse_overrides
 from moeverify.case.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
 from moeverify.case.rules import validate
-from moeverify.case.schema import Case, Checks, Layout, Recipe, Section
+from moeverify.case.schema import Case, Checkpoint, Checks, Layout, Recipe, Section
 from moeverify.case.section import Ledger, build_section, report_unknown
 from moeverify.case.select import Match, PatternError, compile_pattern
 from moeverify.case.suggest import enumerate_names
@@ -21,7 +21,7 @@ from moeverify.errors import CaseError, Problem
 
 S = TypeVar("S", bound=Section)
 
-_FIELDS = ("name", "description", "recipe", "layout", "checks")
+_FIELDS = ("name", "description", "recipe", "layout", "checks", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: 
         recipe=recipe,
         layout=_build_optional(Layout, "layout", tree, own),
         checks=_build_optional(Checks, "checks", tree, own),
+        checkpoint=_build_optional(Checkpoint, "checkpoint", tree, own),
     )
     whole = Entry({**tree.fields, "recipe": recipe_tree}, dataclasses.replace(tree.place, line=None))
     own.broken.update(path for path in own.meant if not whole.has(path.split(".")))

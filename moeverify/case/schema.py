@@ -99,6 +99,8 @@ class Optimizer(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
 
 
 class Recipe(Section):
@@ -194,6 +196,13 @@ class Checks(Section):
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
 
 
+class Checkpoint(Section):
+    """When a case saves its state, and how: what `moeverify reshard` loads into other layouts."""
+
+    after: Count = 1
+    asynchronous: bool = False
+
+
 class Case(Section):
     """One recipe under one layout, with the checks to make. `file` is where it was read from."""
 
@@ -203,3 +212,4 @@ class Case(Section):
     recipe: Recipe
     layout: Layout = Layout()
     checks: Checks = Checks()
+    checkpoint: Checkpoint = Checkpoint()

@@ -14,6 +14,7 @@ from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
 from moeverify.cli.mesh import mesh
 from moeverify.cli.report import report
+from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, check, golden, mesh, doctor, report, explain, diff):
+for _command in (run, reshard, check, golden, mesh, doctor, report, explain, diff):
     app.command()(_command)
 app.add_typer(faults, name="faults")
 

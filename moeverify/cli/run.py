@@ -126,14 +126,14 @@ def _run_and_report(
                 result = follow_up(cases, result, options, progress.on_event)
     except BaseException as error:
         if door.is_first:
-            _deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)
+            deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)
         raise
     if result is None:  # one of several ranks; the first one reports
         return 0
-    return _deliver(result, outputs, door, quiet=quiet)
+    return deliver(result, outputs, door, quiet=quiet)
 
 
-def _deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) -> int:
+def deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) -> int:
     """Write the files first, since a reader of the console may hang up, then print; return the exit code."""
     from moeverify.report.text import render_run
 

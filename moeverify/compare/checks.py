@@ -47,11 +47,14 @@ CHECKS = (
     Check("update", ("update",), "every parameter's change by the step"),
     Check("optimizer state", ("optimizer_state",), "moments and step counters"),
     Check("buffers", ("buffer",), "the routers' selection bias"),
+    Check("loaded", ("loaded",), "a loaded state against the one that was saved", exact=True),
 )
 
 # Checks that compare a run with itself or with its layout, and have their own code.
 REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE = "replicas", "coverage", "sharding", "repeat", "trace"
-OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE)
+# Of a checkpoint: the identity of each expert, and the steps after a load under the layout that saved.
+EXPERTS, RESUMED = "experts", "resumed"
+OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE, EXPERTS, RESUMED)
 
 # In goldens for other uses: forced steps (an update says the same more sharply), replayed routing.
 UNCOMPARED_KINDS = frozenset({"weight", "router_margin"})

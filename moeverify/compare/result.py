@@ -131,7 +131,8 @@ class RankReport(Record):
 class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
-    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare.
+    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare. Of a pair of
+    `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
     """
 
     name: str
@@ -147,6 +148,9 @@ class CaseResult(Record):
     rank_reports: tuple[RankReport, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
+    saved_by: str = ""
+    loaded_by: str = ""
+    saver_file: str = ""
 
 
 class RunResult(Record):

@@ -17,6 +17,7 @@ class Cause(StrEnum):
     PERMUTATION = "permutation"  # the right values in other places
     DUPLICATE = "duplicate"  # a part holds the values of another part
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
+    NOT_LOADED = "not-loaded"  # after a load it has the value that it had before
     NORM = "norm"  # the gradients are right, the norm or the clip by it is not
     STATE = (
         "state"  # router state or counters moved by another amount than the right gradients and routing say

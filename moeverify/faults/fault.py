@@ -38,7 +38,8 @@ class Fault:
 
     `source` names the issue, pull request or commit; `mechanism` says what was computed wrong, `trigger` under
     which layouts; `case` is the smallest setting under which it shows. `inject` replaces functions or methods
-    of the parallel code in this process; whoever calls it restores them afterwards.
+    of the parallel code in this process; whoever calls it restores them afterwards. A bug of checkpoints has a
+    `saver` too: that case saves, and `case` loads and trains on, both with the fault.
     """
 
     number: str
@@ -51,6 +52,7 @@ class Fault:
     inject: Callable[[], None]
     is_moe: bool = True
     notes: str = ""
+    saver: Case | None = None
     tags: tuple[str, ...] = field(default=())
 
     @property

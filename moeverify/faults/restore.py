@@ -13,6 +13,7 @@ _PREFIXES = (
     "moeverify.parallel",
     "moeverify.train",
     "moeverify.layout",
+    "moeverify.checkpoint",
     "moeverify.suite",
 )
 _TORCH = (

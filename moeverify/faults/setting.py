@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeverify.case.presets import PRESETS
-from moeverify.case.schema import Case, Checks, Data, Layout, MoE, Optimizer, Recipe, ReferenceModel
+from moeverify.case.schema import (
+    Case,
+    Checkpoint,
+    Checks,
+    Data,
+    Layout,
+    MoE,
+    Optimizer,
+    Recipe,
+    ReferenceModel,
+)
 
 _SGD: dict[str, Any] = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.2}
 _ADAMW: dict[str, Any] = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2}
@@ -45,3 +55,14 @@ def make_case(
         layout=Layout(**layout),
         checks=Checks(**{"repeat": "never", **(checks or {})}),
     )
+
+
+def make_saved_case(name: str, **options: Any) -> Case:
+    """Return a case of a fault of checkpoints: AdamW on a falling rate over four steps, of which two are saved.
+
+    Both cases of such a fault are made here, so that they have one recipe; `options` are those of `make_case`.
+    """
+    case = make_case(name, optimizer="adamw", recipe={"steps": 4}, **options)
+    optimizer = case.recipe.optimizer.model_copy(update={"schedule": "cosine", "warmup_steps": 1})
+    recipe = case.recipe.model_copy(update={"optimizer": optimizer, "name": "fault-saved"})
+    return case.model_copy(update={"recipe": recipe, "checkpoint": Checkpoint(after=2)})

@@ -43,6 +43,8 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     steps: list[tuple[str, str]] = []
     if case.verdict == "skipped":
         return steps
+    if case.saved_by:
+        return _advise_pair(case, command, folder)
     if not case.file:  # it came from Python: there is no command that repeats it
         return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
     if kept.run is not None and case.verdict == "mismatch":
@@ -69,6 +71,17 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     else:
         steps.append(("moeverify doctor", "what this machine can do"))
     return steps
+
+
+def _advise_pair(case: CaseResult, command: str, folder: Path | None) -> list[tuple[str, str]]:
+    """Return the command that repeats the pair, with the few others of its cases."""
+    files = list(dict.fromkeys(file for file in (case.saver_file, case.file) if file))
+    if not files:
+        return []
+    again = f"moeverify reshard {shlex.join(files)}{_keep_options(command, _KEPT)}"
+    if folder is None:
+        return [(f"{again} --out runs/reshard", "repeat it with few others and keep all of it")]
+    return [(again, "repeat it with few others")]
 
 
 def _keep_options(command: str, names: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from moeverify.compare.result import CaseResult, RunResult
 from moeverify.report.characters import clean
 from moeverify.report.facts import describe_finding, name_finding, name_tensor
 from moeverify.report.files import write_atomically
+from moeverify.report.matrix import describe_cell, find_matrices
 from moeverify.report.numbers import (
     excess,
     format_bound,
@@ -56,11 +57,13 @@ def format_page(run: RunResult) -> str:
         name_finding=name_finding,
         name_tensor=name_tensor,
         describe_finding=describe_finding,
+        describe_cell=describe_cell,
     )
     template = environment.get_template("run.html")
     return template.render(
         run=run,
         counts=count_verdicts(run),
+        matrices=find_matrices(run.cases),
         cases=[_Entry(position, case) for position, case in enumerate(run.cases, start=1)],
     )
 

@@ -13,6 +13,7 @@ from moeverify.report.advice import Kept, advise, name_rest
 from moeverify.report.characters import clean
 from moeverify.report.console import STYLES, print_fact, print_lines, style_verdict
 from moeverify.report.facts import describe_finding, name_finding
+from moeverify.report.matrix import render_matrices
 from moeverify.report.numbers import format_count, format_ranks, format_seconds
 from moeverify.report.order import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
@@ -36,8 +37,7 @@ def render_run(
     """
     kept = Kept(folder, file)
     if not quiet and run.cases:
-        print_table(make_table(run.cases, console), console)
-        console.print()
+        _render_overview(run, console)
     for case in run.cases:
         if case.verdict in ("mismatch", "error"):
             _render_case(case, run, console, kept)
@@ -46,6 +46,20 @@ def render_run(
         _render_groups("note", [(c.name, note) for c in run.cases for note in c.notes], console)
         _render_environment(run, console)
     print_lines(console, summarize_run(run))
+
+
+def _render_overview(run: RunResult, console: Console) -> None:
+    """Print a line a case; pairs of a reshard are a picture instead."""
+    for part in render_matrices(run.cases, console):
+        if isinstance(part, Text):
+            print_lines(console, part)
+        else:
+            print_table(part, console)
+            console.print()
+    others = [case for case in run.cases if not case.saved_by]
+    if others:
+        print_table(make_table(others, console), console)
+        console.print()
 
 
 def summarize_run(run: RunResult) -> Text:

@@ -10,6 +10,7 @@ from moeverify.compare.result import CaseResult, Event, Finding
 from moeverify.compare.score import FaultRow
 from moeverify.faults.fault import Fault
 from moeverify.suite.options import RunOptions
+from moeverify.suite.reshard import Pair, run_pairs
 from moeverify.suite.run import run_cases
 
 LOSS_CURVE = 1e-3
@@ -18,18 +19,45 @@ LOSS_CURVE = 1e-3
 def run_faults(
     faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
 ) -> list[FaultRow]:
-    """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here."""
-    cases = [_case_of(fault) for fault in faults]
+    """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
+
+    Faults of checkpoints come after the others, in a launch of their own.
+    """
+    chosen = replace(options, require_goldens=False)
+    results = _run_plain([fault for fault in faults if fault.saver is None], chosen, on_event)
+    results |= _run_saved([fault for fault in faults if fault.saver is not None], chosen, on_event)
+    return [score(fault, results[fault.number]) for fault in faults if fault.number in results]
+
+
+def _run_plain(
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+) -> dict[str, CaseResult]:
+    cases = [_case_of(fault.case, fault) for fault in faults]
     targets = {case.name: fault.target for case, fault in zip(cases, faults, strict=True)}
-    chosen = replace(options, require_goldens=False, case_faults=targets)
-    result = run_cases(cases, chosen, on_event)
+    result = run_cases(cases, replace(options, case_faults=targets), on_event) if cases else None
+    return {case.name: case for case in result.cases} if result is not None else {}
+
+
+def _run_saved(
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+) -> dict[str, CaseResult]:
+    pairs = {fault.number: make_pair(fault) for fault in faults}
+    targets = {pairs[fault.number].name: fault.target for fault in faults}
+    result = run_pairs(list(pairs.values()), options, on_event, targets) if pairs else None
     if result is None:
-        return []
-    return [score(fault, case) for fault, case in zip(faults, result.cases, strict=True)]
+        return {}
+    found = {case.name: case for case in result.cases}
+    return {number: found[pair.name] for number, pair in pairs.items()}
 
 
-def _case_of(fault: Fault) -> Case:
-    return fault.case.model_copy(update={"name": fault.number, "description": fault.title})
+def make_pair(fault: Fault) -> Pair:
+    """Return the pair of a fault of checkpoints."""
+    assert fault.saver is not None
+    return Pair(_case_of(fault.saver, fault, " saves"), _case_of(fault.case, fault, " loads"))
+
+
+def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
+    return case.model_copy(update={"name": f"{fault.number}{role}", "description": fault.title})
 
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:

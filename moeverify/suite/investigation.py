@@ -157,10 +157,10 @@ def _rerun(
         program.model, num_positions, scale=program.scale, limit=LIMIT, count=lambda: trace.num_collectives
     )
     observer = _StepTap(capture, tap, step)
-    recipe = case.recipe.model_copy(update={"steps": max(step, 0) + 1})
+    recipe, stop = case.recipe, max(step, 0) + 1
     low = recipe.precision != "float64" and not isinstance(recipe.model, ForeignModel)
     forced = case.checks.steps == "forced"
-    train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced)
+    train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, stop=stop)
     observer.close()
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
@@ -277,7 +277,6 @@ def _read_golden(recipe: Recipe, golden: StoredGolden, step: int, device: torch.
     program = assemble_single(recipe, device, compute="float64")
     tap = Tap(program.model, recipe.data.seq_len, scale=1.0, limit=1 << 62)
     observer = _StepTap(Capture(()), tap, step)
-    shortened = recipe.model_copy(update={"steps": step + 1})
-    train(shortened, program, observer, golden=golden)
+    train(recipe, program, observer, golden=golden, stop=step + 1)
     observer.close()
     return tap.readings

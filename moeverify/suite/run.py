@@ -34,22 +34,12 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
     Raises: MachineError where the device that was asked for is not there.
     """
     device = choose_device(options.device)
-    run = _Run(cases, options, device, on_event)
+    run = CaseRun(cases, options, device, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    with _run_folder(options.folder) as folder:
+    with run_folder(options.folder) as folder:
         for _ in run.execute(folder):
             pass  # the caller hears of it by the event
-    if not run.is_first:
-        return None
-    results = tuple(run.results[case.name] for case in cases)
-    return RunResult(
-        verdict=_overall(results),
-        environment=describe_environment(device),
-        started=started,
-        seconds=time.monotonic() - began,
-        launches=run.num_launches,
-        cases=results,
-    )
+    return run.conclude(started, began)
 
 
 def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> Generator[CaseResult]:
@@ -60,13 +50,13 @@ def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) 
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    run = _Run(cases, options, choose_device(options.device), on_event)
-    with _run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
+    run = CaseRun(cases, options, choose_device(options.device), on_event)
+    with run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
         yield from results
 
 
 @contextmanager
-def _run_folder(wanted: Path | None) -> Iterator[Path]:
+def run_folder(wanted: Path | None) -> Iterator[Path]:
     """Give the folder to keep, with old logs removed, or a temporary one that is gone afterwards."""
     if wanted is None:
         with tempfile.TemporaryDirectory(prefix="moeverify-") as name:
@@ -80,7 +70,7 @@ def _run_folder(wanted: Path | None) -> Iterator[Path]:
     yield logs
 
 
-class _Run:
+class CaseRun:
     """The state of one run: which cases still wait, and what came of the others."""
 
     def __init__(self, cases: Sequence[Case], options: RunOptions, device: Device, on_event: OnEvent) -> None:
@@ -102,7 +92,7 @@ class _Run:
         if not self._runnable:
             return
         self._goldens = GoldenSet.of(self._runnable, self.options)
-        jobs = [self._goldens.job(self._golden_ranks()), *map(self._case_job, self._runnable)]
+        jobs = [self._goldens.job(self._golden_ranks()), *map(self.make_job, self._runnable)]
         if external_world() is not None:
             self._execute_external(jobs, folder)
             yield from [self.results[case.name] for case in self._runnable if self.is_first]
@@ -113,6 +103,20 @@ class _Run:
                 self._take(outcome)
                 if outcome.index > 0:
                     yield self.results[self._runnable[outcome.index - 1].name]
+
+    def conclude(self, started: str, began: float) -> RunResult | None:
+        """Return the verdicts of all cases in their order; None on any rank but the first."""
+        if not self.is_first:
+            return None
+        results = tuple(self.results[case.name] for case in self.cases)
+        return RunResult(
+            verdict=_overall(results),
+            environment=describe_environment(self.device),
+            started=started,
+            seconds=time.monotonic() - began,
+            launches=self.num_launches,
+            cases=results,
+        )
 
     def _execute_external(self, jobs: Sequence[Job], folder: Path) -> None:
         from moeverify.launch.external import serve_external
@@ -140,10 +144,12 @@ class _Run:
         widest = max(case.layout.world_size for case in self._runnable)
         return max(1, min(widest, len(self._goldens.recipes), 2 if self.device == "cpu" else widest))
 
-    def _case_job(self, case: Case) -> Job:
+    def make_job(self, case: Case) -> Job:
+        """Return what the ranks do for a case."""
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         payload = {
             "kind": "case",
+            **self.say_more(case),
             "case": case.model_dump_json(),
             "cache": str(self._goldens.cache),
             "answer": self._goldens.answer,
@@ -151,6 +157,10 @@ class _Run:
             "search_path": search_path(case),
         }
         return Job(name=case.name, num_ranks=case.layout.world_size, timeout=timeout, payload=payload)
+
+    def say_more(self, case: Case) -> dict[str, Any]:
+        """Return what the ranks are told beyond the case itself."""
+        return {}
 
     def _on_launch(self, event: LaunchEvent) -> None:
         if event.kind == "launch":

@@ -71,7 +71,7 @@ def _observe(case: Case, golden: StoredGolden, device: Any, trace: CollectiveTra
     entries = list(comparison.entries())
     differing = None if case.checks.repeat == "never" else _repeat(case, golden, device, entries)
     traced = judge_trace(case, trace)
-    gathered = _gather((entries, differing))
+    gathered = gather_on_first((entries, differing))
     if gathered is None or traced is None:
         return None
     judgement = judge_all(
@@ -112,7 +112,7 @@ def replays_routing(case: Case) -> bool:
     return case.recipe.precision != "float64" and not isinstance(case.recipe.model, ForeignModel)
 
 
-class _BitRecorder:
+class BitRecorder:
     """An observer that keeps only the hash of each piece."""
 
     def begin_step(self, step: int) -> None:
@@ -131,7 +131,7 @@ class _BitRecorder:
 
 def _repeat(case: Case, golden: StoredGolden, device: Any, first: Sequence[Entry]) -> list[Key]:
     """Train once more, over the steps that are repeated, and return what came out with other bits on this rank."""
-    recorder = _BitRecorder()
+    recorder = BitRecorder()
     num_steps = _num_repeated(case)
     _train(case, golden, device, recorder, num_steps=num_steps)
     before = [entry for entry in first if entry.step < num_steps]
@@ -146,7 +146,7 @@ def _num_repeated(case: Case) -> int:
     return {"never": 0, "first_step": 1, "every_step": case.recipe.steps}[case.checks.repeat]
 
 
-def _gather(value: Any) -> list[Any] | None:
+def gather_on_first(value: Any) -> list[Any] | None:
     """Return every rank's value on rank 0, None elsewhere."""
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, gathered)

@@ -23,6 +23,7 @@ from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.layout.observer import INITIAL
 from moeverify.suite.recording import make_golden
+from moeverify.suite.resharding import load_case, save_case
 from moeverify.suite.verification import verify_case
 from moeverify.train.target import describe_error, import_path, resolve
 
@@ -40,6 +41,10 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
         if problem:  # known on every rank, so that none waits for another
             return {"error": problem}
         golden = StoredGolden(folder)
+        if job.payload["kind"] in ("save", "load"):
+            act = save_case if job.payload["kind"] == "save" else load_case
+            place = Path(job.payload["checkpoint"])
+            return act(case, golden, context.device, place, job.payload["fault"])
         return verify_case(case, golden, context.device, context.trace, job.payload["fault"])
 
 

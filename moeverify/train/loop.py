@@ -23,9 +23,10 @@ from moeverify.train.clipping import clip_gradients, gradient_norm
 from moeverify.train.data import Batch, Share, make_batch
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Normalizers, count_valid
-from moeverify.train.optimizer import build_optimizer, optimizer_state
+from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program, Source
 from moeverify.train.routing import observe_routing, replay, update_selection_bias
+from moeverify.train.state import TrainingState
 
 SCALAR = Region.whole(())
 
@@ -45,22 +46,25 @@ def train(
     With `replay_routing` the routers use the golden's ids; with `forced` every step starts from the golden's
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
     """
-    optimizer = build_optimizer(recipe.optimizer, program.holdings, program.optimizer_implementation)
+    state = TrainingState.begin(recipe, program)
     for held in program.holdings:
         observer.observe(INITIAL, "initial_weight", held.name, held.local(), held.region)
     for held in program.buffers:
         observer.observe(INITIAL, "initial_buffer", held.name, held.local(), held.region)
     for step in range(recipe.steps if num_steps is None else num_steps):
-        observer.begin_step(step)
         if forced and golden is not None and step > 0:
-            load_state(program, optimizer, golden, step - 1)
-        _train_step(recipe, program, optimizer, observer, step, golden if replay_routing else None)
+            load_state(program, state.optimizer, golden, step - 1)
+        train_step(state, observer, golden if replay_routing else None)
 
 
-def _train_step(
-    recipe: Recipe, program: Program, optimizer: Optimizer, observer: Observer, step: int, ids: Source | None
-) -> None:
-    batches = make_batches(recipe, program, step)
+def train_step(state: TrainingState, observer: Observer, ids: Source | None = None) -> None:
+    """Train the next step and show everything to the observer; with `ids` the routers use those of a golden.
+
+    Collective: all ranks of the layout.
+    """
+    recipe, program, optimizer, step = state.recipe, state.program, state.optimizer, state.step
+    observer.begin_step(step)
+    batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     optimizer.zero_grad(set_to_none=True)
     counts = _accumulate_gradients(recipe, program, observer, step, batches, normalizers, ids)
@@ -82,6 +86,7 @@ def _train_step(
         observer.observe(step, "optimizer_state", name, local, region)
     for held in program.buffers:
         observer.observe(step, "buffer", held.name, held.local(), held.region)
+    state.advance()
 
 
 def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:

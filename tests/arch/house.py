@@ -53,6 +53,7 @@ WITHOUT_TORCH = (
     "suite.axes",
     "suite.follow_up",
     "suite.separation",
+    "suite.reshard",
     "suite.goldens",
     "suite.record",
     "suite.machine",

@@ -1,0 +1,116 @@
+"""Loads a checkpoint into tensors that are there, under any layout; everything is checked before anything changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moeverify.checkpoint.manifest import DTYPE_NAMES, Manifest, read_manifest
+from moeverify.checkpoint.reader import BoxLoadPlanner, SafeReader, check_files
+from moeverify.checkpoint.save import gather, list_parts
+from moeverify.errors import FormatError
+from moeverify.layout.holding import Holding
+
+RECIPE = "recipe"
+"""The fact that says for which recipe a state is: its fingerprint."""
+
+
+def read_facts(folder: Path) -> Mapping[str, Any]:
+    """Return the facts of a checkpoint, which every rank may read for itself.
+
+    Raises: FormatError where the folder is no complete checkpoint.
+    """
+    return read_manifest(folder).facts
+
+
+def load(
+    folder: Path,
+    tensors: Sequence[Holding],
+    *,
+    recipe: str | None = None,
+    optional: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Mapping[str, Any]:
+    """Fill tensors with the values that a checkpoint holds under their names, and return its facts.
+
+    Each rank reads the parts that it holds; the ranks check the files' checksums together. All ranks check
+    everything first, and where one finds something wrong all raise and no tensor has changed. Keys of the
+    checkpoint that no rank asks for are wrong too, unless they begin with `optional`.
+    Collective: all ranks of `group`, by default all ranks.
+
+    Raises: FormatError with the file and the key where the folder is no complete checkpoint, a file is
+    missing, cut off or damaged, a key is missing or superfluous, a shape or dtype does not fit, or it is the
+    state of another recipe.
+    """
+    folder = folder.resolve()
+    parts, state = list_parts(tensors)
+    manifest, problem = _examine(folder, tensors, recipe, group)
+    shown = gather((problem, [held.name for held in tensors]), group)
+    _raise_first([text for text, _ in shown])
+    assert manifest is not None
+    unasked = manifest.tensors.keys() - {name for _, names in shown for name in names}
+    _refuse(folder, [key for key in unasked if optional is None or not key.startswith(optional)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            state_dict_loader.load(
+                {},
+                storage_reader=SafeReader(folder, manifest),
+                planner=BoxLoadPlanner(parts, state),
+                process_group=group,
+            )
+        except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
+            rank, (cause, _) = min(error.failures.items())
+            raise FormatError(
+                f"rank {rank} could not read {folder}: {type(cause).__name__}: {cause}"
+            ) from cause
+    return manifest.facts
+
+
+def _examine(
+    folder: Path, tensors: Sequence[Holding], recipe: str | None, group: dist.ProcessGroup | None
+) -> tuple[Manifest | None, str]:
+    """Return the manifest, and what is wrong with the checkpoint or with what this rank wants of it."""
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    try:
+        manifest = read_manifest(folder)
+        saved = manifest.facts.get(RECIPE)
+        if recipe is not None and saved != recipe:
+            raise FormatError(f"{folder} is the state of recipe {saved}, and this run's is {recipe}")
+        _raise_first(list(_find_misfits(folder, manifest, tensors)))
+        check_files(folder, manifest, rank, size)
+    except FormatError as error:
+        return None, str(error)
+    return manifest, ""
+
+
+def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[Holding]) -> Iterator[str]:
+    for held in tensors:
+        known = manifest.tensors.get(held.name)
+        if known is None:
+            yield f"{folder} has no `{held.name}`"
+            continue
+        dtype = DTYPE_NAMES[held.local().dtype]
+        if known.shape != held.region.shape:
+            yield f"{folder}: `{held.name}` has shape {list(known.shape)}, and {list(held.region.shape)} is wanted"
+        elif known.dtype != dtype:
+            yield f"{folder}: `{held.name}` is {known.dtype}, and {dtype} is wanted"
+
+
+def _refuse(folder: Path, superfluous: Sequence[str]) -> None:
+    if superfluous:
+        more = f" and {len(superfluous) - 1} more" if len(superfluous) > 1 else ""
+        raise FormatError(f"{folder} has `{min(superfluous)}`{more}, which this model has not")
+
+
+def _raise_first(problems: Sequence[str]) -> None:
+    found = [text for text in problems if text]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(set(found)) > 1 else ""
+        raise FormatError(found[0] + more)

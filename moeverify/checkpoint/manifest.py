@@ -1,0 +1,190 @@
+"""What a checkpoint says of itself: `checkpoint.json`, plain JSON, written last.
+
+A checkpoint is a folder with one `rank-N.safetensors` a rank and the manifest: the facts of the run, and for
+every logical tensor its dtype, shape and pieces, each with file, first byte and checksum. The folder gets its
+name when all of that is on disk, so what has a name is complete. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeverify.checkpoint.box import Box
+from moeverify.errors import FormatError
+
+MANIFEST = "checkpoint.json"
+FORMAT = "moeverify checkpoint"
+VERSION = 1
+
+# The names of dtypes in safetensors.
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a logical tensor in a file: its first byte there and the CRC-32 of its bytes."""
+
+    box: Box
+    file: str
+    start: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file: its size, the length of its header (with the eight bytes before it) and the header's CRC-32."""
+
+    size: int
+    header: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A logical tensor: its dtype (a name of `DTYPES`), its global shape, its boxes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Stored, ...]
+
+    def num_bytes(self, piece: Stored) -> int:
+        """Return how many bytes a box takes."""
+        return piece.box.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint, without its values."""
+
+    facts: Mapping[str, Any]
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredTensor]
+
+
+def write_manifest(manifest: Manifest) -> str:
+    """Return the manifest as JSON text that ends in a digest of itself."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "facts": manifest.facts,
+        "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
+        "tensors": {
+            key: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "pieces": [
+                    [piece.box.offset, piece.box.shape, piece.file, piece.start, piece.checksum]
+                    for piece in tensor.pieces
+                ],
+            }
+            for key, tensor in sorted(manifest.tensors.items())
+        },
+    }
+    return json.dumps({**content, "digest": _digest(content)}) + "\n"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return what a checkpoint holds, after a look at its manifest alone.
+
+    Raises: FormatError where the folder is no complete checkpoint of this version.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(_explain_absence(folder)) from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no manifest of a checkpoint, or was cut off: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise FormatError(f"{path} is JSON but no manifest of a moeverify checkpoint")
+    if content.get("version") != VERSION:
+        raise FormatError(
+            f"{path} has version {content.get('version')!r}, this moeverify reads {VERSION}; save the state again"
+        )
+    digest = content.pop("digest", None)
+    if digest != _digest(content):
+        raise FormatError(f"{path} is damaged: its digest does not fit its content")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path} does not hold a manifest: {type(error).__name__}: {error}") from None
+
+
+def _explain_absence(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder} does not exist"
+    if (folder / ".metadata").exists():
+        return (
+            f"{folder} is a checkpoint of plain torch.distributed.checkpoint, with a pickle in `.metadata` "
+            f"that may run any code; it was not read. A checkpoint of moeverify holds {MANIFEST}"
+        )
+    return f"{folder} holds no {MANIFEST}: it is no checkpoint, or one whose save never ended"
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    files = {name: StoredFile(**fields) for name, fields in content["files"].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"file `{name}` lies outside of the checkpoint")
+    tensors = {}
+    for key, fields in content["tensors"].items():
+        pieces = tuple(
+            Stored(Box(tuple(offset), tuple(shape)), file, start, checksum)
+            for offset, shape, file, start, checksum in fields["pieces"]
+        )
+        tensors[key] = StoredTensor(fields["dtype"], tuple(fields["shape"]), pieces)
+        for problem in _check_tensor(tensors[key], files):
+            raise ValueError(f"tensor {key}: {problem}")
+    facts = content["facts"]
+    if not isinstance(facts, dict):
+        raise TypeError("the facts are no mapping")
+    return Manifest(facts, files, tensors)
+
+
+def _check_tensor(tensor: StoredTensor, files: Mapping[str, StoredFile]) -> Iterator[str]:
+    """Yield what is wrong with one tensor's entry: boxes outside of it, files that are not listed, holes."""
+    if tensor.dtype not in DTYPES:
+        yield f"unknown dtype {tensor.dtype!r}"
+        return
+    for piece in tensor.pieces:
+        box = piece.box
+        if not len(box.offset) == len(box.shape) == len(tensor.shape) or any(
+            offset < 0 or size < 0 or offset + size > whole
+            for offset, size, whole in zip(box.offset, box.shape, tensor.shape, strict=True)
+        ):
+            yield f"a box {box.offset} {box.shape} outside of the shape {tensor.shape}"
+        if piece.file not in files:
+            yield f"file {piece.file!r} is not listed"
+        elif not 0 <= piece.start <= piece.start + tensor.num_bytes(piece) <= files[piece.file].size:
+            yield f"bytes outside of {piece.file}"
+    if sum(piece.box.numel for piece in tensor.pieces) != math.prod(tensor.shape):
+        yield "its boxes do not cover it once"

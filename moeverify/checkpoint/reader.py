@@ -1,0 +1,249 @@
+"""The side of torch's distributed checkpoint that loads: which boxes this rank wants, and their bytes from the files.
+
+torch finds, for each box that is wanted, the saved boxes that overlap it; here the overlaps are copied from
+the mapped files straight to where the rank holds them, so a rank reads no more than its part.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from moeverify.checkpoint.manifest import DTYPES, Manifest, Stored, StoredTensor
+from moeverify.checkpoint.writer import Part
+from moeverify.errors import FormatError
+
+_CHUNK = 1 << 24
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Asks torch for the boxes of this rank. The state dict has the local tensor of each part by its number."""
+
+    def __init__(self, parts: Sequence[Part], state: dict[str, Tensor]) -> None:
+        self._parts = parts
+        self._state = state
+        self._numbers = {
+            MetadataIndex(part.key, part.box.offset): number for number, part in enumerate(parts)
+        }
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take what the checkpoint holds."""
+        assert metadata is not None
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads: of each box the parts that saved boxes have."""
+        items = []
+        for part in self._parts:
+            known = self._metadata.state_dict_metadata[part.key]
+            assert isinstance(known, TensorStorageMetadata)
+            chunk = ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.shape))
+            found = create_read_items_for_chunk_list(part.key, known, [chunk])
+            if sum(item.lengths.numel() for item in found) != part.box.numel:
+                raise FormatError(f"{part.key}: the checkpoint does not hold all of {part.box}")
+            items.extend(found)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans: each rank reads for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan of this rank."""
+        return central_plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the part of a local tensor that an overlap fills."""
+        tensor = self._state[str(self._numbers[read_item.dest_index])]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the local tensor itself was written."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Raise: no checkpoint of ours holds objects.
+
+        Raises: FormatError.
+        """
+        raise FormatError(f"{read_item.dest_index.fqn} is an object and no tensor")
+
+    def resolve_bytes(self, read_item: ReadItem) -> Any:
+        """Raise: no checkpoint of ours holds objects.
+
+        Raises: FormatError.
+        """
+        raise FormatError(f"{read_item.dest_index.fqn} is an object and no tensor")
+
+
+class SafeReader(StorageReader):
+    """Reads what `SafeWriter` wrote. Whoever uses it has read the manifest and checked the files."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._manifest = manifest
+        self._pieces: dict[MetadataIndex, tuple[StoredTensor, Stored]] = {
+            MetadataIndex(key, piece.box.offset): (tensor, piece)
+            for key, tensor in manifest.tensors.items()
+            for piece in tensor.pieces
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader reads one checkpoint."""
+
+    def read_metadata(self) -> Metadata:
+        """Return the manifest in torch's terms."""
+        return Metadata(
+            state_dict_metadata={
+                key: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+                    size=torch.Size(tensor.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(piece.box.offset), torch.Size(piece.box.shape))
+                        for piece in tensor.pieces
+                    ],
+                )
+                for key, tensor in self._manifest.tensors.items()
+            },
+            storage_meta=StorageMeta(checkpoint_id=str(self.folder)),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the manifest is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every overlap to its place, file by file."""
+        by_file: dict[str, list[tuple[ReadItem, StoredTensor, Stored]]] = {}
+        for item in plan.items:
+            tensor, piece = self._pieces[item.storage_index]
+            by_file.setdefault(piece.file, []).append((item, tensor, piece))
+        for name, wanted in by_file.items():
+            with map_file(self.folder / name) as content:
+                for item, tensor, piece in wanted:
+                    copy_overlap(content, item, tensor, piece, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a checkpoint can be there."""
+        return True
+
+
+def copy_overlap(
+    content: mmap.mmap, item: ReadItem, tensor: StoredTensor, piece: Stored, planner: LoadPlanner
+) -> None:
+    """Copy one overlap of a saved box and a box of this rank."""
+    source = torch.frombuffer(content, dtype=DTYPES[tensor.dtype], count=piece.box.numel, offset=piece.start)
+    source = source.view(piece.box.shape)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dim, offset, length)
+    target = planner.resolve_tensor(item)
+    target.copy_(source)
+    planner.commit_tensor(item, target)
+
+
+@contextmanager
+def map_file(path: Path) -> Iterator[mmap.mmap]:
+    """Give the content of a file; pages are read when they are touched.
+
+    Private pages, since torch takes no buffer that cannot be written to without a warning; nobody writes.
+    """
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        yield content
+    finally:
+        # A tensor on it may still be alive in a frame that raised; it goes with the frame.
+        with suppress(BufferError):
+            content.close()
+
+
+def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -> None:
+    """Make sure that this share of the files is whole: its size, its header and each box by its checksum.
+
+    Raises: FormatError with the file and the key of what is wrong.
+    """
+    for name, known in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise FormatError(f"{path} is missing from the checkpoint: {error.strerror}") from None
+        if size != known.size:
+            raise FormatError(
+                f"{path} has {size} bytes, and {known.size} were saved: it was cut off or replaced"
+            )
+    entries = [
+        (piece.file, piece.start, tensor.num_bytes(piece), piece.checksum, key)
+        for key, tensor in manifest.tensors.items()
+        for piece in tensor.pieces
+    ]
+    entries += [
+        (name, 0, known.header, known.checksum, "its header") for name, known in manifest.files.items()
+    ]
+    for name, start, size, checksum, key in _take_share(sorted(entries), share, num_shares):
+        with (folder / name).open("rb") as file:
+            if _hash(file, start, size) != checksum:
+                raise FormatError(
+                    f"{folder / name}: {key} is damaged: its checksum is not the one that was saved"
+                )
+
+
+def _take_share(
+    entries: Sequence[tuple[str, int, int, int, str]], share: int, num_shares: int
+) -> Iterator[Any]:
+    """Yield the entries of one of several ranks, each about as many bytes as the others, neighbors together."""
+    total = sum(size for _, _, size, _, _ in entries)
+    before = 0
+    for entry in entries:
+        middle = before + entry[2] / 2
+        if share <= middle * num_shares / max(total, 1) < share + 1:
+            yield entry
+        before += entry[2]
+
+
+def _hash(file: Any, start: int, size: int) -> int:
+    file.seek(start)
+    checksum = 0
+    while size > 0:
+        chunk = file.read(min(size, _CHUNK))
+        if not chunk:
+            return -1
+        checksum = zlib.crc32(chunk, checksum)
+        size -= len(chunk)
+    return checksum

@@ -1,0 +1,194 @@
+"""Saves what all ranks hold as one checkpoint: at once, or in the background while training goes on."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moeverify.checkpoint.box import split_region
+from moeverify.checkpoint.manifest import DTYPE_NAMES, MANIFEST
+from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
+from moeverify.errors import FormatError, MachineError
+from moeverify.layout.holding import Holding
+
+BY_NAME = "by_name"
+"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is held."""
+
+
+def save(
+    folder: Path,
+    tensors: Sequence[Holding],
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save tensors by their logical names, and facts (JSON), as the checkpoint `folder`.
+
+    Holdings of one name on several ranks are parts or replicas of one logical tensor; of a box that several
+    ranks hold, one writes it. The folder appears when everything is on disk; it must not be there yet, so no
+    checkpoint is ever written over. Collective: all ranks of `group`, by default all ranks.
+
+    Raises: FormatError where `folder` is there; MachineError where a rank could not write, on every rank.
+    """
+    Saving(folder, tensors, facts, group).run()
+
+
+def save_async(
+    folder: Path,
+    tensors: Sequence[Holding],
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup,
+) -> Saving:
+    """Copy everything to the host's memory and save it in the background; see `save`.
+
+    Returns when training may change the tensors; `wait` of what comes back returns when the checkpoint is
+    there. `group` must be used for nothing else, since its collectives run in another thread; it needs gloo.
+    Collective: all ranks of `group`.
+
+    Raises: FormatError where `folder` is there.
+    """
+    saving = Saving(folder, tensors, facts, group)
+    saving.begin()
+    return saving
+
+
+class Saving:
+    """One save of a checkpoint, from the plan to the name."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[Holding],
+        facts: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.folder = folder.resolve()
+        self._group = group
+        partial, merged = self._agree(facts)
+        self._partial = self.folder.with_name(partial)
+        self._parts, self._state = list_parts(tensors)
+        self._planner = BoxPlanner(self._parts)
+        self._writer = SafeWriter(self.folder, self._partial, merged)
+        self._future: Any = None
+
+    def run(self) -> None:
+        """Save now, in this thread."""
+        self._guard(lambda: self._save(state_dict_saver.save))
+
+    def begin(self) -> None:
+        """Copy the tensors and save them in another thread."""
+        self._future = self._save(state_dict_saver.async_save, async_stager=HostCopy())
+        self._state = {}
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there.
+
+        Raises: MachineError where a rank could not write, on every rank.
+        """
+        self._guard(self._future.result)
+
+    def _save(self, how: Callable[..., Any], **rest: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            return how(
+                dict(self._state),
+                storage_writer=self._writer,
+                planner=self._planner,
+                process_group=self._group,
+                **rest,
+            )
+
+    def _guard(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
+            self._remove()
+            rank, (cause, _) = min(error.failures.items())
+            message = f"rank {rank} could not save to {self.folder}: {type(cause).__name__}: {cause}"
+            raise MachineError(f"{message}; there is no such checkpoint, and none was changed") from cause
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        if _rank(self._group) == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _agree(self, facts: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the name of the partial folder and the facts of all ranks, equal on every rank."""
+        mine = (f".{self.folder.name}.{secrets.token_hex(4)}.partial", dict(facts), self.folder.exists())
+        shown = gather(mine, self._group)
+        if any(exists for _, _, exists in shown):
+            raise FormatError(f"{self.folder} is there already; a checkpoint is never written over")
+        if _rank(self._group) == 0:
+            remove_partial(self.folder)
+        merged = dict(shown[0][1])
+        by_name: dict[str, Any] = {}
+        for _, other, _ in shown:
+            by_name |= other.get(BY_NAME, {})
+        return shown[0][0], {**merged, **({BY_NAME: by_name} if by_name else {})}
+
+
+class HostCopy:
+    """What torch asks for a copy that training does not change; one copy, in the host's memory."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of all tensors."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` returns when everything is copied."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept."""
+
+
+def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    """Return the boxes that this rank holds, and the local tensor of each by its number.
+
+    Raises: TypeError for a dtype that a checkpoint cannot hold.
+    """
+    parts: list[Part] = []
+    state: dict[str, Tensor] = {}
+    for held in tensors:
+        local = held.local()
+        if local.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{held.name}: a checkpoint cannot hold {local.dtype}")
+        for box, view in split_region(held.region, local):
+            state[str(len(parts))] = view
+            parts.append(Part(held.name, held.region.shape, box))
+    return parts, state
+
+
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's value, in their order. Collective: all ranks of `group`."""
+    if not dist.is_initialized():
+        return [value]
+    shown: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shown, value, group=group)
+    return shown
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints directly in a folder, oldest first; an interrupted save is none."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):
+            if not path.name.startswith(".") and (path / MANIFEST).is_file():
+                found.append(((path / MANIFEST).stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]

@@ -1,0 +1,83 @@
+"""`moeverify reshard`: save under every layout, load under every layout, compare bit for bit, and train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.arguments import (
+    DEFAULT_GOLDENS,
+    CacheFolder,
+    Cases,
+    Device,
+    DeviceOption,
+    GoldenFolder,
+    HtmlFile,
+    JsonFile,
+    JunitFile,
+    Overrides,
+    Pattern,
+    Quiet,
+)
+from moeverify.cli.door import is_continuous_integration, open_door
+from moeverify.cli.outputs import Outputs
+from moeverify.cli.run import Fault, Ranks, Timeout, deliver
+
+
+def reshard(
+    cases: Cases,
+    *,
+    overrides: Overrides = None,
+    pattern: Pattern = None,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep everything, the checkpoints too."),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    ranks: Ranks = None,
+    timeout: Timeout = None,
+    fault: Fault = None,
+    require_goldens: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-goldens/--no-require-goldens",
+            help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: CacheFolder = None,
+    goldens: GoldenFolder = DEFAULT_GOLDENS,
+    quiet: Quiet = False,
+) -> None:
+    """Load the checkpoint of each layout into every layout, and train on.
+
+    All ordered pairs of the cases that share a recipe, a single device included.
+    """
+    with open_door() as door:
+        outputs = Outputs(json, junit, html, out)
+        if door.is_first:
+            outputs.check()
+        from moeverify.case.load import load_cases
+        from moeverify.report.progress import open_progress
+        from moeverify.suite.options import RunOptions
+        from moeverify.suite.reshard import make_pairs, run_pairs
+
+        pairs = make_pairs(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern))
+        options = RunOptions(
+            device=device.value,
+            num_ranks=ranks,
+            folder=out,
+            require_goldens=is_continuous_integration() if require_goldens is None else require_goldens,
+            golden_folder=goldens,
+            cache_folder=cache,
+            timeout=timeout,
+            fault=fault,
+        )
+        with open_progress(door.out, quiet=quiet) as progress:
+            result = run_pairs(pairs, options, progress.on_event)
+        raise typer.Exit(0 if result is None else deliver(result, outputs, door, quiet=quiet))

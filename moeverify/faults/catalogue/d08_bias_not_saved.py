@@ -1,0 +1,32 @@
+"""The buffer of the selection bias is not persistent."""
+
+from __future__ import annotations
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+from moeverify.train.state import TrainingState
+
+
+def inject() -> None:
+    """Leave the buffers out of what is saved and loaded."""
+
+    def tensors(self: TrainingState) -> list[Holding]:
+        return [held for held in original(self) if not held.name.startswith("buffer/")]
+
+    original = TrainingState.tensors
+    TrainingState.tensors = tensors
+
+
+FAULT = Fault(
+    number="D08",
+    title="the selection bias is not in the checkpoint",
+    source="flagos-ai/FlagScale PR #411",
+    mechanism="the bias of loss-free balancing is no persistent buffer: neither saved nor loaded",
+    trigger="loss-free balancing",
+    saver=make_saved_case("d08", dp_shard=2, ep=2),
+    case=make_saved_case("d08", dp_shard=2, ep=2),
+    expected=Expected(where=r"^buffer/.*selection_bias", causes=(Cause.NOT_LOADED,)),
+    inject=inject,
+)

@@ -1,0 +1,46 @@
+"""Random states are kept without the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moeverify.checkpoint import save
+from moeverify.checkpoint.writer import Part
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+
+
+def inject() -> None:
+    """Save the states of rank 0 as those of all ranks."""
+
+    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        parts, state = original(tensors)
+        for number, part in enumerate(parts):
+            if part.key.startswith("rng/"):
+                shared = state[str(number)].clone()
+                dist.broadcast(shared, src=0)
+                state[str(number)] = shared
+        return parts, state
+
+    original = save.list_parts
+    save.list_parts = list_parts
+
+
+FAULT = Fault(
+    number="F09",
+    title="every rank gets the random state of rank 0",
+    source="NVIDIA-NeMo/Automodel PR #3437 (835c900ba)",
+    mechanism="the file of the random states has a name without the rank",
+    trigger="anything random: dropout, jitter",
+    saver=make_saved_case("f09", dp_replicate=2, data_parallel="ddp"),
+    case=make_saved_case("f09", dp_replicate=2, data_parallel="ddp"),
+    expected=Expected(where=r"^rng/", causes=(Cause.DUPLICATE,)),
+    inject=inject,
+    is_moe=False,
+    notes="status of the report: title only",
+)

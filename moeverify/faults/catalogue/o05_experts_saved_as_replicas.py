@@ -1,0 +1,57 @@
+"""A stale placement makes the experts of all ranks replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeverify.checkpoint import save
+from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.writer import Part
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+
+
+def inject() -> None:
+    """Claim on each rank all experts, with the values of those that it has."""
+
+    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        parts, state = original(tensors)
+        for number, part in list(enumerate(parts)):
+            if not part.key.startswith("weight/") or ".experts." not in part.key:
+                continue
+            size = part.box.shape[0]
+            for start in range(0, part.shape[0], size):
+                if start != part.box.offset[0]:
+                    box = Box((start, *part.box.offset[1:]), part.box.shape)
+                    state[str(len(parts))] = state[str(number)]
+                    parts.append(Part(part.key, part.shape, box))
+        return parts, state
+
+    original = save.list_parts
+    save.list_parts = list_parts
+
+
+FAULT = Fault(
+    number="O05",
+    title="experts of different ranks are saved as replicas of each other",
+    source="pytorch/torchtitan PR #2227 (8ff9e42a3)",
+    mechanism=(
+        "the placement of expert tensors says Replicate over ep: of different experts, those of one "
+        "rank are saved for all"
+    ),
+    trigger="expert parallelism",
+    saver=make_saved_case("o05", dp_shard=2, ep=2),
+    case=make_saved_case("o05"),
+    expected=Expected(
+        where=r"^weight/.*moe\.experts",
+        causes=(
+            Cause.DUPLICATE,
+            Cause.PERMUTATION,
+        ),
+    ),
+    inject=inject,
+)

@@ -1,0 +1,53 @@
+"""A load that is not strict passes over what it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeverify.checkpoint import load, save
+from moeverify.checkpoint.writer import Part
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+
+_OURS, _THEIRS = "layers.1.moe.experts.up", "layers.1.moe.experts.w3"
+
+
+def inject() -> None:
+    """Save a weight under another name, and load only what is there."""
+
+    def list_saved(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        parts, state = original(tensors)
+        return [_rename(part) for part in parts], state
+
+    def list_loaded(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        return original([held for held in tensors if held.name != f"weight/{_OURS}"])
+
+    original = save.list_parts
+    save.list_parts = list_saved
+    load.list_parts = list_loaded
+    load._find_misfits = lambda folder, manifest, tensors: iter(())
+    load._refuse = lambda folder, superfluous: None
+
+
+def _rename(part: Part) -> Part:
+    return part._replace(key=f"weight/{_THEIRS}") if part.key == f"weight/{_OURS}" else part
+
+
+FAULT = Fault(
+    number="O07",
+    title="a renamed expert weight is silently not loaded",
+    source="pytorch/torchtitan PR #3626 (2816b97c2); NVIDIA/Megatron-LM issue #5844",
+    mechanism=(
+        "the name of an expert weight differs between the one who saves and the one who loads, and "
+        "the load is not strict"
+    ),
+    trigger="a conversion of names, strict=False",
+    saver=make_saved_case("o07", dp_shard=2, ep=2),
+    case=make_saved_case("o07", dp_shard=2, ep=2),
+    expected=Expected(where=r"^weight/layers\.1\.moe\.experts\.up\b", causes=(Cause.NOT_LOADED,)),
+    inject=inject,
+)

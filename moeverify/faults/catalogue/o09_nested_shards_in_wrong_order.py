@@ -1,0 +1,55 @@
+"""Shards of shards are put together in the wrong order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from moeverify.checkpoint import save
+from moeverify.checkpoint.writer import Part
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+from moeverify.layout.placement import shard_region
+from moeverify.layout.region import Region
+
+
+def inject() -> None:
+    """Take a strided shard for a plain one when a weight is saved."""
+
+    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        return original([replace(held, region=_misread(held)) for held in tensors])
+
+    original = save.list_parts
+    save.list_parts = list_parts
+
+
+def _misread(held: Holding) -> Region:
+    tensor = held.tensor
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return held.region
+    placements = [
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in tensor.placements
+    ]
+    mesh = tensor.device_mesh
+    return shard_region(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
+
+
+FAULT = Fault(
+    number="O09",
+    title="rows are permuted where FSDP2 shards what TP has sharded",
+    source="pytorch/pytorch issue #129206, PR #130760; pytorch/torchtitan PR #1483",
+    mechanism="the order of nested shards is not in the placement: the outer axis is taken to cut first",
+    trigger="FSDP2 over tensor parallelism, on one dim",
+    saver=make_saved_case("o09", dp_shard=2, tp=2),
+    case=make_saved_case("o09"),
+    expected=Expected(where=r"^weight/", causes=(Cause.PERMUTATION,)),
+    inject=inject,
+    is_moe=False,
+)

@@ -1,0 +1,44 @@
+"""A reordering that belongs to tensor parallelism is done under data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.train.state import TrainingState
+
+
+def inject() -> None:
+    """Put the rows of dense gates into another order once they are loaded."""
+
+    def restore(self: TrainingState, facts: Mapping[str, Any]) -> None:
+        original(self, facts)
+        for held in self.program.holdings:
+            if held.name.endswith("mlp.gate_proj.weight"):
+                local = held.local()
+                local.copy_(torch.cat([local[0::2], local[1::2]]))
+
+    original = TrainingState.restore
+    TrainingState.restore = restore
+
+
+FAULT = Fault(
+    number="O10",
+    title="the halves of a gate are interleaved after a load",
+    source="NVIDIA/Megatron-LM issue #2769, PR #5714",
+    mechanism=(
+        "the load puts a fused gate into the order that tensor-parallel ranks need, on a weight that "
+        "is sharded over the data ranks"
+    ),
+    trigger="FSDP2, gated units",
+    saver=make_saved_case("o10", dp_shard=2),
+    case=make_saved_case("o10", dp_shard=2),
+    expected=Expected(where=r"^weight/.*gate_proj", causes=(Cause.PERMUTATION,)),
+    inject=inject,
+    is_moe=False,
+)

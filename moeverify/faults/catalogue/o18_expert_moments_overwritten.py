@@ -1,0 +1,55 @@
+"""Parts of the optimizer's state are written over by other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moeverify.checkpoint import save
+from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.writer import Part
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_saved_case
+from moeverify.layout.holding import Holding
+
+
+def inject() -> None:
+    """Save the moments of the last rank's experts as those of all."""
+
+    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+        parts, state = original(tensors)
+        kept: list[Part] = []
+        values: dict[str, Tensor] = {}
+        for number, part in enumerate(parts):
+            boxes = [part.box]
+            if part.key.startswith("optimizer/") and ".experts." in part.key and part.shape:
+                last = dist.get_rank() == dist.get_world_size() - 1
+                starts = range(0, part.shape[0], part.box.shape[0]) if last else ()
+                boxes = [Box((start, *part.box.offset[1:]), part.box.shape) for start in starts]
+            for box in boxes:
+                values[str(len(kept))] = state[str(number)]
+                kept.append(part._replace(box=box))
+        return kept, values
+
+    original = save.list_parts
+    save.list_parts = list_parts
+
+
+FAULT = Fault(
+    number="O18",
+    title="the moments of experts are saved under one name by all ranks",
+    source="NVIDIA-NeMo/Automodel PR #3250 (3e795abac)",
+    mechanism=(
+        "the part of the optimizer that belongs to experts has one file name on all ep ranks, and the "
+        "last one to write wins"
+    ),
+    trigger="expert parallelism",
+    saver=make_saved_case("o18", dp_shard=2, ep=2),
+    case=make_saved_case("o18", dp_shard=2, ep=2),
+    expected=Expected(where=r"^optimizer/.*moe\.experts", causes=(Cause.DUPLICATE,)),
+    inject=inject,
+    notes="status of the report: title only",
+)

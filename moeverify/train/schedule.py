@@ -1,0 +1,30 @@
+"""The learning rate of each step: the recipe's, times a warmup and a decay."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from moeverify.case.schema import Optimizer as OptimizerSpec
+
+
+def build_schedule(spec: OptimizerSpec, optimizer: Optimizer, num_steps: int) -> LambdaLR:
+    """Return the schedule over the steps of a recipe; it notes the learning rate of each group as `initial_lr`."""
+    return LambdaLR(optimizer, partial(find_factor, spec, num_steps))
+
+
+def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
+    """Return what the learning rate is multiplied by at a step.
+
+    It rises in equal parts over `warmup_steps`, reaches 1 at the step after them, and falls from there towards
+    0 at the step after the last: along a cosine, along a line, or not at all.
+    """
+    if step < spec.warmup_steps:
+        return (step + 1) / (spec.warmup_steps + 1)
+    if spec.schedule == "constant":
+        return 1.0
+    part = min(1.0, (step - spec.warmup_steps) / max(num_steps - spec.warmup_steps, 1))
+    return 0.5 * (1.0 + math.cos(math.pi * part)) if spec.schedule == "cosine" else 1.0 - part

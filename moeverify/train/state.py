@@ -1,0 +1,151 @@
+"""Everything that a training step changes, as logical tensors and plain facts: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from moeverify.case.schema import Recipe
+from moeverify.errors import FormatError
+from moeverify.layout.holding import Holding
+from moeverify.train.optimizer import build_optimizer, optimizer_state
+from moeverify.train.program import Program
+from moeverify.train.schedule import build_schedule
+
+# Options of an optimizer that say how it is computed and not what: a layout's own.
+_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass
+class TrainingState:
+    """A program in the middle of its training.
+
+    `step` is the next optimizer step and `position` the next batch of the data; an uninterrupted run has them
+    equal.
+    """
+
+    recipe: Recipe
+    program: Program
+    optimizer: Optimizer
+    schedule: LambdaLR
+    step: int = 0
+    position: int = 0
+
+    @classmethod
+    def begin(cls, recipe: Recipe, program: Program) -> TrainingState:
+        """Return the state before the first step."""
+        optimizer = build_optimizer(recipe.optimizer, program.holdings, program.optimizer_implementation)
+        return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))
+
+    def tensors(self) -> list[Holding]:
+        """Return all that this rank holds: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
+        held = [Holding(f"weight/{held.name}", held.tensor, held.region) for held in self.program.holdings]
+        held += [Holding(f"buffer/{held.name}", held.tensor, held.region) for held in self.program.buffers]
+        return held + list(self._moments())
+
+    def _moments(self) -> Iterator[Holding]:
+        for name, local, region in optimizer_state(self.optimizer, self.program.holdings):
+            yield Holding(f"optimizer/{name}", local, region)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is no tensor; `by_name` has the options of each parameter's group on this rank."""
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "step": self.step,
+            "position": self.position,
+            "schedule": self.schedule.last_epoch,
+            "by_name": {
+                name: {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+                for name, group in self._groups()
+            },
+        }
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of each parameter with its group."""
+        groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
+        for held in self.program.holdings:
+            yield held.name, groups[id(held.tensor)]
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take over the facts of a checkpoint; its tensors have been loaded into `tensors()`.
+
+        Raises: FormatError where a parameter of this rank has no options, or those of a group disagree.
+        """
+        self._restore_groups(facts["by_name"])
+        rates = [group["initial_lr"] for group in self.optimizer.param_groups]
+        now = [group["lr"] for group in self.optimizer.param_groups]
+        epoch = facts["schedule"]
+        known = self.schedule.state_dict()
+        self.schedule.load_state_dict(
+            {**known, "base_lrs": rates, "_last_lr": now, "last_epoch": epoch, "_step_count": epoch + 1}
+        )
+        self.step = facts["step"]
+        self.position = facts["position"]
+
+    def _restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+        chosen: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        for name, group in self._groups():
+            if name not in by_name:
+                raise FormatError(f"the checkpoint has no optimizer options of {name}")
+            first, options = chosen.setdefault(id(group), (name, by_name[name]))
+            if options != by_name[name]:
+                raise FormatError(f"{first} and {name} are in one group here and had different options")
+        for _, group in self._groups():
+            options = chosen[id(group)][1]
+            group.update({key: _like(group.get(key), value) for key, value in options.items()})
+
+    def numbers(self) -> dict[str, float]:
+        """Return every fact that is a number, by a name of its own."""
+        found: dict[str, float] = {
+            "step": self.step,
+            "data position": self.position,
+            "schedule": self.schedule.last_epoch,
+        }
+        rates = {
+            id(group): rate
+            for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True)
+        }
+        for name, group in self._groups():
+            found |= {f"{name}: {key}": float(group[key]) for key in ("lr", "weight_decay", "initial_lr")}
+            found[f"{name}: scheduled lr"] = float(rates[id(group)])
+        return found
+
+    def materialize(self) -> None:
+        """Give a fresh optimizer the state that it makes in its first step, all zero, so that it can be loaded.
+
+        The step is one without gradients, rate and decay: no weight moves.
+        """
+        options = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        for held in self.program.holdings:
+            held.tensor.grad = torch.zeros_like(held.tensor)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        # Not the method that the schedule has wrapped, which counts the steps.
+        type(self.optimizer).step(self.optimizer)
+        for group, (rate, decay) in zip(self.optimizer.param_groups, options, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+        self.optimizer.zero_grad(set_to_none=True)
+        for held in self._moments():
+            _clear(held.tensor)
+
+    def advance(self) -> None:
+        """Go on to the next step, after the optimizer's."""
+        self.schedule.step()
+        self.step += 1
+        self.position += 1
+
+
+def _like(old: Any, new: Any) -> Any:
+    """Return a value that came through JSON in the type that it had."""
+    return tuple(new) if isinstance(old, tuple) else new
+
+
+@torch.no_grad()
+def _clear(local: Tensor) -> None:
+    local.zero_()
