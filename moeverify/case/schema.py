@@ -142,7 +142,7 @@ class Layout(Section):
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context_parallel: Literal["allgather", "alltoall"] = "allgather"
-    experts: Literal["loop", "grouped_mm"] = "loop"
+    experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
     micro_batches: Count = 1
     recompute: bool = False
     optimizer: Literal["foreach", "fused", "loop"] = "foreach"

@@ -96,10 +96,19 @@ def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> Non
         raise CaseError(problems)
 
 
+class ExpertHolder(nn.Module):
+    """A module all of whose parameters are experts' weights.
+
+    `gradient_share` is what its backward pass multiplies their gradients with: 1 unless it averages by itself.
+    """
+
+    gradient_share: float = 1.0
+
+
 BACKENDS: Mapping[str, Backend] = {"loop": swiglu_loop, "grouped_mm": swiglu_grouped}
 
 
-class Experts(nn.Module):
+class Experts(ExpertHolder):
     """The stacked weights of all routed experts that live here, multiplied by one of `BACKENDS`.
 
     `view` turns each stored parameter into the tensor to compute with, and the number of experts is read off

@@ -57,3 +57,19 @@ class MoE(nn.Module):
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(x).sigmoid()
         return routed + shared, routing.stats
+
+
+def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, factory: Factory) -> nn.Module:
+    """Return the block for an expert backend: ours, or for `megablocks` that of the package.
+
+    Raises: CaseError where the backend cannot take the dtype or the sizes, or is not installed.
+    """
+    if backend != "megablocks":
+        return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory)
+    from moeverify.model.megablocks.package import import_package
+
+    import_package(factory["dtype"])
+    from moeverify.model.megablocks.block import DroplessMoE
+
+    block: nn.Module = DroplessMoE(hidden, spec, factory=factory)
+    return block

@@ -20,6 +20,7 @@ from moeverify.launch.world import external_world
 from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
+from moeverify.suite.packages import find_obstacle
 from moeverify.suite.search import search_path
 
 ENTRY = "moeverify.suite.worker"
@@ -96,7 +97,7 @@ class _Run:
 
     def execute(self, folder: Path) -> Generator[CaseResult]:
         """Run everything and yield each result as soon as it is known."""
-        self._skip_too_large()
+        self._skip_unrunnable()
         yield from list(self.results.values())
         if not self._runnable:
             return
@@ -119,7 +120,7 @@ class _Run:
 
         serve_external(jobs, folder, run_job, self._take, device=self.device)
 
-    def _skip_too_large(self) -> None:
+    def _skip_unrunnable(self) -> None:
         limit, why = most_ranks(self.device)
         world = external_world()
         if world is not None:
@@ -130,6 +131,8 @@ class _Run:
             needed = case.layout.world_size
             if needed > limit:
                 self._end(case, self._result(case, "skipped", f"needs {needed} ranks; {why}"))
+            elif obstacle := find_obstacle(case, self.device):
+                self._end(case, self._result(case, "skipped", obstacle))
             else:
                 self._runnable.append(case)
 

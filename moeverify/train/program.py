@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moeverify.layout.holding import Holding
 from moeverify.layout.region import Indices, Region
-from moeverify.model.router import Router
+from moeverify.model.router import RouterSeat
 from moeverify.train.clipping import SumOverShards
 from moeverify.train.data import Share
 from moeverify.train.objective import Sums
@@ -38,7 +38,7 @@ class RouterView:
     """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
 
     name: str
-    module: Router
+    module: RouterSeat
     positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
 
 
@@ -77,5 +77,5 @@ def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[Router
     return [
         RouterView(name_of(name), module)
         for name, module in model.named_modules()
-        if isinstance(module, Router)
+        if isinstance(module, RouterSeat)
     ]

@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "suite.record",
     "suite.machine",
     "suite.options",
+    "suite.packages",
     "suite.mesh",
     "suite.claims",
     "launch.plan",
