@@ -155,8 +155,37 @@ def megablocks_shards(case: Case) -> Iterator[Problem]:
         return
     shards = layout.dp_shard * layout.cp
     if moe.num_experts % shards:
-        message = f"recipe.model.moe.num_experts {moe.num_experts} does not give whole experts to {shards} shards"
+        message = (
+            f"recipe.model.moe.num_experts {moe.num_experts} does not give whole experts to {shards} shards"
+        )
         yield blame("layout.experts", message, f"set it to a multiple of {shards}")
+
+
+@reading(
+    "layout.router_losses", "layout.experts", "layout.recompute", "recipe.data.min_valid", "recipe.model.moe"
+)
+def own_router_losses(case: Case) -> Iterator[Problem]:
+    """Megablocks' own losses are means over the tokens of a rank, kept in a list of the process."""
+    layout, path = case.layout, "layout.router_losses"
+    if layout.router_losses == "global" or experts(case) is None:
+        return
+    if layout.experts != "megablocks":
+        yield blame(path, "megablocks' own losses need its experts", "write `experts: megablocks`")
+    if layout.recompute:
+        yield blame("layout.recompute", "megablocks counts its losses again in a recomputation", "remove one")
+    if case.recipe.data.min_valid < 1.0:
+        message = "megablocks' own losses count padding too"
+        yield blame(path, message, "set recipe.data.min_valid to 1.0")
+
+
+@reading("checks.differs", "checks.because", "checks.skip")
+def declared_differences(case: Case) -> Iterator[Problem]:
+    """Who declares that something differs says why."""
+    if bool(case.checks.differs) != bool(case.checks.because):
+        yield blame("checks.differs", "`differs` and `because` go together", "say what differs, and why")
+    for name in case.checks.differs:
+        if name in case.checks.skip:
+            yield blame("checks.differs", f"`{name}` cannot be both declared to differ and skipped")
 
 
 @reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
@@ -200,6 +229,8 @@ SUPPORT_RULES = (
     grouped_alignment,
     megablocks_parts,
     megablocks_shards,
+    own_router_losses,
+    declared_differences,
     balance_of_parts,
     foreign_models,
 )

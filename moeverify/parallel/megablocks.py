@@ -9,13 +9,31 @@ Source: megablocks 0.10.0, layers/moe.py (parallel_forward_once) and layers/mlp.
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moeverify.case.schema import MoE
 from moeverify.model.megablocks.block import DroplessMoE
+from moeverify.model.megablocks.losses import OwnLosses
 
 _STACKED = ("w1", "v1", "w2")
+
+
+def collect_own_losses(model: nn.Module, spec: MoE, num_shares: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a function that gives a micro-batch's addends of the package's own balance and z losses.
+
+    `num_shares` is how many micro-batches of all ranks the mean is taken over.
+    """
+    own = OwnLosses(model, spec)
+
+    def collect() -> tuple[Tensor, Tensor]:
+        balance, z = own.collect()
+        return balance / num_shares, z / num_shares
+
+    return collect
 
 
 def apply_megablocks(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -53,6 +53,7 @@ class Parallelized:
     finalize: Callable[[], None]
     router_positions: Callable[[Indices], Indices]
     sum_over_shards: Callable[[Tensor], Tensor] | None
+    own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 def _each(last: bool) -> AbstractContextManager[object]:
@@ -83,7 +84,18 @@ def parallelize(
         finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
         router_positions=_router_positions(meshes) if tokens_sliced else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
+        own_router_losses=_own_router_losses(model, layout, num_loss_ranks),
     )
+
+
+def _own_router_losses(
+    model: Transformer, layout: Layout, num_loss_ranks: int
+) -> Callable[[], tuple[Tensor, Tensor]] | None:
+    if layout.router_losses != "megablocks" or model.spec.moe is None:
+        return None
+    from moeverify.parallel.megablocks import collect_own_losses
+
+    return collect_own_losses(model, model.spec.moe, num_loss_ranks * layout.micro_batches)
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:

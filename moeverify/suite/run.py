@@ -17,6 +17,7 @@ from moeverify.compare.result import CaseResult, CheckResult, Event, Finding, Ru
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
+from moeverify.suite.declared import settle
 from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
@@ -196,8 +197,8 @@ class _Run:
             return self._result(case, "error", outcome.result["error"], outcome)
         checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
         findings = tuple(Finding.model_validate(finding) for finding in outcome.result["findings"])
-        verdict = "mismatch" if any(check.verdict == "mismatch" for check in checks) else "pass"
-        notes = (state.message,) if state.status == "missing" else ()
+        verdict, notes = settle(case.checks, checks)
+        notes += (state.message,) if state.status == "missing" else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
         return self._result(
             case, verdict, "", outcome, checks=checks, findings=findings, notes=notes, losses=losses

@@ -81,6 +81,7 @@ def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         loss_context=done.loss_context,
         finalize=done.finalize,
         sum_over_shards=done.sum_over_shards,
+        own_router_losses=done.own_router_losses,
     )
 
 

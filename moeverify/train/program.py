@@ -48,7 +48,8 @@ class Program:
 
     `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
     gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
-    the gradients after the last one. The defaults are those of a single device.
+    the gradients after the last one. `own_router_losses` gives this rank's addends of balance and z loss
+    where the experts' package computes them. The defaults are those of a single device.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Program:
     loss_context: Callable[[], AbstractContextManager[object]] = nullcontext
     finalize: Callable[[], None] = _nothing
     sum_over_shards: SumOverShards | None = None
+    own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     "layout.mesh",
     "layout.split",
     "suite.run",
+    "suite.declared",
     "suite.goldens",
     "suite.record",
     "suite.machine",

@@ -51,7 +51,9 @@ def multiply_raw(
 def _multiply_transposed(a: Tensor, b: Tensor, batch_sizes: Tensor) -> Tensor:
     if not _fits(a, b):
         sizes = batch_sizes.tolist()
-        return torch.stack([x.t() @ y for x, y in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True)])
+        return torch.stack(
+            [x.t() @ y for x, y in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True)]
+        )
     return functional.grouped_mm(a.t(), b, offs=_offsets(batch_sizes, a.device))
 
 
