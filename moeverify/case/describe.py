@@ -36,7 +36,8 @@ def describe_layout(layout: Layout) -> str:
 
 
 def _describe_backend(layout: Layout) -> list[str]:
-    parts = [] if layout.experts == "loop" else [layout.experts]
+    parts: list[str] = [] if layout.attention == "plain" else [f"{layout.attention} attention"]
+    parts += [] if layout.experts == "loop" else [layout.experts]
     return parts if layout.router_losses == "global" else [*parts, "its own router losses"]
 
 

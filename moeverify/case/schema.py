@@ -142,6 +142,7 @@ class Layout(Section):
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context_parallel: Literal["allgather", "alltoall"] = "allgather"
+    attention: Literal["plain", "fused"] = "plain"
     experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
     router_losses: Literal["global", "megablocks"] = "global"
     micro_batches: Count = 1

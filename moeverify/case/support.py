@@ -178,6 +178,14 @@ def own_router_losses(case: Case) -> Iterator[Problem]:
         yield blame(path, message, "set recipe.data.min_valid to 1.0")
 
 
+@reading("layout.attention", "layout.cp", "layout.parallelize")
+def fused_attention(case: Case) -> Iterator[Problem]:
+    """The fused kernel sees no positions: it takes tokens for the whole row in its order."""
+    if case.layout.attention == "fused" and (case.layout.cp > 1 or case.layout.parallelize is not None):
+        message = "fused attention is for whole rows, without cp or a function of your own"
+        yield blame("layout.attention", message, "write `plain`, or remove it")
+
+
 @reading("checks.differs", "checks.because", "checks.skip")
 def declared_differences(case: Case) -> Iterator[Problem]:
     """Who declares that something differs says why."""
@@ -230,6 +238,7 @@ SUPPORT_RULES = (
     megablocks_parts,
     megablocks_shards,
     own_router_losses,
+    fused_attention,
     declared_differences,
     balance_of_parts,
     foreign_models,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moeverify.cli.bench import bench
 from moeverify.cli.check import check
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
@@ -48,7 +49,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, check, golden, mesh, doctor, report, diff):
+for _command in (run, check, golden, mesh, bench, doctor, report, diff):
     app.command()(_command)
 app.add_typer(faults, name="faults")
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from moeverify.case.schema import Layout
 from moeverify.layout.holding import Holding, parameters
 from moeverify.layout.region import Indices
+from moeverify.model.attention import CORES, Attention
 from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
@@ -117,6 +118,9 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
         tensor.apply_tensor_parallel(
             model, mesh, sequence_parallel=layout.sequence_parallel, loss_parallel=layout.loss_parallel
         )
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = CORES[layout.attention]
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
     return tokens_sliced

@@ -22,6 +22,7 @@ from moeverify.launch.plan import Job, write_atomically
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.layout.observer import INITIAL
+from moeverify.suite.measuring import measure_case
 from moeverify.suite.recording import make_golden
 from moeverify.suite.verification import verify_case
 from moeverify.train.target import describe_error, import_path, resolve
@@ -32,6 +33,8 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     if job.payload["kind"] == "goldens":
         return _make_goldens(context, job)
     case = Case.model_validate_json(job.payload["case"])
+    if job.payload["kind"] == "bench":
+        return _measure(context, job, case)
     folder = Path(job.payload["cache"]) / cache_name(case.recipe, context.device, job.payload["answer"])
     with import_path(job.payload["search_path"]):
         problems: list[str] = [""] * context.world_size
@@ -40,6 +43,21 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
         if problem:  # known on every rank, so that none waits for another
             return {"error": problem}
         return verify_case(case, StoredGolden(folder), context.device, job.payload["fault"])
+
+
+def _measure(context: RankContext, job: Job, case: Case) -> dict[str, Any] | None:
+    """Measure a case; what the user must mend is the same on every rank."""
+    with import_path(job.payload["search_path"]):
+        try:
+            return measure_case(
+                case,
+                context.device,
+                context.folder,
+                warmup=job.payload["warmup"],
+                steps=job.payload["steps"],
+            )
+        except CaseError as error:
+            return {"error": str(error)}
 
 
 def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) -> str:

@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "golden.proximity",
     "layout.mesh",
     "layout.split",
+    "suite.bench",
     "suite.run",
     "suite.declared",
     "suite.goldens",
