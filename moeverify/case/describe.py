@@ -23,8 +23,7 @@ def describe_layout(layout: Layout) -> str:
     if layout.ep > 1 and layout.expert_tp > 1:
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
-    if layout.experts != "loop":
-        parts.append(layout.experts)
+    parts += _describe_backend(layout)
     if layout.micro_batches > 1:
         parts.append(f"{layout.micro_batches} micro-batches")
     if layout.recompute:
@@ -34,6 +33,12 @@ def describe_layout(layout: Layout) -> str:
     if layout.parallelize is not None:
         parts.append(layout.parallelize)
     return " + ".join(parts)
+
+
+def _describe_backend(layout: Layout) -> list[str]:
+    parts: list[str] = [] if layout.attention == "plain" else [f"{layout.attention} attention"]
+    parts += [] if layout.experts == "loop" else [layout.experts]
+    return parts if layout.router_losses == "global" else [*parts, "its own router losses"]
 
 
 def _describe_data(layout: Layout) -> str:

@@ -144,7 +144,9 @@ class Layout(Section):
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context_parallel: Literal["allgather", "alltoall"] = "allgather"
-    experts: Literal["loop", "grouped_mm"] = "loop"
+    attention: Literal["plain", "fused"] = "plain"
+    experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
+    router_losses: Literal["global", "megablocks"] = "global"
     micro_batches: Count = 1
     recompute: bool = False
     optimizer: Literal["foreach", "fused", "loop"] = "foreach"
@@ -187,12 +189,18 @@ class Tolerance(Section):
 
 
 class Checks(Section):
-    """How the layout is compared with its golden."""
+    """How the layout is compared with its golden.
+
+    `differs` names checks that must find something: where an implementation means something else than the
+    golden. `because` says what.
+    """
 
     tolerance: Tolerance = Tolerance()
     steps: Literal["free", "forced"] = "free"
     repeat: Literal["first_step", "every_step", "never"] = "first_step"
     skip: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    because: str = ""
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
 
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeverify.case.degrees import own_model
-from moeverify.case.rule import blame, experts, reading, round_up
+from moeverify.case.rule import blame, experts, reading, reference_model, round_up
 from moeverify.case.schema import Case, ForeignModel
 from moeverify.errors import Problem
 
 _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
 _BYTES = {"bfloat16": 2, "float32": 4}
+_MEGABLOCKS_BLOCK = 128  # rows of a block of megablocks' sparse matrices
+_MEGABLOCKS_HAS = {
+    "score": "softmax",
+    "route_scale": 1.0,
+    "num_groups": 1,
+    "router_bias": False,
+    "expert_bias": False,
+    "shared_gate": False,
+    "selection_bias_rate": 0.0,
+    "idle_experts": 0,
+}
 
 
 @reading("layout.pp")
@@ -100,6 +111,91 @@ def grouped_alignment(case: Case) -> Iterator[Problem]:
             yield blame("layout.experts", message, remedy)
 
 
+@reading(
+    *(f"layout.{name}" for name in ("experts", "tp", "pp", "data_parallel", "parallelize")),
+    "recipe.model",
+    "recipe.model.moe",
+)
+def megablocks_parts(case: Case) -> Iterator[Problem]:
+    """What megablocks' router and experts do not have, and what cannot divide them."""
+    moe, layout, model = experts(case), case.layout, reference_model(case)
+    if layout.experts != "megablocks" or moe is None or model is None:
+        return
+    if layout.parallelize is not None:
+        yield blame(
+            "layout.experts", "megablocks' experts cannot be divided by your own function", "remove one"
+        )
+    for name in ("tp", "pp"):
+        if getattr(layout, name) > 1:
+            yield blame(f"layout.{name}", f"megablocks' experts together with {name} are not supported")
+    if layout.data_parallel == "fsdp1":
+        message = "fsdp1 together with megablocks' experts is not supported"
+        yield blame("layout.data_parallel", message, "write `data_parallel: fsdp2`")
+    for name, only in _MEGABLOCKS_HAS.items():
+        if getattr(moe, name) != only:
+            message = f"megablocks has no {name} but {only}"
+            yield blame("layout.experts", message, f"set recipe.model.moe.{name} to {only}")
+    if moe.shared_hidden and model.mlp_bias:
+        yield blame(
+            "layout.experts", "megablocks' shared expert has no bias", "set recipe.model.mlp_bias to false"
+        )
+    if moe.num_experts * moe.expert_hidden < _MEGABLOCKS_BLOCK:
+        message = f"megablocks needs num_experts x expert_hidden of {_MEGABLOCKS_BLOCK} at least"
+        yield blame("layout.experts", message, "use more or larger experts")
+
+
+@reading(
+    *(f"layout.{name}" for name in ("experts", "data_parallel", "dp_shard", "cp", "ep")),
+    "recipe.model.moe.num_experts",
+)
+def megablocks_shards(case: Case) -> Iterator[Problem]:
+    """FSDP2 cuts the stacked experts along their rows; a shard must hold whole experts to have a logical place."""
+    moe, layout = experts(case), case.layout
+    if layout.experts != "megablocks" or moe is None or layout.data_parallel != "fsdp2":
+        return
+    shards = layout.dp_shard * layout.cp
+    if moe.num_experts % shards:
+        message = (
+            f"recipe.model.moe.num_experts {moe.num_experts} does not give whole experts to {shards} shards"
+        )
+        yield blame("layout.experts", message, f"set it to a multiple of {shards}")
+
+
+@reading(
+    "layout.router_losses", "layout.experts", "layout.recompute", "recipe.data.min_valid", "recipe.model.moe"
+)
+def own_router_losses(case: Case) -> Iterator[Problem]:
+    """Megablocks' own losses are means over the tokens of a rank, kept in a list of the process."""
+    layout, path = case.layout, "layout.router_losses"
+    if layout.router_losses == "global" or experts(case) is None:
+        return
+    if layout.experts != "megablocks":
+        yield blame(path, "megablocks' own losses need its experts", "write `experts: megablocks`")
+    if layout.recompute:
+        yield blame("layout.recompute", "megablocks counts its losses again in a recomputation", "remove one")
+    if case.recipe.data.min_valid < 1.0:
+        message = "megablocks' own losses count padding too"
+        yield blame(path, message, "set recipe.data.min_valid to 1.0")
+
+
+@reading("layout.attention", "layout.cp", "layout.parallelize")
+def fused_attention(case: Case) -> Iterator[Problem]:
+    """The fused kernel sees no positions: it takes tokens for the whole row in its order."""
+    if case.layout.attention == "fused" and (case.layout.cp > 1 or case.layout.parallelize is not None):
+        message = "fused attention is for whole rows, without cp or a function of your own"
+        yield blame("layout.attention", message, "write `plain`, or remove it")
+
+
+@reading("checks.differs", "checks.because", "checks.skip")
+def declared_differences(case: Case) -> Iterator[Problem]:
+    """Who declares that something differs says why."""
+    if bool(case.checks.differs) != bool(case.checks.because):
+        yield blame("checks.differs", "`differs` and `because` go together", "say what differs, and why")
+    for name in case.checks.differs:
+        if name in case.checks.skip:
+            yield blame("checks.differs", f"`{name}` cannot be both declared to differ and skipped")
+
+
 @reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
 def balance_of_parts(case: Case) -> Iterator[Problem]:
     """A balancing loss over the batch is no sum over its micro-batches, so no layout could be right."""
@@ -139,6 +235,11 @@ SUPPORT_RULES = (
     tensor_parts,
     grouped_precision,
     grouped_alignment,
+    megablocks_parts,
+    megablocks_shards,
+    own_router_losses,
+    fused_attention,
+    declared_differences,
     balance_of_parts,
     foreign_models,
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moeverify.cli.bench import bench
 from moeverify.cli.check import check
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
@@ -50,7 +51,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, reshard, check, golden, mesh, doctor, report, explain, diff):
+for _command in (run, reshard, check, golden, mesh, bench, doctor, report, explain, diff):
     app.command()(_command)
 app.add_typer(faults, name="faults")
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from moeverify.launch.parent import die_with
 from moeverify.launch.plan import Plan, write_atomically
+from moeverify.launch.world import set_interpreter
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -39,6 +40,7 @@ def main() -> None:
     plan = Plan.read(plan_path)
     sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
     _set_environment()
+    set_interpreter(plan.device)
     _set_logging()
     end = _launch(plan, plan_path)
     if end:

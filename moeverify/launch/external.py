@@ -27,7 +27,7 @@ from moeverify.launch.flight import NUM_SLOTS
 from moeverify.launch.origin import find_origin
 from moeverify.launch.plan import Device, Job, JobOutcome, job_folder
 from moeverify.launch.runner import JobRunner, RunJob
-from moeverify.launch.world import ExternalWorld, complete_environment
+from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
 
 EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0
@@ -55,6 +55,7 @@ def serve_external(
     Raises: RuntimeError if no launcher's variables are set.
     """
     world = complete_environment()
+    set_interpreter(device)
     if world is None:
         raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
     session = _Session(world, jobs, Path(folder).resolve(), on_outcome, device)

@@ -67,3 +67,12 @@ def find_first_node(nodes: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[03-06,9]-a,login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def set_interpreter(device: str) -> None:
+    """Let Triton, where it is installed, interpret kernels on ranks without a GPU, which cannot compile any.
+
+    Triton reads it once, when it is imported.
+    """
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")

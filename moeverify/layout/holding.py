@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +26,95 @@ def logical_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
+class StoredAs(Protocol):
+    """How someone else's module stores a logical parameter (see `parameters`)."""
+
+    @property
+    def name(self) -> str:
+        """Return the logical name, below that of the module."""
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows each expert has where (E, rows, n) is stored as (E * rows, n); else 0."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether the logical tensor is (E, n, rows)."""
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Holding:
     """A logical tensor of the model and the region of it that this rank stores in `tensor`.
 
-    Gradients and optimizer moments of a parameter are held in the same region.
+    Gradients and optimizer moments of a parameter are held in the same region. `view` turns what is stored
+    into the shape of the region, without a copy.
     """
 
     name: str
     tensor: Tensor
     region: Region
+    view: Callable[[Tensor], Tensor] = _keep
 
     def local(self, tensor: Tensor | None = None) -> Tensor:
         """Return the locally stored values, of `tensor` (a gradient, a moment) or of the tensor itself."""
-        return local_part(self.tensor if tensor is None else tensor).detach()
+        stored = local_part(self.tensor if tensor is None else tensor).detach()
+        return stored if stored.ndim == 0 else self.view(stored)
 
 
 def parameters(model: nn.Module) -> list[Holding]:
-    """Return every parameter of which this rank stores something, in the model's order, tied ones once."""
+    """Return every parameter of which this rank stores something, in the model's order, tied ones once.
+
+    A module may store parameters otherwise than they are meant: its `stored_as` says how, by their names in it.
+    """
     flat = dict(_flat_shards(model))
+    stored = dict(_stored_otherwise(model))
     held: list[Holding] = []
     for name, parameter in model.named_parameters():
         region = flat.get(id(parameter)) or region_of(parameter)
-        if region.numel or not flat:
+        if name in stored:
+            held.append(_hold(*stored[name], parameter, region))
+        elif region.numel or not flat:
             held.append(Holding(logical_name(name), parameter, region))
     return held
+
+
+def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StoredAs]]]:
+    """Yield (name of the parameter, (logical name of its module, how it is stored))."""
+    for prefix, module in model.named_modules():
+        described: Mapping[str, StoredAs] = getattr(module, "stored_as", {})
+        for name, stored in described.items():
+            yield f"{prefix}.{name}", (logical_name(prefix), stored)
+
+
+def _hold(module: str, stored: StoredAs, parameter: Tensor, region: Region) -> Holding:
+    name = f"{module}.{stored.name}"
+    if not stored.rows:
+        return Holding(name, parameter, region)
+    return Holding(name, parameter, _unstack(region, stored), partial(_split_rows, stored=stored))
+
+
+def _unstack(region: Region, stored: StoredAs) -> Region:
+    """Return the region of (E, rows, n), or of (E, n, rows), that a region of (E * rows, n) is.
+
+    Raises: ValueError where a shard ends within an expert, which is no box of a transposed tensor.
+    """
+    (height, width), (held, columns) = region.shape, region.dims
+    first, last = (held[0], held[-1] + 1) if held else (0, 0)
+    if not isinstance(held, range) or first % stored.rows or last % stored.rows:
+        raise ValueError(f"rows {first} to {last} are not whole experts of {stored.rows} rows")
+    experts = range(first // stored.rows, last // stored.rows)
+    inner = [(stored.rows, range(stored.rows)), (width, columns)]
+    (high, along), (wide, across) = reversed(inner) if stored.is_transposed else inner
+    return Region.box((height // stored.rows, high, wide), (experts, along, across))
+
+
+def _split_rows(tensor: Tensor, *, stored: StoredAs) -> Tensor:
+    apart = tensor.view(-1, stored.rows, tensor.shape[-1])
+    return apart.transpose(1, 2) if stored.is_transposed else apart
 
 
 def buffers(model: nn.Module) -> list[Holding]:

@@ -6,10 +6,11 @@ Letters: N tokens, k choices, M = N * k token copies, E experts, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from moeverify.model.precision import widen
 
@@ -28,6 +29,12 @@ class Dispatcher(Protocol):
         ...
 
 
+class Overlapping:
+    """A dispatcher that has time to spare while tokens travel: it calls `meanwhile`, if that is set, then."""
+
+    meanwhile: Callable[[], object] | None = None
+
+
 class SortedCopies(NamedTuple):
     """Token copies sorted by expert, and within an expert by token and then choice.
 
@@ -42,13 +49,33 @@ class SortedCopies(NamedTuple):
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> SortedCopies:
     """Return the k copies of each token of x (N, H) sorted by expert ids (N, k)."""
+    counts, order = sort_copies(ids, num_experts)
+    return SortedCopies(gather_copies(x, order), counts, order)
+
+
+def sort_copies(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return counts (E) and order (M) of `SortedCopies` for ids (N, k)."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=ids.device), right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    # Copy first, then permute: the backward is then a permutation and a sum over k, in a fixed order on every
-    # device, where that of an index with repeated tokens would use atomics.
-    copies = x.unsqueeze(1).expand(-1, ids.shape[1], -1).flatten(0, 1)
-    return SortedCopies(copies.index_select(0, order), counts, order)
+    return ends.diff(prepend=ends.new_zeros(1)), order
+
+
+def gather_copies(x: Tensor, order: Tensor) -> Tensor:
+    """Return the copies (M, H) of x (N, H) in an `order` (M), M = N * k."""
+    copies: Tensor = _GatherCopies.apply(x, order)  # type: ignore[no-untyped-call]
+    return copies
+
+
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return x[order] for a permutation whose inverse is known: a gather forward and a gather backward."""
+    rows: Tensor = _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def invert(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, places)
 
 
 def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -56,12 +83,41 @@ def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
     Shapes: y (M, H) in the `order` (M) that `permute` gave, weights (N, k); returns (N, H).
     """
-    places = torch.arange(len(order), device=order.device)
-    inverse = torch.empty_like(order).scatter(0, order, places)
-    outputs = y.index_select(0, inverse).view(*weights.shape, y.shape[-1])
+    outputs = permute_rows(y, invert(order), order).view(*weights.shape, y.shape[-1])
     wide = widen(y.dtype)
     combined = (outputs.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1)
     return combined.to(y.dtype)
+
+
+class _GatherCopies(Function):
+    """One gather forward, without the copies in the order of the tokens; backward a gather and a sum over k.
+
+    The order of every sum is fixed on every device: the backward of an index would use atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = (len(x), max(len(order) // max(len(x), 1), 1))
+        return x.index_select(0, order // ctx.copies[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        by_token = grad.index_select(0, invert(order)).view(*ctx.copies, grad.shape[-1])
+        return by_token.sum(dim=1), None
+
+
+class _PermuteRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 class LocalDispatcher:

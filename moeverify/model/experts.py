@@ -62,18 +62,25 @@ def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
     """
     check_grouped(x.dtype, hidden=x.shape[-1], expert_hidden=weights.gate.shape[-2])
     offsets = counts.cumsum(0).to(torch.int32)
-    # The grouped product takes no bias yet. A product with the one-hot owner adds each row's own, and its
-    # backward sums in a fixed order where that of an index would use atomics.
-    experts = torch.arange(len(counts), device=x.device)
-    owner = experts.repeat_interleave(counts, output_size=len(x)).unsqueeze(-1) == experts
+    owner = None if weights.gate_bias is None else _find_owner(counts, len(x))
 
     def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         product = functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=offsets)
-        return product if bias is None else product + owner.to(bias.dtype) @ bias
+        return product if bias is None or owner is None else product + owner.to(bias.dtype) @ bias
 
     gated = functional.silu(multiply(x, weights.gate, weights.gate_bias))
     inner = gated * multiply(x, weights.up, weights.up_bias)
     return multiply(inner, weights.down, weights.down_bias)
+
+
+def _find_owner(counts: Tensor, num_rows: int) -> Tensor:
+    """Return the one-hot owner (M, E) of each row.
+
+    The grouped product takes no bias yet. A product with the owner adds each row's own, and its backward sums
+    in a fixed order where that of an index would use atomics.
+    """
+    experts = torch.arange(len(counts), device=counts.device)
+    return experts.repeat_interleave(counts, output_size=num_rows).unsqueeze(-1) == experts
 
 
 def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:
@@ -96,10 +103,19 @@ def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> Non
         raise CaseError(problems)
 
 
+class ExpertHolder(nn.Module):
+    """A module all of whose parameters are experts' weights.
+
+    `gradient_share` is what its backward pass multiplies their gradients with: 1 unless it averages by itself.
+    """
+
+    gradient_share: float = 1.0
+
+
 BACKENDS: Mapping[str, Backend] = {"loop": swiglu_loop, "grouped_mm": swiglu_grouped}
 
 
-class Experts(nn.Module):
+class Experts(ExpertHolder):
     """The stacked weights of all routed experts that live here, multiplied by one of `BACKENDS`.
 
     `view` turns each stored parameter into the tensor to compute with, and the number of experts is read off

@@ -5,10 +5,12 @@ Letters: B rows, S tokens, H hidden, k choices.
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor, nn
 
 from moeverify.case.schema import MoE as MoESpec
-from moeverify.model.dispatcher import Dispatcher, LocalDispatcher
+from moeverify.model.dispatcher import Dispatcher, LocalDispatcher, Overlapping
 from moeverify.model.experts import Experts
 from moeverify.model.mlp import MLP
 from moeverify.model.precision import Factory
@@ -48,12 +50,33 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
         routing: Routing = self.router(x, valid)
+        shared = cache(lambda: self._compute_shared(x))
+        if isinstance(self.dispatcher, Overlapping):
+            self.dispatcher.meanwhile = shared
         routed = self.dispatcher(
             x.flatten(0, 1), routing.ids.flatten(0, 1), routing.weights.flatten(0, 1), self.experts
         ).view_as(x)
+        found = shared()
+        return routed if found is None else routed + found, routing.stats
+
+    def _compute_shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
-            return routed, routing.stats
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
-        return routed + shared, routing.stats
+            return None
+        shared: Tensor = self.shared(x)
+        return shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()
+
+
+def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, factory: Factory) -> nn.Module:
+    """Return the block for an expert backend: ours, or for `megablocks` that of the package.
+
+    Raises: CaseError where the backend cannot take the dtype or the sizes, or is not installed.
+    """
+    if backend != "megablocks":
+        return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory)
+    from moeverify.model.megablocks.package import import_package
+
+    import_package(factory["dtype"])
+    from moeverify.model.megablocks.block import DroplessMoE
+
+    block: nn.Module = DroplessMoE(hidden, spec, factory=factory)
+    return block

@@ -62,7 +62,16 @@ def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order[..., :count], values[..., count - 1] - values[..., count]
 
 
-class Router(nn.Module):
+class RouterSeat:
+    """What the training loop asks of a router, whoever wrote it."""
+
+    spec: MoESpec
+    replay: Tensor | None
+    record: RouterRecord | None
+    selection_bias: Tensor | None
+
+
+class Router(nn.Module, RouterSeat):
     """Scores every expert for every token and chooses top_k, in at least float32.
 
     `selection_bias` (E) is added to the scores for the choice only, never to the combine weights. `replay`

@@ -14,7 +14,7 @@ from torch.nn import functional
 from moeverify.case.schema import ReferenceModel
 from moeverify.model.attention import Attention
 from moeverify.model.mlp import MLP
-from moeverify.model.moe import MoE
+from moeverify.model.moe import build_moe
 from moeverify.model.norm import Norm, build_norm
 from moeverify.model.precision import Factory
 from moeverify.model.router import RouterStats
@@ -36,14 +36,14 @@ class Block(nn.Module):
         self.attention = Attention(spec, factory)
         self.ffn_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
         self.mlp: MLP | None = None
-        self.moe: MoE | None = None
+        self.moe: nn.Module | None = None
         bias = spec.mlp_bias
         if spec.moe is None or layer < spec.num_dense_layers:
             self.mlp = MLP(
                 spec.hidden, spec.ffn_hidden, activation=spec.activation, bias=bias, factory=factory
             )
         else:
-            self.moe = MoE(spec.hidden, spec.moe, mlp_bias=bias, backend=experts, factory=factory)
+            self.moe = build_moe(spec.hidden, spec.moe, mlp_bias=bias, backend=experts, factory=factory)
 
     def forward(
         self, x: Tensor, positions: Tensor, valid: Tensor | None = None

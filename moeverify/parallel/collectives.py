@@ -89,6 +89,64 @@ def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group:
     return rows
 
 
+class Exchange:
+    """An `exchange_rows` under way; its backward overlaps with that of what is computed before `finish`.
+
+    One forward and one backward pass. Collective: as `exchange_rows`.
+    """
+
+    def __init__(self, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> None:
+        self._receive, self._send, self._group = list(receive), list(send), group
+        self._under_way: tuple[Tensor, Tensor, Any] | None = None
+        self._rows: Tensor = _Start.apply(x, self)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> Tensor:
+        """Return the rows that came in; a GPU waits for them, the host does not."""
+        rows: Tensor = _Finish.apply(self._rows, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def start(self, x: Tensor, *, back: bool) -> Tensor:
+        """Send x off and return where the rows will stand."""
+        receive, send = (self._send, self._receive) if back else (self._receive, self._send)
+        sent, rows = check_contiguous(x.contiguous()), x.new_empty((sum(receive), *x.shape[1:]))
+        work = dist.all_to_all_single(rows, sent, receive, send, group=self._group, async_op=True)
+        self._under_way = (rows, sent, work)  # both buffers must live until it is over
+        return rows
+
+    def wait(self) -> Tensor:
+        """Return the rows when they are there."""
+        assert self._under_way is not None
+        rows, _, work = self._under_way
+        work.wait()
+        self._under_way = None
+        return rows
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # What comes is only the sign that `_Finish` has sent the gradients off.
+        return ctx.exchange.wait(), None
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(grad, back=True)
+        return grad, None
+
+
 def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     _GATHER(parts, x.contiguous(), group=group)

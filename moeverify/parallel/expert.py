@@ -2,7 +2,7 @@
 
 Forward of one MoE layer, n ranks, E experts, E/n of them here:
 1. every rank sorts its token copies by expert: counts c (E);
-2. the ranks exchange counts, then copies (uneven all-to-all, sizes first);
+2. the ranks exchange counts, then copies (uneven all-to-all, sizes first), and compute the shared expert meanwhile;
 3. a rank sorts what came in by its own experts, computes, and the outputs travel back the same way.
 Backward: the transposed exchanges. A rank sees every token that its experts got, so an expert's gradient is
 already the sum over the ep ranks; what remains is the sum over the ranks that hold the same experts.
@@ -13,6 +13,7 @@ Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from moeverify.model.dispatcher import ExpertFunction, permute, unpermute
+from moeverify.model.dispatcher import (
+    ExpertFunction,
+    Overlapping,
+    gather_copies,
+    permute_rows,
+    sort_copies,
+    unpermute,
+)
 from moeverify.model.experts import Experts
 from moeverify.model.moe import MoE
-from moeverify.parallel.collectives import check_contiguous, exchange_rows
+from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
 
 # The dim of each expert parameter that holds the expert's hidden units, which etp shards.
 _HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
 
 
-class AllToAllDispatcher:
-    """Runs the experts of all ranks of `group` on this rank's tokens; the experts here are E/n of E."""
+class AllToAllDispatcher(Overlapping):
+    """Runs the experts of all ranks of `group` on this rank's tokens; the experts here are E/n of E.
+
+    The host waits for the device once, for the sizes of the exchange: the gather of the tokens is queued before
+    it waits. `meanwhile` is computed while the tokens travel, and so is its backward.
+    """
 
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
         self.num_experts = num_experts
@@ -40,15 +52,38 @@ class AllToAllDispatcher:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
-        copies = permute(x, ids, self.num_experts)
-        arriving = exchange_counts(copies.counts, self.group)
-        send = copies.counts.view(self.group.size(), -1).sum(dim=1).tolist()
-        receive = arriving.sum(dim=1).tolist()
-        tokens = exchange_rows(copies.x, receive, send, self.group)
-        order = order_by_expert(arriving)
-        outputs = experts(tokens.index_select(0, order), arriving.sum(dim=0))
-        unsorted = outputs.index_select(0, invert(order))
-        return unpermute(exchange_rows(unsorted, send, receive, self.group), copies.order, weights)
+        counts, order = sort_copies(ids, self.num_experts)
+        arriving = exchange_counts(counts, self.group)
+        sizes = EarlyCopy(torch.stack([counts.view(self.group.size(), -1).sum(dim=1), arriving.sum(dim=1)]))
+        copies = gather_copies(x, order)
+        send, receive = sizes.read()
+        exchange = Exchange(copies, receive, send, self.group)
+        there, back = order_by_expert(arriving, sum(receive))
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        outputs = experts(permute_rows(exchange.finish(), there, back), arriving.sum(dim=0))
+        unsorted = permute_rows(outputs, back, there)
+        return unpermute(exchange_rows(unsorted, send, receive, self.group), order, weights)
+
+
+class EarlyCopy:
+    """Integers on their way to the host; `read` waits for them, and not for what was queued after them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> Any:
+        """Return the values as Python's lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
@@ -61,20 +96,22 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
     return arriving.view(group.size(), -1)
 
 
-def order_by_expert(arriving: Tensor) -> Tensor:
+def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the permutation that sorts rows, which come by rank and then expert, by expert and then rank.
 
-    Shapes: arriving (n, e) counts; returns (sum(arriving),) int64.
+    And its inverse. Neither is sorted for: blocks of rows move as they are, so a row's way is its block's.
+
+    Shapes: arriving (n, e) counts that sum to `num_rows`; returns (num_rows) int64 twice.
     """
-    num_ranks, num_experts = arriving.shape
-    expert = torch.arange(num_experts, device=arriving.device).repeat(num_ranks)
-    return expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
-
-
-def invert(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
-    places = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order).scatter(0, order, places)
+    by_rank, by_expert = arriving.flatten(), arriving.t().flatten()
+    starts_by_rank = (by_rank.cumsum(0) - by_rank).view_as(arriving)
+    starts_by_expert = (by_expert.cumsum(0) - by_expert).view_as(arriving.t()).t()
+    way = starts_by_rank - starts_by_expert
+    places = torch.arange(num_rows, device=arriving.device)
+    # With its size known, the device need not tell the host how long the result is.
+    there = places + way.t().flatten().repeat_interleave(by_expert, output_size=num_rows)
+    back = places - way.flatten().repeat_interleave(by_rank, output_size=num_rows)
+    return there, back
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from moeverify.model.experts import Experts
+from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
 
@@ -40,13 +40,14 @@ def apply_fsdp2(
 
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
     for module in block.modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertHolder):
             sharded = fully_shard(module, mesh=mesh)
-            if expert_divisor(mesh, num_loss_ranks) is not None:
+            divisor = num_loss_ranks * module.gradient_share
+            if divisor == mesh.size() or expert_divisor(mesh, num_loss_ranks) is not None:
                 continue
             # gloo has no pre-multiplied sum, which a factor of its own would use otherwise.
             sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_gradient_divide_factor(float(num_loss_ranks))
+            sharded.set_gradient_divide_factor(float(divisor))
 
 
 def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:

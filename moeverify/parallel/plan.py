@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moeverify.case.schema import Layout
-from moeverify.layout.holding import Holding, logical_name, parameters
+from moeverify.layout.holding import Holding, parameters
 from moeverify.layout.region import Indices
-from moeverify.model.experts import Experts
+from moeverify.model.attention import CORES, Attention
+from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
@@ -53,6 +54,7 @@ class Parallelized:
     finalize: Callable[[], None]
     router_positions: Callable[[Indices], Indices]
     sum_over_shards: Callable[[Tensor], Tensor] | None
+    own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 def _each(last: bool) -> AbstractContextManager[object]:
@@ -83,14 +85,29 @@ def parallelize(
         finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
         router_positions=_router_positions(meshes) if tokens_sliced else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
+        own_router_losses=_own_router_losses(model, layout, num_loss_ranks),
     )
+
+
+def _own_router_losses(
+    model: Transformer, layout: Layout, num_loss_ranks: int
+) -> Callable[[], tuple[Tensor, Tensor]] | None:
+    if layout.router_losses != "megablocks" or model.spec.moe is None:
+        return None
+    from moeverify.parallel.megablocks import collect_own_losses
+
+    return collect_own_losses(model, model.spec.moe, num_loss_ranks * layout.micro_batches)
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
     """Apply ep, tp and cp; return whether routers see only a slice of their rank's positions."""
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
-    has_experts = any(isinstance(module, Experts) for module in model.modules())
-    if expert_axes and has_experts:
+    has_experts = any(isinstance(module, ExpertHolder) for module in model.modules())
+    if expert_axes and has_experts and layout.experts == "megablocks":
+        from moeverify.parallel.megablocks import apply_megablocks  # an optional package
+
+        apply_megablocks(model, meshes.sparse["ep"])
+    elif expert_axes and has_experts:
         apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
     tokens_sliced = False
     if layout.tp > 1:
@@ -101,6 +118,9 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
         tensor.apply_tensor_parallel(
             model, mesh, sequence_parallel=layout.sequence_parallel, loss_parallel=layout.loss_parallel
         )
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = CORES[layout.attention]
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
     return tokens_sliced
@@ -160,8 +180,14 @@ def _reductions(
     if partial_names:
         summed = [by_name[name] for name in by_name if name in partial_names]
         reductions.append(Reduction(summed, meshes.group("tp")))
-    experts = [by_name[name] for name in _expert_names(model) if name in by_name]
-    return reductions + _expert_reductions(experts, layout, meshes)
+    holders = [module for module in model.modules() if isinstance(module, ExpertHolder)]
+    found = {id(parameter) for holder in holders for parameter in holder.parameters()}
+    experts = [held.tensor for held in holdings if id(held.tensor) in found]
+    share = holders[0].gradient_share if holders else 1.0
+    return reductions + [
+        replace(reduction, divisor=reduction.divisor * share)
+        for reduction in _expert_reductions(experts, layout, meshes)
+    ]
 
 
 def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
@@ -173,15 +199,6 @@ def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes
         return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
     rest = expert_divisor(mesh, num_loss_ranks)
     return [] if rest is None else [Reduction(experts, None, rest)]
-
-
-def _expert_names(model: nn.Module) -> list[str]:
-    return [
-        logical_name(f"{prefix}.{name}")
-        for prefix, module in model.named_modules()
-        if isinstance(module, Experts)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
 
 
 def _same(positions: Indices) -> Indices:

@@ -160,7 +160,7 @@ def _rerun(
     recipe, stop = case.recipe, max(step, 0) + 1
     low = recipe.precision != "float64" and not isinstance(recipe.model, ForeignModel)
     forced = case.checks.steps == "forced"
-    train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, stop=stop)
+    train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
     observer.close()
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
@@ -277,6 +277,6 @@ def _read_golden(recipe: Recipe, golden: StoredGolden, step: int, device: torch.
     program = assemble_single(recipe, device, compute="float64")
     tap = Tap(program.model, recipe.data.seq_len, scale=1.0, limit=1 << 62)
     observer = _StepTap(Capture(()), tap, step)
-    train(recipe, program, observer, golden=golden, stop=step + 1)
+    train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()
     return tap.readings

@@ -17,9 +17,11 @@ from moeverify.compare.result import CaseResult, CheckResult, Event, Finding, Ru
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
+from moeverify.suite.declared import settle
 from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
+from moeverify.suite.packages import find_obstacle
 from moeverify.suite.search import search_path
 from moeverify.suite.separation import propose
 
@@ -87,7 +89,7 @@ class CaseRun:
 
     def execute(self, folder: Path) -> Generator[CaseResult]:
         """Run everything and yield each result as soon as it is known."""
-        self._skip_too_large()
+        self._skip_unrunnable()
         yield from list(self.results.values())
         if not self._runnable:
             return
@@ -124,7 +126,7 @@ class CaseRun:
 
         serve_external(jobs, folder, run_job, self._take, device=self.device)
 
-    def _skip_too_large(self) -> None:
+    def _skip_unrunnable(self) -> None:
         limit, why = most_ranks(self.device)
         world = external_world()
         if world is not None:
@@ -136,6 +138,8 @@ class CaseRun:
             needed = case.layout.world_size
             if needed > limit:
                 self._end(case, self._result(case, "skipped", f"needs {needed} ranks; {why}"))
+            elif obstacle := find_obstacle(case, self.device):
+                self._end(case, self._result(case, "skipped", obstacle))
             else:
                 self._runnable.append(case)
 
@@ -206,8 +210,8 @@ class CaseRun:
         checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
         found = (Finding.model_validate(finding) for finding in outcome.result["findings"])
         findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
-        verdict = "mismatch" if any(check.verdict == "mismatch" for check in checks) else "pass"
-        notes = (state.message,) if state.status == "missing" else ()
+        verdict, notes = settle(case.checks, checks)
+        notes += (state.message,) if state.status == "missing" else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
         return self._result(
             case, verdict, "", outcome, checks=checks, findings=findings, notes=notes, losses=losses

@@ -22,6 +22,7 @@ from moeverify.launch.plan import Job, write_atomically
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.layout.observer import INITIAL
+from moeverify.suite.measuring import measure_case
 from moeverify.suite.recording import make_golden
 from moeverify.suite.resharding import load_case, save_case
 from moeverify.suite.verification import verify_case
@@ -33,6 +34,8 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     if job.payload["kind"] == "goldens":
         return _make_goldens(context, job)
     case = Case.model_validate_json(job.payload["case"])
+    if job.payload["kind"] == "bench":
+        return _measure(context, job, case)
     folder = Path(job.payload["cache"]) / cache_name(case.recipe, context.device, job.payload["answer"])
     with import_path(job.payload["search_path"]):
         problems: list[str] = [""] * context.world_size
@@ -46,6 +49,21 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
             place = Path(job.payload["checkpoint"])
             return act(case, golden, context.device, place, job.payload["fault"])
         return verify_case(case, golden, context.device, context.trace, job.payload["fault"])
+
+
+def _measure(context: RankContext, job: Job, case: Case) -> dict[str, Any] | None:
+    """Measure a case; what the user must mend is the same on every rank."""
+    with import_path(job.payload["search_path"]):
+        try:
+            return measure_case(
+                case,
+                context.device,
+                context.folder,
+                warmup=job.payload["warmup"],
+                steps=job.payload["steps"],
+            )
+        except CaseError as error:
+            return {"error": str(error)}
 
 
 def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) -> str:

@@ -19,7 +19,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.meshes import Meshes
-from moeverify.parallel.plan import parallelize
+from moeverify.parallel.plan import Fill, parallelize
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
 from moeverify.train.data import Share, whole_share
 from moeverify.train.foreign import Divided, build_foreign, cast, divide
@@ -50,8 +50,12 @@ def assemble_single(
     )
 
 
-def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
+def assemble_parallel(
+    recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device, *, fill: Fill | None = None
+) -> Program:
     """Return this rank's program under a layout. Collective: all ranks of the layout.
+
+    `fill` gives the reference model other values than the recipe's.
 
     The reference model is divided by `moeverify.parallel.plan`; a user's model, and any model under a user's
     `parallelize`, by `moeverify.train.foreign`.
@@ -60,8 +64,8 @@ def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         return _assemble_foreign(recipe, layout, meshes, device)
     dtype = dtype_of(recipe.precision)
     model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
-    fill = partial(fill_held, recipe.model, recipe.seed, recipe.precision)
-    done = parallelize(model, layout, meshes, device, fill)
+    own = partial(fill_held, recipe.model, recipe.seed, recipe.precision)
+    done = parallelize(model, layout, meshes, device, fill or own)
     routers = [
         type(view)(view.name, view.module, done.router_positions)
         for view in find_routers(done.model, logical_name)
@@ -81,6 +85,7 @@ def assemble_parallel(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         loss_context=done.loss_context,
         finalize=done.finalize,
         sum_over_shards=done.sum_over_shards,
+        own_router_losses=done.own_router_losses,
     )
 
 

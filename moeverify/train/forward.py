@@ -34,6 +34,8 @@ def compute_losses(
     zero = torch.zeros_like(lm)
     if recipe.model.moe is None:
         return Losses(lm, zero, zero), token_loss.detach()
+    if program.own_router_losses is not None:
+        return Losses(lm, *program.own_router_losses()), token_loss.detach()
     balance, z = router_losses(recipe.model.moe, output.routers, batch, normalizers, program.sums)
     return Losses(lm, balance, z), token_loss.detach()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moeverify.layout.holding import Holding
 from moeverify.layout.region import Indices, Region
-from moeverify.model.router import Router
+from moeverify.model.router import RouterSeat
 from moeverify.train.clipping import SumOverShards
 from moeverify.train.data import Share
 from moeverify.train.objective import Sums
@@ -38,7 +38,7 @@ class RouterView:
     """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
 
     name: str
-    module: Router
+    module: RouterSeat
     positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
 
 
@@ -48,7 +48,8 @@ class Program:
 
     `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
     gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
-    the gradients after the last one. The defaults are those of a single device.
+    the gradients after the last one. `own_router_losses` gives this rank's addends of balance and z loss
+    where the experts' package computes them. The defaults are those of a single device.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Program:
     loss_context: Callable[[], AbstractContextManager[object]] = nullcontext
     finalize: Callable[[], None] = _nothing
     sum_over_shards: SumOverShards | None = None
+    own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -77,5 +79,5 @@ def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[Router
     return [
         RouterView(name_of(name), module)
         for name, module in model.named_modules()
-        if isinstance(module, Router)
+        if isinstance(module, RouterSeat)
     ]

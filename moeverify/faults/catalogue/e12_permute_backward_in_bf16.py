@@ -13,7 +13,6 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import dispatcher
 from moeverify.model.dispatcher import SortedCopies
-from moeverify.parallel import expert
 
 
 class _Copies(Function):
@@ -41,7 +40,6 @@ def inject() -> None:
 
     original = dispatcher.permute
     dispatcher.permute = permute
-    expert.permute = permute
 
 
 FAULT = Fault(

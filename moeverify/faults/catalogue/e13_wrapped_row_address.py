@@ -19,7 +19,7 @@ def inject() -> None:
 
     def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         hidden = y.shape[-1]
-        rows = expert.invert(order) * hidden % ADDRESSES // hidden
+        rows = dispatcher.invert(order) * hidden % ADDRESSES // hidden
         # They now stand by token and choice: the original has nothing left to permute.
         return original(y.index_select(0, rows), order.sort().values, weights)
 

@@ -1,0 +1,103 @@
+"""The text of `moeverify bench`: a line a case, then what the parts of the machine do alone."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moeverify.report.characters import clean
+from moeverify.report.console import choose_box
+from moeverify.report.measurement import BenchResult, Measurement
+from moeverify.report.table import print_table
+
+_GIB = 2.0**30
+
+
+def render_bench(result: BenchResult, console: Console) -> None:
+    """Print everything that was measured."""
+    measured = [case for case in result.cases if case.step is not None]
+    if measured:
+        print_table(_make_table(measured, console), console)
+        console.print()
+        print_table(_make_traffic_table(measured, console), console)
+        console.print()
+    for case in result.cases:
+        if case.step is None:
+            console.print(Text(clean(f"{case.name}: not measured: {case.reason}")), soft_wrap=True)
+    told = ", ".join(f"{key} {value}" for key, value in result.environment.items())
+    console.print(Text(clean(told), style="dim"), soft_wrap=True)
+    legend = (
+        f"{result.warmup} steps of warm-up, then {result.steps} measured: median (least to most). TFLOP/s and "
+        "memory are a rank's; peak is one large matrix product in the same run; comm is the part of a profiled "
+        "step in which collectives ran, and in brackets the part in which nothing else did."
+    )
+    console.print(Text(legend, style="dim"), soft_wrap=True)
+
+
+def _new_table(console: Console, *headers: str) -> Table:
+    table = Table(
+        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
+    )
+    table.add_column(headers[0], overflow="fold")
+    for header in headers[1:]:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _make_table(cases: list[Measurement], console: Console) -> Table:
+    headers = ("case", "ranks", "ms a step", "tokens/s", "TFLOP/s", "of peak", "GiB", "comm", "steps/s")
+    table = _new_table(console, *headers)
+    first = cases[0].step
+    for case in cases:
+        step, floors = case.step, case.floors
+        assert step is not None
+        assert first is not None
+        peak = _share(case.flops, floors.matmul if floors else None)
+        table.add_row(
+            clean(case.name),
+            str(case.ranks),
+            f"{step.median * 1e3:.1f} ({step.least * 1e3:.1f} to {step.most * 1e3:.1f})",
+            _number(case.tokens_per_second, 1.0),
+            _number(case.flops, 1e12),
+            peak,
+            _number(case.peak_memory, _GIB),
+            f"{_share(case.communication, step.median)} ({_share(case.exposed, step.median)})",
+            f"{first.median / step.median:.2f} x",
+        )
+    return table
+
+
+def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
+    table = _new_table(console, "part", "case", "a step", "ms", "MB", "GB/s bus", "alone")
+    for case in cases:
+        floors = case.floors
+        for traffic in case.traffic:
+            alone = floors.collectives.get(traffic.kind) if floors else None
+            table.add_row(
+                traffic.kind,
+                clean(case.name),
+                str(traffic.count),
+                f"{traffic.seconds * 1e3:.2f}",
+                _number(traffic.payload, 1e6),
+                _number(traffic.bus_bandwidth, 1e9),
+                _number(alone, 1e9),
+            )
+        if floors is not None:
+            unit = f"TFLOP/s {_number(floors.matmul, 1e12)}"
+            table.add_row("matrix product alone", clean(case.name), "", "", "", "", unit)
+            if floors.experts is not None:
+                unit = f"TFLOP/s {_number(floors.experts, 1e12)}, {_share(floors.experts, floors.matmul)}"
+                table.add_row("experts alone", clean(case.name), "", "", "", "", unit)
+    return table
+
+
+def _number(value: float | None, unit: float) -> str:
+    if value is None:
+        return "-"
+    shown = value / unit
+    return f"{shown:.0f}" if abs(shown) >= 100 else f"{shown:.3g}"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return "-" if part is None or not whole else f"{100 * part / whole:.0f} %"
