@@ -34,6 +34,7 @@ _QWEN2_57B: Fields = {
     "norm_eps": 1e-6,
     "rope_theta": 1e6,
     "attention_bias": True,
+    "attention_bias_scope": "qkv",
     "moe": {
         "num_experts": 64,
         "top_k": 8,

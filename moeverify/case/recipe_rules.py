@@ -41,7 +41,7 @@ def latent_heads(case: Case) -> Iterator[Problem]:
 
 @reading(*(f"{_MODEL}.{name}" for name in ("mla", "qk_norm", "qk_norm_scope")))
 def query_norms(case: Case) -> Iterator[Problem]:
-    """Latent attention has norms of its own, and a scope needs norms."""
+    """Latent attention has norms of its own, and a scope of norms needs norms."""
     model = reference_model(case)
     if model is None:
         return
@@ -50,6 +50,16 @@ def query_norms(case: Case) -> Iterator[Problem]:
     elif model.qk_norm_scope != "head" and not model.qk_norm:
         message = f"qk_norm_scope `{model.qk_norm_scope}` has no effect without qk_norm"
         yield blame(f"{_MODEL}.qk_norm_scope", message, "write `qk_norm: true`, or remove it")
+
+
+@reading(f"{_MODEL}.attention_bias", f"{_MODEL}.attention_bias_scope")
+def attention_biases(case: Case) -> Iterator[Problem]:
+    """A scope of biases needs biases."""
+    model = reference_model(case)
+    if model is not None and model.attention_bias_scope != "all" and not model.attention_bias:
+        message = f"attention_bias_scope `{model.attention_bias_scope}` has no effect without attention_bias"
+        remedy = "write `attention_bias: true`, or remove it"
+        yield blame(f"{_MODEL}.attention_bias_scope", message, remedy)
 
 
 @reading(f"{_MODEL}.yarn.beta_fast", f"{_MODEL}.yarn.beta_slow")
@@ -197,6 +207,7 @@ RECIPE_RULES = (
     head_width,
     latent_heads,
     query_norms,
+    attention_biases,
     yarn_turns,
     grouped_queries,
     dense_layers,

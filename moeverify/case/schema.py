@@ -87,6 +87,7 @@ class ReferenceModel(Section):
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     activation: Literal["swiglu", "gelu"] = "swiglu"
     attention_bias: bool = False
+    attention_bias_scope: Literal["all", "qkv"] = "all"
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "all"] = "head"
     mlp_bias: bool = False

@@ -64,7 +64,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(spec.hidden, width, bias=bias, **factory)
         self.k_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
         self.v_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
-        self.o_proj = nn.Linear(width, spec.hidden, bias=bias, **factory)
+        output_bias = bias and spec.attention_bias_scope == "all"
+        self.o_proj = nn.Linear(width, spec.hidden, bias=output_bias, **factory)
         self.norms_heads = spec.qk_norm_scope == "head"
         sizes = (spec.head_dim, spec.head_dim) if self.norms_heads else (width, kv_width)
         self.q_norm = RMSNorm(sizes[0], spec.norm_eps, factory) if spec.qk_norm else None

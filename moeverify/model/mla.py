@@ -51,7 +51,8 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = RMSNorm(mla.kv_lora, LATENT_EPS, factory)
         kv_width = spec.num_heads * (mla.qk_nope + mla.v_head)
         self.kv_b_proj = nn.Linear(mla.kv_lora, kv_width, bias=False, **factory)
-        self.o_proj = nn.Linear(spec.num_heads * mla.v_head, spec.hidden, bias=False, **factory)
+        output_bias = bias and spec.attention_bias_scope == "all"
+        self.o_proj = nn.Linear(spec.num_heads * mla.v_head, spec.hidden, bias=output_bias, **factory)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the attention's output (B, S, H) for x (B, S, H) at positions (B, S)."""

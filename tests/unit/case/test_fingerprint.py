@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel
 
-
 MLA = {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head": 4}
 YARN = {"factor": 4.0, "original_length": 8}
 

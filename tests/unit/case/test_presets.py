@@ -45,7 +45,7 @@ def test_every_family_has_a_tiny_sibling():
 def test_tiny_sibling_has_the_structure_of_its_family(name):
     full, tiny = make(name), make(f"tiny-{name}")
     switches = ("norm", "norm_eps", "activation", "attention_bias", "qk_norm", "mlp_bias", "rope_theta")
-    for switch in (*switches, "tie_embedding", "qk_norm_scope"):
+    for switch in (*switches, "tie_embedding", "qk_norm_scope", "attention_bias_scope"):
         assert getattr(tiny, switch) == getattr(full, switch), switch
     assert tiny.num_heads * full.num_kv_heads == full.num_heads * tiny.num_kv_heads
     assert tiny.head_dim * tiny.num_heads * full.hidden == full.head_dim * full.num_heads * tiny.hidden

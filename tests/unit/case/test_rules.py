@@ -205,6 +205,13 @@ BROKEN = [
     ),
     (
         "",
+        "attention_bias: false, attention_bias_scope: qkv",
+        "recipe.model.attention_bias_scope",
+        "`qkv` has no effect without attention_bias",
+        "attention_bias: true",
+    ),
+    (
+        "",
         "qk_norm: false, qk_norm_scope: all",
         "recipe.model.qk_norm_scope",
         "`all` has no effect without qk_norm",

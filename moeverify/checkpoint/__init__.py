@@ -1,0 +1,1 @@
+"""Checkpoints, and weights in other people's formats."""
