@@ -95,6 +95,11 @@ def read_config_file(path: Path) -> Description:
     return Description(read_config(config, str(path))[1], config)
 
 
+def describe_preset(fields: Mapping[str, Any]) -> Description:
+    """Return the model of a preset's fields."""
+    return Description(ReferenceModel.model_validate_json(json.dumps(fields)))
+
+
 def _read_model(path: Path) -> ReferenceModel:
     content = _read_json(path)
     if content.get("format") != _FORMAT:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.check import check
+from moeverify.cli.convert import convert
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
 from moeverify.cli.faults import faults
@@ -48,7 +49,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, check, golden, mesh, doctor, report, diff):
+for _command in (run, check, golden, mesh, doctor, report, diff, convert):
     app.command()(_command)
 app.add_typer(faults, name="faults")
 
