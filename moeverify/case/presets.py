@@ -34,6 +34,7 @@ _QWEN2_57B: Fields = {
     "norm_eps": 1e-6,
     "rope_theta": 1e6,
     "attention_bias": True,
+    "attention_bias_scope": "qkv",
     "moe": {
         "num_experts": 64,
         "top_k": 8,
@@ -57,6 +58,80 @@ _QWEN3_30B: Fields = {
     "rope_theta": 1e6,
     "qk_norm": True,
     "moe": {"num_experts": 128, "top_k": 8, "expert_hidden": 768, "balance_coef": 0.001},
+}
+
+_OLMOE_1B: Fields = {
+    "vocab_size": 50304,
+    "hidden": 2048,
+    "num_layers": 16,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "head_dim": 128,
+    "ffn_hidden": 1024,
+    "qk_norm": True,
+    "qk_norm_scope": "all",
+    "moe": {
+        "num_experts": 64,
+        "top_k": 8,
+        "expert_hidden": 1024,
+        "renormalize": False,
+        "balance_coef": 0.01,
+        "z_coef": 0.001,
+    },
+}
+
+_YARN: Fields = {"factor": 40.0, "original_length": 4096}
+
+_DEEPSEEK_V2: Fields = {
+    "vocab_size": 102400,
+    "hidden": 5120,
+    "num_layers": 60,
+    "num_heads": 128,
+    "num_kv_heads": 128,
+    "head_dim": 192,
+    "ffn_hidden": 12288,
+    "num_dense_layers": 1,
+    "norm_eps": 1e-6,
+    "mla": {"q_lora": 1536, "kv_lora": 512, "qk_nope": 128, "qk_rope": 64, "v_head": 128},
+    "yarn": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "moe": {
+        "num_experts": 160,
+        "top_k": 6,
+        "expert_hidden": 1536,
+        "renormalize": False,
+        "route_scale": 16.0,
+        "num_groups": 8,
+        "top_groups": 3,
+        "shared_hidden": 3072,
+        "balance_coef": 0.001,
+    },
+}
+
+_DEEPSEEK_V3: Fields = {
+    "vocab_size": 129280,
+    "hidden": 7168,
+    "num_layers": 61,
+    "num_heads": 128,
+    "num_kv_heads": 128,
+    "head_dim": 192,
+    "ffn_hidden": 18432,
+    "num_dense_layers": 3,
+    "norm_eps": 1e-6,
+    "mla": _DEEPSEEK_V2["mla"],
+    "yarn": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "moe": {
+        "num_experts": 256,
+        "top_k": 8,
+        "expert_hidden": 2048,
+        "score": "sigmoid",
+        "route_scale": 2.5,
+        "num_groups": 8,
+        "top_groups": 4,
+        "group_score": "top2_sum",
+        "shared_hidden": 2048,
+        "balance_coef": 1e-4,
+        "selection_bias_rate": 1e-3,
+    },
 }
 
 _GPT: Fields = {
@@ -102,13 +177,45 @@ _TRUE: Mapping[str, Fields] = {
     "qwen3-235b-a22b": _change(
         _QWEN3_30B, hidden=4096, num_layers=94, num_heads=64, ffn_hidden=12288, moe={"expert_hidden": 1536}
     ),
+    "olmoe-1b-7b": _OLMOE_1B,
+    "deepseek-v2": _DEEPSEEK_V2,
+    "deepseek-v2-lite": _change(
+        _DEEPSEEK_V2,
+        hidden=2048,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_hidden=10944,
+        mla={**_DEEPSEEK_V2["mla"], "q_lora": 0},
+        moe={
+            "num_experts": 64,
+            "expert_hidden": 1408,
+            "route_scale": 1.0,
+            "num_groups": 1,
+            "top_groups": 1,
+            "shared_hidden": 2816,
+        },
+    ),
+    "deepseek-v3": _DEEPSEEK_V3,
     "gpt": _GPT,
 }
 
 # The tiny siblings keep the routing and every switch of their family, its ratio of heads to kv heads and of
 # the head width to hidden / heads. Widths divide by 2 and 4 so that small layouts fit, and the weights are
-# large enough for the router to have opinions.
+# large enough for the router to have opinions. A stretched context starts from few tokens, so that small
+# batches have positions in each part of it.
 _SMALL: Fields = {"vocab_size": 128, "num_layers": 2, "init_std": 0.1}
+_SMALL_LATENT: Fields = {
+    **_SMALL,
+    "num_layers": 3,
+    "num_dense_layers": 1,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 24,
+    "ffn_hidden": 64,
+}
+_SMALL_MLA: Fields = {"q_lora": 24, "kv_lora": 16, "qk_nope": 16, "qk_rope": 8, "v_head": 12}
+_SMALL_LENGTH: Fields = {"original_length": 8}
 
 _TINY: Mapping[str, Fields] = {
     "tiny-mixtral-8x7b": _change(
@@ -140,6 +247,30 @@ _TINY: Mapping[str, Fields] = {
         _TRUE["qwen3-235b-a22b"],
         **{**_SMALL, "hidden": 64, "num_heads": 32, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
         moe={"num_experts": 16, "top_k": 2, "expert_hidden": 32},
+    ),
+    "tiny-olmoe-1b-7b": _change(
+        _TRUE["olmoe-1b-7b"],
+        **{**_SMALL, "hidden": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden": 64},
+        moe={"num_experts": 16, "top_k": 2, "expert_hidden": 32},
+    ),
+    "tiny-deepseek-v2": _change(
+        _TRUE["deepseek-v2"],
+        **{**_SMALL_LATENT, "hidden": 40, "mla": _SMALL_MLA},
+        yarn={**_TRUE["deepseek-v2"]["yarn"], **_SMALL_LENGTH},
+        moe={"num_experts": 16, "top_k": 3, "expert_hidden": 16, "shared_hidden": 32},
+    ),
+    "tiny-deepseek-v2-lite": _change(
+        _TRUE["deepseek-v2-lite"],
+        **{**_SMALL_LATENT, "hidden": 64, "num_heads": 4, "num_kv_heads": 4},
+        mla={**_SMALL_MLA, "q_lora": 0},
+        yarn={**_TRUE["deepseek-v2-lite"]["yarn"], **_SMALL_LENGTH},
+        moe={"num_experts": 16, "top_k": 3, "expert_hidden": 16, "shared_hidden": 32},
+    ),
+    "tiny-deepseek-v3": _change(
+        _TRUE["deepseek-v3"],
+        **{**_SMALL_LATENT, "hidden": 56, "mla": _SMALL_MLA},
+        yarn={**_TRUE["deepseek-v3"]["yarn"], **_SMALL_LENGTH},
+        moe={"num_experts": 16, "top_k": 4, "expert_hidden": 16, "shared_hidden": 16},
     ),
     "tiny-gpt": {
         **_GPT,
@@ -242,9 +373,3 @@ _STRESS: Mapping[str, Fields] = {
 }
 
 PRESETS: Mapping[str, Fields] = {**_TRUE, **_TINY, **_STRESS}
-
-# Asked for by name, they get a reason instead of a model with another attention under their name.
-NOT_YET: Mapping[str, str] = dict.fromkeys(
-    ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
-    "needs multi-head latent attention (MLA), which the reference model does not have yet",
-)

@@ -21,6 +21,56 @@ def head_width(case: Case) -> Iterator[Problem]:
         yield blame(f"{_MODEL}.head_dim", f"head_dim {model.head_dim} is odd, and RoPE rotates pairs", remedy)
 
 
+@reading(*(f"{_MODEL}.{name}" for name in ("mla", "num_heads", "num_kv_heads", "head_dim")))
+def latent_heads(case: Case) -> Iterator[Problem]:
+    """Under latent attention every head has keys of its own, of the two widths that make a head."""
+    model = reference_model(case)
+    if model is None or model.mla is None:
+        return
+    mla = model.mla
+    if mla.qk_rope % 2:
+        message = f"qk_rope {mla.qk_rope} is odd, and RoPE rotates pairs"
+        yield blame(f"{_MODEL}.mla.qk_rope", message, f"write an even number, such as {mla.qk_rope + 1}")
+    if model.head_dim != mla.qk_nope + mla.qk_rope:
+        message = f"head_dim {model.head_dim} is not qk_nope {mla.qk_nope} + qk_rope {mla.qk_rope} of mla"
+        yield blame(f"{_MODEL}.head_dim", message, f"write {mla.qk_nope + mla.qk_rope}")
+    if model.num_kv_heads != model.num_heads:
+        message = f"num_kv_heads {model.num_kv_heads} is not num_heads {model.num_heads}, as mla needs"
+        yield blame(f"{_MODEL}.num_kv_heads", message, f"write {model.num_heads}")
+
+
+@reading(*(f"{_MODEL}.{name}" for name in ("mla", "qk_norm", "qk_norm_scope")))
+def query_norms(case: Case) -> Iterator[Problem]:
+    """Latent attention has norms of its own, and a scope of norms needs norms."""
+    model = reference_model(case)
+    if model is None:
+        return
+    if model.mla is not None and model.qk_norm:
+        yield blame(f"{_MODEL}.qk_norm", "qk_norm has no effect on mla", "remove one of them")
+    elif model.qk_norm_scope != "head" and not model.qk_norm:
+        message = f"qk_norm_scope `{model.qk_norm_scope}` has no effect without qk_norm"
+        yield blame(f"{_MODEL}.qk_norm_scope", message, "write `qk_norm: true`, or remove it")
+
+
+@reading(f"{_MODEL}.attention_bias", f"{_MODEL}.attention_bias_scope")
+def attention_biases(case: Case) -> Iterator[Problem]:
+    """A scope of biases needs biases."""
+    model = reference_model(case)
+    if model is not None and model.attention_bias_scope != "all" and not model.attention_bias:
+        message = f"attention_bias_scope `{model.attention_bias_scope}` has no effect without attention_bias"
+        remedy = "write `attention_bias: true`, or remove it"
+        yield blame(f"{_MODEL}.attention_bias_scope", message, remedy)
+
+
+@reading(f"{_MODEL}.yarn.beta_fast", f"{_MODEL}.yarn.beta_slow")
+def yarn_turns(case: Case) -> Iterator[Problem]:
+    """Frequencies that turn often are kept and those that turn seldom are stretched, so the order is fixed."""
+    model = reference_model(case)
+    if model is not None and model.yarn is not None and model.yarn.beta_fast <= model.yarn.beta_slow:
+        message = f"beta_fast {model.yarn.beta_fast:g} is not above beta_slow {model.yarn.beta_slow:g}"
+        yield blame(f"{_MODEL}.yarn.beta_fast", message, "write a number above beta_slow, such as 32")
+
+
 @reading(f"{_MODEL}.num_heads", f"{_MODEL}.num_kv_heads")
 def grouped_queries(case: Case) -> Iterator[Problem]:
     """Each kv head serves the same number of heads."""
@@ -155,6 +205,10 @@ def tolerance_factor(case: Case) -> Iterator[Problem]:
 
 RECIPE_RULES = (
     head_width,
+    latent_heads,
+    query_norms,
+    attention_biases,
+    yarn_turns,
     grouped_queries,
     dense_layers,
     reachable_experts,

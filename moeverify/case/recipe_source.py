@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moeverify.case.entry import Entry, Place, build_entry, merge, show
 from moeverify.case.override import FILE
-from moeverify.case.presets import NOT_YET, PRESETS
+from moeverify.case.presets import PRESETS
 from moeverify.case.recipe_file import merge_recipe, read_recipe
 from moeverify.case.schema import Recipe
 from moeverify.case.section import Ledger, build_section
@@ -100,11 +100,6 @@ def _find_preset(named: Entry, ledger: Ledger) -> Mapping[str, object] | None:
     name = named.content
     if not isinstance(name, str):
         ledger.reject(named, path, f"expected the name of a preset, got {show(named)}", suggest("", PRESETS))
-        return None
-    reason = NOT_YET.get(name.removeprefix("tiny-"))
-    if reason is not None:
-        remedy = "for its routing with ordinary attention write `tiny-deepseek-v3-routing`"
-        ledger.reject(named, path, f"the preset `{name}` {reason}", remedy)
         return None
     if name not in PRESETS:
         ledger.reject(named, path, f"unknown preset `{name}`", suggest(name, PRESETS))

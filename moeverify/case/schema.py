@@ -44,6 +44,31 @@ class MoE(Section):
     idle_experts: Annotated[int, Field(ge=0)] = 0
 
 
+class MLA(Section):
+    """Multi-head latent attention; sizes in elements. `q_lora` 0 projects queries without a latent."""
+
+    q_lora: Annotated[int, Field(ge=0)] = 0
+    kv_lora: Count
+    qk_nope: Count
+    qk_rope: Count
+    v_head: Count
+
+
+class Yarn(Section):
+    """YaRN: rotary frequencies stretched by `factor` beyond `original_length` tokens.
+
+    Cosine and sine are multiplied by m(`mscale`) / m(`mscale_all_dim`), with m(x) = 0.1 x ln(factor) + 1, and the
+    scores of latent attention by m(`mscale_all_dim`) squared.
+    """
+
+    factor: Annotated[float, Field(ge=1.0)]
+    original_length: Count
+    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
+    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
+    mscale: Annotated[float, Field(ge=0.0)] = 1.0
+    mscale_all_dim: Annotated[float, Field(ge=0.0)] = 0.0
+
+
 class ReferenceModel(Section):
     """The reference decoder-only transformer, or a preset with some fields changed."""
 
@@ -56,14 +81,18 @@ class ReferenceModel(Section):
     head_dim: Count
     ffn_hidden: Count
     num_dense_layers: Annotated[int, Field(ge=0)] = 0
+    mla: MLA | None = None
     moe: MoE | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     activation: Literal["swiglu", "gelu"] = "swiglu"
     attention_bias: bool = False
+    attention_bias_scope: Literal["all", "qkv"] = "all"
     qk_norm: bool = False
+    qk_norm_scope: Literal["head", "all"] = "head"
     mlp_bias: bool = False
     rope_theta: Annotated[float, Field(gt=0.0)] = 10000.0
+    yarn: Yarn | None = None
     tie_embedding: bool = False
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
 

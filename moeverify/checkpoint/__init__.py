@@ -1,1 +1,1 @@
-"""Training state on disk: saved by ranks under any layout, loaded by ranks under any other."""
+"""Training state on disk, saved and loaded under any layout, and weights in the formats of others."""

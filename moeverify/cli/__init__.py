@@ -8,6 +8,7 @@ import typer
 
 from moeverify.cli.bench import bench
 from moeverify.cli.check import check
+from moeverify.cli.convert import convert
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
 from moeverify.cli.explain import explain
@@ -51,7 +52,8 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-for _command in (run, reshard, check, golden, mesh, bench, doctor, report, explain, diff):
+_COMMANDS = (run, reshard, check, golden, mesh, bench, convert, doctor, report, explain, diff)
+for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(faults, name="faults")
 

@@ -1,6 +1,7 @@
 """Grouped-query attention, causal by position, with a replaceable core.
 
-Letters: B rows, S query tokens, T key tokens, H hidden, D head_dim, Nq query heads, Nkv key-value heads.
+Letters: B rows, S query tokens, T key tokens, H hidden, D width of a query and key head,
+Dv of a value head (the same but for latent attention), Nq query heads, Nkv key-value heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moeverify.model.precision import Factory, widen
 from moeverify.model.rope import compute_rotation, rotate
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""q (B, S, Nq, D), k and v (B, S, Nkv, D), positions (B, S) in; the heads' outputs (B, S, Nq, D) out."""
+"""q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S) in; outputs (B, S, Nq, Dv) out."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -26,7 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positio
     Query head n reads key-value head n // (Nq / Nkv). The softmax is in at least float32. The scores are
     kept whole, so memory grows with S * T: this is the definition, not the fast way.
 
-    Shapes: q (B, S, Nq, D), k and v (B, T, Nkv, D), positions (B, S) and (B, T); returns (B, S, Nq, D).
+    Shapes: q (B, S, Nq, D), k (B, T, Nkv, D), v (B, T, Nkv, Dv), positions (B, S) and (B, T); returns
+    (B, S, Nq, Dv).
     Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023, "GQA", section 2.2.
     """
     num_kv_heads, head_dim = k.shape[-2:]
@@ -60,7 +62,7 @@ CORES: Mapping[str, Core] = {"plain": causal_core, "fused": fused_core}
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of query and key heads, RoPE, the core, and the output projection.
+    """Projections, optional norms of queries and keys, RoPE, the core, and the output projection.
 
     The number of heads is read off the projections' outputs, so a shard of whole heads works as it is.
     `core` may be replaced, by one that exchanges keys and values between ranks for example.
@@ -70,24 +72,35 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.rope_theta = spec.rope_theta
+        self.yarn = spec.yarn
         self.core: Core = causal_core
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         bias = spec.attention_bias
         self.q_proj = nn.Linear(spec.hidden, width, bias=bias, **factory)
         self.k_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
         self.v_proj = nn.Linear(spec.hidden, kv_width, bias=bias, **factory)
-        self.o_proj = nn.Linear(width, spec.hidden, bias=bias, **factory)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory) if spec.qk_norm else None
+        output_bias = bias and spec.attention_bias_scope == "all"
+        self.o_proj = nn.Linear(width, spec.hidden, bias=output_bias, **factory)
+        self.norms_heads = spec.qk_norm_scope == "head"
+        sizes = (spec.head_dim, spec.head_dim) if self.norms_heads else (width, kv_width)
+        self.q_norm = RMSNorm(sizes[0], spec.norm_eps, factory) if spec.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], spec.norm_eps, factory) if spec.qk_norm else None
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the attention's output (B, S, H) for x (B, S, H) at positions (B, S)."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotation = compute_rotation(positions, self.head_dim, self.rope_theta)
+        q = self._split(self.q_proj(x), self.q_norm)
+        k = self._split(self.k_proj(x), self.k_norm)
+        v = self._split(self.v_proj(x), None)
+        rotation = compute_rotation(positions, self.head_dim, self.rope_theta, self.yarn)
         heads = self.core(rotate(q, rotation), rotate(k, rotation), v, positions)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
+
+    def _split(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Return the heads (B, S, N, D) of x (B, S, N * D), normalized one by one or all together."""
+        if norm is not None and not self.norms_heads:
+            x = norm(x)
+        heads = x.view(*x.shape[:-1], -1, self.head_dim)
+        if norm is not None and self.norms_heads:
+            heads = norm(heads)
+        return heads

@@ -17,6 +17,8 @@ from moeverify.model.view import View, identity
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight.
 
+    `average` may be replaced where x is a shard of what is normalized: it makes the mean of the whole.
+
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
 
@@ -24,12 +26,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.view: View = identity
+        self.average: View = identity
         self.weight = nn.Parameter(torch.ones(size, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized x, in its shape (..., size) and dtype."""
         wide = x.to(widen(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        scale = torch.rsqrt(self.average(wide.square().mean(dim=-1, keepdim=True)) + self.eps)
         return (wide * scale * self.view(self.weight).to(wide.dtype)).to(x.dtype)
 
 

@@ -7,20 +7,57 @@ Source: Su et al. 2021, "RoFormer", equation 34, with the halves (not the neighb
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from moeverify.case.schema import Yarn
 from moeverify.model.precision import widen
 
 
-def compute_rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def compute_rotation(
+    positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine (B, S, 1, D/2) in float64 of the angle of each position (B, S) and frequency.
 
     float64 always: a float32 angle at position 100,000 is already wrong in the third digit.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    angles = (positions.to(torch.float64).unsqueeze(-1) * theta**-exponents).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    frequencies = theta**-exponents
+    if yarn is not None:
+        frequencies = stretch(frequencies, theta, yarn)
+    angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
+    if yarn is None:
+        return angles.cos(), angles.sin()
+    scale = magnify(yarn, yarn.mscale) / magnify(yarn, yarn.mscale_all_dim)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def stretch(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
+    """Return the frequencies (D/2) under YaRN: high ones as they are, low ones divided by the factor.
+
+    Between the two, where a frequency turns `beta_fast` to `beta_slow` times within the original length, they
+    are blended along a line between whole numbers of frequencies.
+
+    Source: Peng et al. 2023, "YaRN" (arXiv 2309.00071), section 3.2, with the rounding of its authors' code.
+    """
+    head_dim = 2 * len(frequencies)
+
+    def find(turns: float) -> float:
+        return head_dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(find(yarn.beta_fast)), 0)
+    high = min(math.ceil(find(yarn.beta_slow)), head_dim - 1)
+    width = high - low or 0.001
+    number = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device)
+    slow = ((number - low) / width).clamp(0, 1)
+    return frequencies / yarn.factor * slow + frequencies * (1 - slow)
+
+
+def magnify(yarn: Yarn, mscale: float) -> float:
+    """Return m(mscale) = 0.1 mscale ln(factor) + 1 (YaRN, equation 22, with DeepSeek's coefficient)."""
+    return 0.1 * mscale * math.log(yarn.factor) + 1.0
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -29,3 +66,15 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.to(wide) for part in rotation)
     first, second = x.to(wide).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rotate_neighbours(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Return x (B, S, N, D) with each pair (2d, 2d + 1) turned by its angle, in the dtype of x.
+
+    What DeepSeek's weights are made for. Source: RoFormer, equation 34, as it is written there.
+    """
+    wide = widen(x.dtype)
+    cos, sin = (part.to(wide) for part in rotation)
+    first, second = x.to(wide).reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.flatten(-2).to(x.dtype)

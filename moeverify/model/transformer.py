@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moeverify.case.schema import ReferenceModel
 from moeverify.model.attention import Attention
+from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP
 from moeverify.model.moe import build_moe
 from moeverify.model.norm import Norm, build_norm
@@ -33,7 +34,9 @@ class Block(nn.Module):
     def __init__(self, spec: ReferenceModel, layer: int, *, experts: str, factory: Factory) -> None:
         super().__init__()
         self.attention_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
-        self.attention = Attention(spec, factory)
+        self.attention: Attention | LatentAttention = (
+            Attention(spec, factory) if spec.mla is None else LatentAttention(spec, spec.mla, factory)
+        )
         self.ffn_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
         self.mlp: MLP | None = None
         self.moe: nn.Module | None = None

@@ -7,7 +7,8 @@
 - `alltoall`: every rank trades its part of all heads for all positions of some heads, attends, and trades
   back (DeepSpeed Ulysses, arXiv 2309.14509).
 
-Letters: B rows, s local positions, S all positions, N heads, D head_dim, n ranks.
+Letters: B rows, s local positions, S all positions, N heads, D width of a head (values may have
+another than queries and keys), n ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from moeverify.layout.split import ContextKind
 from moeverify.model.attention import Attention, attend
+from moeverify.model.mla import LatentAttention
 from moeverify.parallel.collectives import all_gather_sum, exchange_rows
 
 
@@ -33,9 +35,9 @@ def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGr
         attention.core = core
 
 
-def _attentions(model: nn.Module) -> Iterator[Attention]:
+def _attentions(model: nn.Module) -> Iterator[Attention | LatentAttention]:
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             yield module
 
 

@@ -9,9 +9,11 @@ gradient that must be summed over tp (`partial_parameters`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -22,8 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP
+from moeverify.model.norm import RMSNorm
 from moeverify.model.transformer import Block, TiedHead, Transformer
+from moeverify.parallel.collectives import copy_to, reduce_from
 
 
 def apply_tensor_parallel(
@@ -66,6 +71,13 @@ def parallelize_mlp(mlp: MLP, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
+    if isinstance(block.attention, LatentAttention):
+        _parallelize_latent(block.attention, mesh, stream)
+        return
+    if not block.attention.norms_heads:
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            if norm is not None:
+                _spread_norm(norm, mesh.get_group())
     plan: dict[str, Any] = {
         "": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
         "q_proj": ColwiseParallel(),
@@ -74,6 +86,40 @@ def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) ->
         "o_proj": RowwiseParallel(output_layouts=stream),
     }
     _apply(block.attention, mesh, plan)
+
+
+def _parallelize_latent(attention: LatentAttention, mesh: DeviceMesh, stream: Placement) -> None:
+    """Shard latent attention over its heads; every rank computes the latents of all positions.
+
+    A projection from a latent into heads sums the gradient of what it is given over tp, and so does `share` for
+    the part of the keys that all heads have in common. What lies before them is computed alike on every rank,
+    gradients too, so nothing of it is left to be summed.
+    """
+    whole: Placement = Replicate()
+    into_heads = "q_proj" if attention.q_proj is not None else "q_b_proj"
+    plan: dict[str, Any] = {
+        "": PrepareModuleInput(
+            input_layouts=(stream, None), desired_input_layouts=(whole, None), use_local_output=True
+        ),
+        into_heads: ColwiseParallel(),
+        "kv_b_proj": ColwiseParallel(),
+        "o_proj": RowwiseParallel(output_layouts=stream),
+    }
+    _apply(attention, mesh, plan)
+    attention.share = partial(copy_to, group=mesh.get_group())
+
+
+def _spread_norm(norm: RMSNorm, group: ProcessGroup) -> None:
+    """Make a norm over all heads work on this rank's heads: the mean of all ranks, and its slice of the weight."""
+
+    def average(mean: Tensor) -> Tensor:
+        return copy_to(reduce_from(mean, group), group) / group.size()
+
+    def view(weight: Tensor) -> Tensor:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        return local.chunk(group.size())[group.rank()]
+
+    norm.average, norm.view = average, view
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
@@ -97,13 +143,15 @@ def _parallelize_tied_head(head: TiedHead, mesh: DeviceMesh, stream: Placement, 
 def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
     """Return the parameters outside MoE blocks whose gradient on each rank of tp is only an addend.
 
-    The norms of query and key heads see the heads of one rank; with sequence parallelism the norms of the
+    The norms of queries and keys see the heads of one rank; with sequence parallelism the norms of the
     residual stream see the positions of one rank.
     """
     found: list[Tensor] = []
     for block in model.layers.values():
         assert isinstance(block, Block)
-        for norm in (block.attention.q_norm, block.attention.k_norm):
+        heads = block.attention
+        norms = () if isinstance(heads, LatentAttention) else (heads.q_norm, heads.k_norm)
+        for norm in norms:
             found += list(norm.parameters()) if norm is not None else []
         if sequence_parallel:
             found += [*block.attention_norm.parameters(), *block.ffn_norm.parameters()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ from moeverify.model import attention
 def inject() -> None:
     """Rotate by the position in the local chunk; which keys a query sees stays right."""
 
-    def compute_rotation(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    def compute_rotation(positions: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
         local = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        return original(local, head_dim, theta)
+        return original(local, *sizes)
 
     original = attention.compute_rotation
     attention.compute_rotation = compute_rotation

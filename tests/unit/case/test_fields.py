@@ -118,18 +118,6 @@ def test_wrong_field_of_the_recipe(write, find_problems, *, field, path, message
         ("{preset: stres}", "recipe.model.preset", "unknown preset `stres`", "did you mean `stress`?"),
         ("{preset: 7}", "recipe.model.preset", "expected the name of a preset, got `7`", "choose from"),
         (
-            "{preset: deepseek-v3}",
-            "recipe.model.preset",
-            "needs multi-head latent attention (MLA)",
-            "-v3-routing",
-        ),
-        (
-            "{preset: tiny-deepseek-v2}",
-            "recipe.model.preset",
-            "does not have yet",
-            "tiny-deepseek-v3-routing",
-        ),
-        (
             "{preset: stress, moe: {tok_k: 1}}",
             "recipe.model.moe.tok_k",
             "unknown field",

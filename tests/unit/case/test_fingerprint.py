@@ -12,9 +12,12 @@ from pydantic import BaseModel
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel
 
+MLA = {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head": 4}
+YARN = {"factor": 4.0, "original_length": 8}
+
 
 def recipe(**model: Any) -> Recipe:
-    fields = {**PRESETS["stress"], "preset": "stress", **model}
+    fields = {**PRESETS["stress"], "preset": "stress", "mla": MLA, "yarn": YARN, **model}
     return Recipe(name="some", model=ReferenceModel.model_validate_json(json.dumps(fields)))
 
 

@@ -1,0 +1,97 @@
+"""`moeverify convert`: weights from one format into another."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.arguments import Quiet
+from moeverify.cli.door import open_door
+
+if TYPE_CHECKING:
+    from moeverify.checkpoint.description import Description
+
+
+class Format(StrEnum):
+    """The formats of weights."""
+
+    hf = "hf"
+    dcp = "dcp"
+    megablocks = "megablocks"
+
+
+_DROP_HELP = "Leave out tensors whose keys in SOURCE match, e.g. 'model.layers.61.*'; repeatable."
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A folder with weights.", show_default=False)
+    ],
+    destination: Annotated[
+        Path,
+        typer.Argument(metavar="DESTINATION", help="A folder that is not there yet.", show_default=False),
+    ],
+    *,
+    to: Annotated[Format, typer.Option("--to", help="The format of DESTINATION.", show_default=False)],
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", metavar="NAME", help="Which model it is, if SOURCE does not say it."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The same, as a config.json of Hugging Face."),
+    ] = None,
+    drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help=_DROP_HELP)] = None,
+    shard_size: Annotated[
+        float,
+        typer.Option("--shard-size", min=0.0, metavar="GB", help="The most that a safetensors file holds."),
+    ] = 5.0,
+    quiet: Quiet = False,
+) -> None:
+    """Convert weights between safetensors of Hugging Face, DCP and megablocks, bit for bit.
+
+    Streams: about one piece of 64 MiB is in memory. DESTINATION appears when it is complete, or not at all.
+    """
+    with open_door() as door:
+        from moeverify.checkpoint.stream import convert as convert_weights
+        from moeverify.report.transfer import describe_transfer, open_transfer
+
+        described = _describe(preset, config)
+        started = time.monotonic()
+        with open_transfer(door.out, quiet=quiet) as on_progress:
+            done = convert_weights(
+                source,
+                destination,
+                to.value,
+                described=described,
+                drop=tuple(drop or ()),
+                shard_bytes=int(shard_size * 1e9),
+                on_progress=on_progress,
+            )
+        seconds = time.monotonic() - started
+        text = describe_transfer(done.num_tensors, done.num_bytes, done.num_files, seconds)
+        door.out.print(f"{source} ({done.source_kind}) -> {destination} ({to.value}): {text}", soft_wrap=True)
+
+
+def _describe(preset: str | None, config: Path | None) -> Description | None:
+    """Return the model that the options name, None for that of the source."""
+    from moeverify.case.presets import PRESETS
+    from moeverify.case.suggest import suggest
+    from moeverify.checkpoint.description import describe_preset, read_config_file
+    from moeverify.errors import CaseError, Problem
+
+    if preset is not None and config is not None:
+        raise CaseError(
+            [Problem("--preset and --config both say which model it is", remedy="give one of them")]
+        )
+    if preset is not None and preset not in PRESETS:
+        raise CaseError(
+            [Problem(f"unknown preset `{preset}`", path="--preset", remedy=suggest(preset, PRESETS))]
+        )
+    if preset is not None:
+        return describe_preset(PRESETS[preset])
+    return None if config is None else read_config_file(config)

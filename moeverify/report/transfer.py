@@ -1,0 +1,60 @@
+"""What is seen while weights are converted: a bar with bytes, speed and what is left, in a terminal only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from moeverify.report.characters import elide
+
+OnProgress = Callable[[str, int, int], None]
+
+_NAME_WIDTH = 32
+
+
+@contextmanager
+def open_transfer(console: Console, *, quiet: bool = False) -> Iterator[OnProgress]:
+    """Give a function that takes what is transferred now, bytes done and bytes in all; the bar is gone at the end."""
+    if quiet or console.quiet or not console.is_terminal or console.is_dumb_terminal:
+        yield lambda name, done, total: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def show(name: str, done: int, total: int) -> None:
+            bar.update(task, description=elide(name, _NAME_WIDTH), completed=done, total=total)
+
+        yield show
+
+
+def describe_transfer(num_tensors: int, num_bytes: int, num_files: int, seconds: float) -> str:
+    """Return what was transferred, in one line."""
+    files = "1 file" if num_files == 1 else f"{num_files} files"
+    speed = num_bytes / max(seconds, 1e-9) / 1e6
+    return f"{num_tensors} tensors, {_describe_size(num_bytes)} in {files}, {seconds:.1f} s, {speed:.0f} MB/s"
+
+
+def _describe_size(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
