@@ -127,7 +127,8 @@ class Recipe(Section):
 class Layout(Section):
     """Everything that must not change the answer.
 
-    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`.
+    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`. `virtual_stages` left out
+    means what the schedule takes: read it through `num_stages`.
     """
 
     dp_replicate: Degree = 1
@@ -144,6 +145,9 @@ class Layout(Section):
     context_parallel: Literal["allgather", "alltoall"] = "allgather"
     experts: Literal["loop", "grouped_mm"] = "loop"
     micro_batches: Count = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    virtual_stages: Count | None = None
+    stage_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     recompute: bool = False
     optimizer: Literal["foreach", "fused", "loop"] = "foreach"
     parallelize: Target | None = None
@@ -152,6 +156,12 @@ class Layout(Section):
     def world_size(self) -> int:
         """Return the number of ranks; ep and etp borrow ranks from the other axes and add none."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Return into how many stages the layers are divided: `virtual_stages` for each rank of pp."""
+        single = self.pp == 1 or self.pipeline_schedule in ("gpipe", "1f1b")
+        return self.pp * (self.virtual_stages or (1 if single else 2))
 
     @property
     def data_ranks(self) -> int:

@@ -13,13 +13,6 @@ _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
-@reading("layout.pp")
-def pipeline(case: Case) -> Iterator[Problem]:
-    """Pipelines come later."""
-    if case.layout.pp > 1:
-        yield blame("layout.pp", "pipeline parallelism is not supported yet", "remove pp, or write 1")
-
-
 @reading(*_DATA, "layout.tp", "layout.cp", "layout.parallelize")
 def replicas(case: Case) -> Iterator[Problem]:
     """DDP holds the whole model on each rank."""
@@ -133,7 +126,6 @@ def foreign_models(case: Case) -> Iterator[Problem]:
 
 
 SUPPORT_RULES = (
-    pipeline,
     replicas,
     first_fsdp,
     tensor_parts,

@@ -1,6 +1,7 @@
 """The one place that says which parallelism is applied when.
 
-The order: expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
+The order: the layers are divided into pipeline stages, and each stage becomes parallel like a model of its own:
+expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
 tp side of MoE blocks; context parallelism; recomputation around what a block has become; then data
 parallelism, which shards or replicates what is left and so comes last. Values are filled in on the way: before
 DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its shards.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,8 +31,9 @@ from moeverify.parallel.ddp import Accumulate, apply_ddp
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.fsdp1 import apply_fsdp1
 from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor
-from moeverify.parallel.gradients import Reduction, finalize_gradients
+from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
+from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
 
 Fill = Callable[[nn.Module], None]
@@ -42,7 +44,8 @@ class Parallelized:
     """A model under a layout, and what a training step must do around it.
 
     The loss of a rank is multiplied by `num_loss_ranks` before the backward pass, because gradients are
-    averaged over that many ranks. `finalize` completes the gradients after the last backward pass.
+    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. With a
+    pipeline `counted` leaves out what another stage counts in the gradient norm already.
     """
 
     model: nn.Module
@@ -53,6 +56,8 @@ class Parallelized:
     finalize: Callable[[], None]
     router_positions: Callable[[Indices], Indices]
     sum_over_shards: Callable[[Tensor], Tensor] | None
+    counted: Sequence[Holding] = ()
+    pipeline: Pipeline | None = None
 
 
 def _each(last: bool) -> AbstractContextManager[object]:
@@ -77,6 +82,7 @@ def parallelize(
     return Parallelized(
         model=wrapped,
         holdings=holdings,
+        counted=holdings,
         num_loss_ranks=num_loss_ranks,
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
@@ -84,6 +90,46 @@ def parallelize(
         router_positions=_router_positions(meshes) if tokens_sliced else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
     )
+
+
+def parallelize_stages(
+    stages: Sequence[Stage], shapes: Shapes, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+) -> Parallelized:
+    """Return the stages of this rank, which must be on the meta device, as one parallel model with a pipeline.
+
+    Collective: all ranks.
+    """
+    parts = [parallelize(stage, layout, meshes, device, fill) for stage in stages]
+    holdings = [held for part in parts for held in part.holdings]
+    tied = stages[-1].is_last and stages[-1].spec.tie_embedding
+    copies = [held for held in parts[-1].holdings if held.name == TIED] if tied else []
+
+    def finalize() -> None:
+        for part in parts:
+            part.finalize()
+        if stages[0].spec.tie_embedding:
+            _sum_tied(holdings, meshes)
+
+    return replace(
+        parts[0],
+        model=Stages(stages),
+        holdings=holdings,
+        counted=[held for held in holdings if all(held is not copy for copy in copies)],
+        finalize=finalize,
+        pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
+    )
+
+
+TIED = "embed.weight"
+
+
+def _sum_tied(holdings: Sequence[Holding], meshes: Meshes) -> None:
+    """Sum the gradients that the first and the last stage have of a tied embedding."""
+    held = [holding.tensor for holding in holdings if holding.name == TIED]
+    if len(held) == 2:
+        add_shared(*held)
+    elif held and meshes.ends is not None:
+        finalize_gradients([], [Reduction(held, meshes.ends)])
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
