@@ -30,7 +30,7 @@ from moeverify.parallel.context import apply_context_parallel
 from moeverify.parallel.ddp import Accumulate, apply_ddp
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.fsdp1 import apply_fsdp1
-from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor
+from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor, keep_gathered
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
@@ -116,6 +116,7 @@ def parallelize_stages(
         holdings=holdings,
         counted=[held for held in holdings if all(held is not copy for copy in copies)],
         finalize=finalize,
+        router_positions=_router_positions(meshes) if layout.tp > 1 and layout.expert_tp == 1 else _same,
         pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
     )
 
@@ -176,6 +177,8 @@ def _apply_data_parallel(
         return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
     shard_mesh = _shard_mesh(meshes.dense, "fsdp")
     accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"))
+    if layout.pp > 1:
+        keep_gathered(model)
     model.to_empty(device=device)
     fill(model)
     return model, accumulate
