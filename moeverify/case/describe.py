@@ -9,7 +9,7 @@ def describe_layout(layout: Layout) -> str:
     """Return for example `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
     parts = [_describe_data(layout)] if layout.data_ranks > 1 else []
     if layout.pp > 1:
-        parts.append(f"pp {layout.pp}")
+        parts.append(_describe_pipeline(layout))
     if layout.tp > 1:
         parts.append(f"tp {layout.tp}")
     if layout.sequence_parallel:
@@ -20,7 +20,7 @@ def describe_layout(layout: Layout) -> str:
         parts.append(f"cp {layout.cp} {layout.context_parallel}")
     if layout.ep > 1:
         parts.append(f"ep {layout.ep}")
-    if layout.ep > 1 and layout.expert_tp > 1:
+    if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
     if layout.experts != "loop":
@@ -34,6 +34,15 @@ def describe_layout(layout: Layout) -> str:
     if layout.parallelize is not None:
         parts.append(layout.parallelize)
     return " + ".join(parts)
+
+
+def _describe_pipeline(layout: Layout) -> str:
+    text = f"pp {layout.pp}"
+    if layout.pipeline_schedule != "1f1b":
+        text += f" {layout.pipeline_schedule}"
+    if layout.num_stages > layout.pp:
+        text += f" of {layout.num_stages} stages"
+    return text
 
 
 def _describe_data(layout: Layout) -> str:

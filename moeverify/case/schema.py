@@ -176,13 +176,18 @@ class Layout(Section):
         return self.tp if self.ep == 1 else 1
 
     @property
-    def borrowable_ranks(self) -> int:
-        """Return how many ranks `ep` may regroup, within one pipeline stage and one replica.
+    def slices_tokens(self) -> bool:
+        """Return whether each tensor-parallel rank routes a slice of the positions, and not all alike."""
+        return self.tp > 1 and self.expert_tp != self.tp
 
-        With `expert_tp` 1 the tensor-parallel ranks are lent too. Under DDP the replicas are what is lent.
+    @property
+    def lent_ranks(self) -> int:
+        """Return how many ranks `ep` and `etp` regroup, within one pipeline stage and one replica.
+
+        Under DDP the replicas are what is lent.
         """
         data = self.dp_replicate * self.dp_shard if self.data_parallel == "ddp" else self.dp_shard
-        return data * self.cp * (self.tp if self.expert_tp == 1 else 1)
+        return data * self.cp * self.tp
 
 
 class Tolerance(Section):

@@ -9,7 +9,7 @@ DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,8 +71,8 @@ def parallelize(
 
     `fill` is called once, with a model whose parameters are allocated on `device`. Collective: all ranks.
     """
-    tokens_sliced = _shard_model(model, layout, meshes)
-    partial_names = _partial_names(model, layout, tokens_sliced)
+    _shard_model(model, layout, meshes)
+    partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
@@ -87,7 +87,7 @@ def parallelize(
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
         finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
-        router_positions=_router_positions(meshes) if tokens_sliced else _same,
+        router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
     )
 
@@ -116,7 +116,6 @@ def parallelize_stages(
         holdings=holdings,
         counted=[held for held in holdings if all(held is not copy for copy in copies)],
         finalize=finalize,
-        router_positions=_router_positions(meshes) if layout.tp > 1 and layout.expert_tp == 1 else _same,
         pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
     )
 
@@ -133,34 +132,37 @@ def _sum_tied(holdings: Sequence[Holding], meshes: Meshes) -> None:
         finalize_gradients([], [Reduction(held, meshes.ends)])
 
 
-def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
-    """Apply ep, tp and cp; return whether routers see only a slice of their rank's positions."""
+def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
+    """Apply ep, etp, tp and cp."""
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
-    has_experts = any(isinstance(module, Experts) for module in model.modules())
-    if expert_axes and has_experts:
+    if expert_axes and any(isinstance(module, Experts) for module in model.modules()):
         apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
-    tokens_sliced = False
+    if layout.expert_tp not in (1, layout.tp):
+        moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
     if layout.tp > 1:
         mesh = meshes.dense["tp"]
-        tokens_sliced = has_experts and layout.expert_tp == 1
-        apply = moe_tensor.apply_token_slices if tokens_sliced else moe_tensor.apply_expert_slices
+        apply = moe_tensor.apply_token_slices if layout.slices_tokens else moe_tensor.apply_expert_slices
         apply(model, mesh, sequence_parallel=layout.sequence_parallel)
         tensor.apply_tensor_parallel(
             model, mesh, sequence_parallel=layout.sequence_parallel, loss_parallel=layout.loss_parallel
         )
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
-    return tokens_sliced
 
 
-def _partial_names(model: Transformer, layout: Layout, tokens_sliced: bool) -> set[str]:
-    """Return the names of parameters whose gradients must be summed over tp."""
-    if layout.tp == 1:
-        return set()
-    found = tensor.partial_parameters(model, sequence_parallel=layout.sequence_parallel)
-    found += moe_tensor.partial_parameters(model, tokens=tokens_sliced)
-    wanted = {id(parameter) for parameter in found}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
+def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
+    """Return, for each axis, the names of parameters whose gradients must be summed over it."""
+    partial: dict[str, list[Tensor]] = {}
+    if layout.tp > 1:
+        partial["tp"] = tensor.partial_parameters(model, sequence_parallel=layout.sequence_parallel)
+        partial["tp"] += moe_tensor.partial_parameters(model, tokens=layout.slices_tokens)
+    if layout.expert_tp not in (1, layout.tp):
+        partial["etp"] = moe_tensor.partial_biases(model)
+    wanted = {axis: {id(parameter) for parameter in found} for axis, found in partial.items()}
+    return {
+        axis: {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+        for axis, ids in wanted.items()
+    }
 
 
 def _apply_data_parallel(
@@ -202,13 +204,17 @@ def _flat(layout: Layout, meshes: Meshes) -> bool:
 
 
 def _reductions(
-    model: nn.Module, holdings: Sequence[Holding], layout: Layout, meshes: Meshes, partial_names: set[str]
+    model: nn.Module,
+    holdings: Sequence[Holding],
+    layout: Layout,
+    meshes: Meshes,
+    partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    reductions: list[Reduction] = []
     by_name = {held.name: held.tensor for held in holdings}
-    if partial_names:
-        summed = [by_name[name] for name in by_name if name in partial_names]
-        reductions.append(Reduction(summed, meshes.group("tp")))
+    reductions = [
+        Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
+        for axis, names in partial_names.items()
+    ]
     experts = [by_name[name] for name in _expert_names(model) if name in by_name]
     return reductions + _expert_reductions(experts, layout, meshes)
 
@@ -216,8 +222,10 @@ def _reductions(
 def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
     """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
-    if mesh is None or num_loss_ranks == 1:
+    if mesh is None:
         return []
+    if num_loss_ranks == 1:  # no data parallelism, and yet several ranks of tp may hold the same experts
+        return [Reduction(experts, mesh.get_group())] if mesh.size() > 1 else []
     if layout.data_parallel == "ddp":
         return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
     rest = expert_divisor(mesh, num_loss_ranks)

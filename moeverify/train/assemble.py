@@ -161,8 +161,7 @@ def sums_of(layout: Layout, meshes: Meshes) -> Sums:
         return partial(_sum_over_groups, groups=[meshes.group(axis) for axis in used]) if used else None
 
     batch, sequence = over("loss"), over("cp")
-    tokens_sliced = layout.tp > 1 and layout.expert_tp == 1
-    tokens = over("loss", "tp") if tokens_sliced else batch
+    tokens = over("loss", "tp") if layout.slices_tokens else batch
     default = Sums()
     return Sums(
         over_batch=batch or default.over_batch,
