@@ -104,8 +104,8 @@ def borrowed_ranks(case: Case) -> Iterator[Problem]:
     wanted = " x ".join(f"{name} {layout.ep if name == 'ep' else layout.expert_tp}" for name in names)
     verb = "do" if len(names) > 1 else "does"
     message = f"{wanted} {verb} not divide the {layout.lent_ranks} ranks that experts borrow ({product})"
-    divisor = layout.lent_ranks // math.gcd(layout.lent_ranks, layout.expert_tp)
-    remedy = f"write a divisor of {divisor if 'ep' in names else layout.lent_ranks}, or raise one of {', '.join(lenders)}"
+    left = layout.lent_ranks // math.gcd(layout.lent_ranks, layout.expert_tp if "ep" in names else 1)
+    remedy = f"write a divisor of {left}, or raise one of {', '.join(lenders)}"
     yield blame(f"layout.{names[0]}", message, remedy)
 
 

@@ -16,7 +16,11 @@ def pipelines(case: Case) -> Iterator[Problem]:
     """Only the reference model under moeverify's own layouts is cut into stages."""
     layout = case.layout
     if layout.pp == 1:
-        for name, default in (("pipeline_schedule", "1f1b"), ("virtual_stages", None), ("stage_layers", None)):
+        for name, default in (
+            ("pipeline_schedule", "1f1b"),
+            ("virtual_stages", None),
+            ("stage_layers", None),
+        ):
             if getattr(layout, name) != default:
                 yield blame(f"layout.{name}", f"{name} needs pp above 1", f"set pp, or remove {name}")
         return

@@ -145,7 +145,7 @@ BROKEN = [
     ),
     (
         "pp: 2, micro_batches: 5, pipeline_schedule: interleaved_1f1b, stage_layers: [0, 1, 1, 1]",
-        "data: {batch: 5}",
+        "",
         "layout.micro_batches",
         "interleaved_1f1b takes 2 rounds, which do not divide micro_batches 5",
         "a multiple of pp, such as 6",
@@ -395,6 +395,16 @@ KEPT = [
     ("", "moe: {top_k: 15, top_groups: 4}"),
     ("", "moe: {num_groups: 16, top_groups: 8, group_score: max}"),
     ("", "num_dense_layers: 3"),
+    ("tp: 2, etp: 1", ""),
+    ("tp: 4, etp: 2", ""),
+    ("dp_shard: 2, etp: 2", ""),
+    ("dp_shard: 2, tp: 2, etp: 4, ep: 1", ""),
+    ("pp: 2, micro_batches: 2", "num_layers: 4"),
+    ("pp: 2, micro_batches: 1, pipeline_schedule: gpipe, stage_layers: [1, 2]", ""),
+    ("pp: 2, micro_batches: 2, pipeline_schedule: zbv, stage_layers: [0, 1, 2, 0]", ""),
+    ("pp: 2, micro_batches: 1, pipeline_schedule: interleaved_1f1b, virtual_stages: 3", "num_layers: 6"),
+    ("pp: 2, cp: 2, tp: 2, micro_batches: 2", "num_layers: 4"),
+    ("pp: 2, micro_batches: 2, data_parallel: ddp", "num_layers: 4"),
     ("", "optimizer: {name: sgd, momentum: 0.9}"),
     ("", "optimizer: {name: sgd, betas: [0.9, 0.95]}"),
     ("", "optimizer: {name: adam, betas: [0.8, 0.9], eps: 1e-6}"),
@@ -484,6 +494,14 @@ def test_foreign_model_is_not_divided_by_us(write, find_problems, axis):
     assert (problem.path, problem.line) == (f"layout.{axis}", 2)
     assert problem.message == f"{axis} 2 of a model with a `factory` needs your own function"
     assert 'parallelize: "package.module:function"' in problem.remedy
+
+
+def test_foreign_model_is_not_cut_into_stages(write, find_problems):
+    [problem] = find_problems(write("case.yaml", FOREIGN.format("pp: 2, micro_batches: 2")))
+    assert problem.message == "pp 2 of a model with a `factory` is not supported"
+    text = FOREIGN.format("pp: 2, micro_batches: 2, parallelize: 'mine:divide'")
+    [problem] = find_problems(write("case.yaml", text))
+    assert problem.message == "pp together with `parallelize` is not supported"
 
 
 def test_foreign_model_with_experts_that_we_do_not_know(write, find_problems):
