@@ -82,40 +82,31 @@ DIVISIONS = (
 def expert_axes(case: Case) -> Iterator[Problem]:
     """Experts are divided by ep, by etp, or by neither, and only if there are some."""
     layout = case.layout
-    if layout.expert_tp not in {1, layout.tp}:
-        remedy = f"write 1 or {layout.tp}, or remove it" if layout.tp > 1 else "write 1, remove it, or set tp"
-        yield blame("layout.etp", f"etp {layout.etp} is neither 1 nor tp {layout.tp}", remedy)
-    if own_model(case) is None:
+    if own_model(case) is None or experts(case) is not None:
         return
-    if experts(case) is None:
-        for name, value in (("ep", layout.ep), ("etp", layout.etp or 1)):
-            if value > 1:
-                message = f"{name} {value} needs a model with experts"
-                yield blame(f"layout.{name}", message, f"remove {name}, or choose a preset with `moe`")
-    elif layout.etp == 1 and layout.tp > 1 and layout.ep == 1:
-        message = f"with tp {layout.tp} and ep 1 the experts are divided by tp, so etp cannot be 1"
-        yield blame("layout.etp", message, f"remove etp, or set ep to {layout.tp}")
+    for name, value in (("ep", layout.ep), ("etp", layout.etp or 1)):
+        if value > 1:
+            message = f"{name} {value} needs a model with experts"
+            yield blame(f"layout.{name}", message, f"remove {name}, or choose a preset with `moe`")
 
 
 @reading("layout.ep", "layout.etp", "layout.tp", "layout.cp", "layout.data_parallel", *_DATA_AXES)
 def borrowed_ranks(case: Case) -> Iterator[Problem]:
     """Expert parallelism adds no ranks: it regroups those of other axes."""
     layout = case.layout
-    if layout.borrowable_ranks % layout.ep == 0 or layout.expert_tp not in {1, layout.tp}:
+    asked = layout.ep * layout.expert_tp
+    if layout.lent_ranks % asked == 0:
         return
     lenders = {"dp_replicate": layout.dp_replicate} if layout.data_parallel == "ddp" else {}
-    lenders |= {"dp_shard": layout.dp_shard, "cp": layout.cp}
-    if layout.expert_tp == 1:
-        lenders["tp"] = layout.tp
+    lenders |= {"dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
     product = " x ".join(f"{name} {value}" for name, value in lenders.items())
-    message = (
-        f"ep {layout.ep} does not divide the {layout.borrowable_ranks} ranks that it borrows ({product})"
-    )
-    yield blame(
-        "layout.ep",
-        message,
-        f"write a divisor of {layout.borrowable_ranks}, or raise one of {', '.join(lenders)}",
-    )
+    names = [name for name, value in (("ep", layout.ep), ("etp", layout.expert_tp)) if value > 1]
+    wanted = " x ".join(f"{name} {layout.ep if name == 'ep' else layout.expert_tp}" for name in names)
+    verb = "do" if len(names) > 1 else "does"
+    message = f"{wanted} {verb} not divide the {layout.lent_ranks} ranks that experts borrow ({product})"
+    left = layout.lent_ranks // math.gcd(layout.lent_ranks, layout.expert_tp if "ep" in names else 1)
+    remedy = f"write a divisor of {left}, or raise one of {', '.join(lenders)}"
+    yield blame(f"layout.{names[0]}", message, remedy)
 
 
 @reading("layout.cp", "layout.context_parallel", "recipe.data.seq_len", "layout.parallelize")
@@ -136,13 +127,13 @@ def context(case: Case) -> Iterator[Problem]:
 def sequence(case: Case) -> Iterator[Problem]:
     """Each tensor rank takes an equal part of the positions, where it takes a part of them."""
     layout, length, pieces = case.layout, case.recipe.data.seq_len, _context_pieces(case)
-    is_shared_out = experts(case) is not None and layout.expert_tp == 1
+    is_shared_out = experts(case) is not None and layout.slices_tokens
     if own_model(case) is None or length % pieces or not (layout.sequence_parallel or is_shared_out):
         return
     share = length // layout.cp
     if share % layout.tp:
         path = "layout.sequence_parallel" if layout.sequence_parallel else "layout.tp"
-        why = "sequence_parallel" if layout.sequence_parallel else "ep with etp 1"
+        why = "sequence_parallel" if layout.sequence_parallel else f"etp {layout.expert_tp}"
         per_rank = f" / cp {layout.cp}" if layout.cp > 1 else ""
         message = f"recipe.data.seq_len {length}{per_rank} is not divisible by tp {layout.tp}, as {why} needs"
         unit = math.lcm(pieces, layout.cp * layout.tp)

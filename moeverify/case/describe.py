@@ -9,7 +9,7 @@ def describe_layout(layout: Layout) -> str:
     """Return for example `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
     parts = [_describe_data(layout)] if layout.data_ranks > 1 else []
     if layout.pp > 1:
-        parts.append(f"pp {layout.pp}")
+        parts.append(_describe_pipeline(layout))
     if layout.tp > 1:
         parts.append(f"tp {layout.tp}")
     if layout.sequence_parallel:
@@ -20,7 +20,7 @@ def describe_layout(layout: Layout) -> str:
         parts.append(f"cp {layout.cp} {layout.context_parallel}")
     if layout.ep > 1:
         parts.append(f"ep {layout.ep}")
-    if layout.ep > 1 and layout.expert_tp > 1:
+    if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
     parts += _describe_backend(layout)
@@ -39,6 +39,15 @@ def _describe_backend(layout: Layout) -> list[str]:
     parts: list[str] = [] if layout.attention == "plain" else [f"{layout.attention} attention"]
     parts += [] if layout.experts == "loop" else [layout.experts]
     return parts if layout.router_losses == "global" else [*parts, "its own router losses"]
+
+
+def _describe_pipeline(layout: Layout) -> str:
+    text = f"pp {layout.pp}"
+    if layout.pipeline_schedule != "1f1b":
+        text += f" {layout.pipeline_schedule}"
+    if layout.num_stages > layout.pp:
+        text += f" of {layout.num_stages} stages"
+    return text
 
 
 def _describe_data(layout: Layout) -> str:

@@ -158,7 +158,8 @@ class Recipe(Section):
 class Layout(Section):
     """Everything that must not change the answer.
 
-    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`.
+    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`. `virtual_stages` left out
+    means what the schedule takes: read it through `num_stages`.
     """
 
     dp_replicate: Degree = 1
@@ -177,6 +178,9 @@ class Layout(Section):
     experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
     router_losses: Literal["global", "megablocks"] = "global"
     micro_batches: Count = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    virtual_stages: Count | None = None
+    stage_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     recompute: bool = False
     optimizer: Literal["foreach", "fused", "loop"] = "foreach"
     parallelize: Target | None = None
@@ -185,6 +189,12 @@ class Layout(Section):
     def world_size(self) -> int:
         """Return the number of ranks; ep and etp borrow ranks from the other axes and add none."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Return into how many stages the layers are divided: `virtual_stages` for each rank of pp."""
+        single = self.pp == 1 or self.pipeline_schedule in ("gpipe", "1f1b")
+        return self.pp * (self.virtual_stages or (1 if single else 2))
 
     @property
     def data_ranks(self) -> int:
@@ -199,13 +209,18 @@ class Layout(Section):
         return self.tp if self.ep == 1 else 1
 
     @property
-    def borrowable_ranks(self) -> int:
-        """Return how many ranks `ep` may regroup, within one pipeline stage and one replica.
+    def slices_tokens(self) -> bool:
+        """Return whether each tensor-parallel rank routes a slice of the positions, and not all alike."""
+        return self.tp > 1 and self.expert_tp != self.tp
 
-        With `expert_tp` 1 the tensor-parallel ranks are lent too. Under DDP the replicas are what is lent.
+    @property
+    def lent_ranks(self) -> int:
+        """Return how many ranks `ep` and `etp` regroup, within one pipeline stage and one replica.
+
+        Under DDP the replicas are what is lent.
         """
         data = self.dp_replicate * self.dp_shard if self.data_parallel == "ddp" else self.dp_shard
-        return data * self.cp * (self.tp if self.expert_tp == 1 else 1)
+        return data * self.cp * self.tp
 
 
 class Tolerance(Section):

@@ -24,13 +24,6 @@ _MEGABLOCKS_HAS = {
 }
 
 
-@reading("layout.pp")
-def pipeline(case: Case) -> Iterator[Problem]:
-    """Pipelines come later."""
-    if case.layout.pp > 1:
-        yield blame("layout.pp", "pipeline parallelism is not supported yet", "remove pp, or write 1")
-
-
 @reading(*_DATA, "layout.tp", "layout.cp", "layout.parallelize")
 def replicas(case: Case) -> Iterator[Problem]:
     """DDP holds the whole model on each rank."""
@@ -47,13 +40,15 @@ def replicas(case: Case) -> Iterator[Problem]:
         )
 
 
-@reading(*_DATA, "layout.tp", "layout.cp", "layout.ep", "layout.parallelize")
+@reading(*_DATA, "layout.tp", "layout.cp", "layout.ep", "layout.etp", "layout.parallelize")
 def first_fsdp(case: Case) -> Iterator[Problem]:
     """FSDP1 flattens parameters, so it composes with nothing but itself; tp alone does not need it."""
     layout = case.layout
     if layout.data_parallel != "fsdp1" or layout.parallelize is not None:
         return
     others = [name for name in ("cp", "ep") if getattr(layout, name) > 1]
+    if layout.expert_tp not in (1, layout.tp):
+        others.append("etp")
     if layout.tp > 1 and (layout.data_ranks > 1 or others):
         others.insert(0, "tp")
     if others:
@@ -229,7 +224,6 @@ def foreign_models(case: Case) -> Iterator[Problem]:
 
 
 SUPPORT_RULES = (
-    pipeline,
     replicas,
     first_fsdp,
     tensor_parts,

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.holding import logical_name
 from moeverify.layout.placement import is_partial, local_part
+from moeverify.parallel.pipeline import Stage
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -60,7 +61,7 @@ class Tap:
         self._num_positions = num_positions
         self._scale = scale
         self._room = limit
-        self._micro_batch = -1
+        self._micro_batches: dict[nn.Module, int] = {}
         self._seen: set[tuple[str, str, int]] = set()
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
@@ -68,41 +69,43 @@ class Tap:
     def reading(self) -> Iterator[None]:
         """Read while the block runs."""
         handles: list[RemovableHandle] = []
+        root: nn.Module = self._model
         for name, module in self._model.named_modules():
-            is_root = module is self._model
-            pre_hook = self._make_pre_hook(logical_name(name), is_root=is_root)
+            if isinstance(module, Stage):
+                root = module
+            pre_hook = self._make_pre_hook(logical_name(name), root)
             handles.append(module.register_forward_pre_hook(pre_hook))
-            handles.append(module.register_forward_hook(self._make_hook(logical_name(name))))
+            handles.append(module.register_forward_hook(self._make_hook(logical_name(name), root)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _make_pre_hook(self, name: str, *, is_root: bool) -> Any:
-        def hook(_: nn.Module, inputs: Any) -> None:
-            self._micro_batch += is_root
+    def _make_pre_hook(self, name: str, root: nn.Module) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if module is root:
+                self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
             self._begin(FORWARD, name)
-            self._take(name, "input", inputs)
+            self._take(name, "input", inputs, self._micro_batches.get(root, 0))
 
         return hook
 
-    def _make_hook(self, name: str) -> Any:
+    def _make_hook(self, name: str, root: nn.Module) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            self._take(name, "output", output)
+            self._take(name, "output", output, self._micro_batches.get(root, 0))
             self._end(FORWARD, name)
 
         return hook
 
-    def _take(self, name: str, end: str, value: Any) -> None:
-        key = (name, end, self._micro_batch)
+    def _take(self, name: str, end: str, value: Any, micro_batch: int) -> None:
+        key = (name, end, micro_batch)
         tensor = _first_float(value)
         if tensor is None or key in self._seen or tensor.ndim < 3:
             return  # a second visit is a recomputation
         self._seen.add(key)
-        self._keep(FORWARD, name, end, self._micro_batch, tensor)
+        self._keep(FORWARD, name, end, micro_batch, tensor)
         if tensor.requires_grad:
-            micro_batch = self._micro_batch
 
             def on_gradient(gradient: Tensor) -> None:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)

@@ -15,13 +15,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from moeverify.layout.placement import local_part, region_of
 from moeverify.layout.region import Region
 
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
+_WRAPPERS = re.compile(
+    r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_pipeline_stage_\d+|module)(?=\.|$)"
+)
 
 
 def logical_name(name: str) -> str:
     """Return the name that a parameter has in the unwrapped model.
 
-    DDP, FSDP1, activation checkpointing and compilation each insert a component into the FQN.
+    DDP, FSDP1, activation checkpointing, compilation and our pipelines each insert a component into the FQN.
     """
     return _WRAPPERS.sub("", name).lstrip(".")
 

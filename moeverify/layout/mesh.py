@@ -5,8 +5,8 @@ The same ranks are looked at through several views, each a factorization of the 
 - `data`:   pp, dp_replicate, dp_shard, cp, tp      which part of the batch a rank sees
 - `dense`:  pp, dp_replicate, fsdp, tp              how parameters outside the experts are stored;
                                                     fsdp = dp_shard * cp
-- `sparse`: pp, dp_replicate, efsdp, ep, etp        how expert parameters are stored; ep borrows ranks from
-                                                    dp_shard and cp, and from tp when etp is 1
+- `sparse`: pp, dp_replicate, efsdp, ep, etp        how expert parameters are stored; ep and etp borrow ranks
+                                                    from dp_shard, cp and tp
 - `loss`:   pp, loss, tp                            loss = dp_replicate * dp_shard * cp, the ranks whose
                                                     losses add up to the loss of the global batch
 

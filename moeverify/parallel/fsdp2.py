@@ -38,6 +38,16 @@ def apply_fsdp2(
     return _accumulation(model)
 
 
+def keep_gathered(model: nn.Module) -> None:
+    """Let a pipeline stage keep its gathered parameters from one micro-batch to the next.
+
+    Zero-bubble schedules need it: torch looks for the parameters of a stage before the backward pass gathers
+    them, and those that it does not find get no gradient, silently.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_forward(False)
+
+
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
     for module in block.modules():
         if isinstance(module, ExpertHolder):

@@ -25,6 +25,17 @@ class Reduction:
 
 
 @torch.no_grad()
+def add_shared(first: Tensor, second: Tensor) -> None:
+    """Give two parameters of this rank, which are one logical tensor, the sum of their gradients."""
+    one, other = first.grad, second.grad
+    assert one is not None
+    assert other is not None
+    total = local_part(one) + local_part(other)
+    local_part(one).copy_(total)
+    local_part(other).copy_(total)
+
+
+@torch.no_grad()
 def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
     """Complete the gradients in place. Collective: all ranks of each group, in the same order.
 

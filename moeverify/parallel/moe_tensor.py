@@ -1,7 +1,9 @@
-"""MoE blocks on the tp axis, in one of two ways.
+"""MoE blocks on the tp and etp axes.
 
-`etp`: every rank routes all tokens alike and holds a slice of every expert's hidden units; outputs are summed.
-`tokens` (etp 1): ep borrows tp, so each rank routes its slice of the positions, like a data-parallel rank.
+`etp` equal to tp: every rank routes all tokens alike and holds a slice of every expert's hidden units; outputs
+are summed. Otherwise tp is lent to the experts: each rank routes its slice of the positions, like a
+data-parallel rank. With etp above 1 the ranks that share an expert then gather their tokens, and each gets the
+sum of the outputs of its own back.
 
 Letters: B rows, S positions of this cp rank, H hidden, n ranks of tp.
 """
@@ -14,13 +16,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from moeverify.layout.region import Indices, as_indices
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
 from moeverify.model.moe import MoE
 from moeverify.model.router import RouterStats
-from moeverify.parallel.collectives import copy_to, gather_from, reduce_from, split_to, sum_over
+from moeverify.parallel.collectives import (
+    all_gather_sum,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_from,
+    split_to,
+    sum_over,
+)
 from moeverify.parallel.tensor import parallelize_mlp
 
 
@@ -41,7 +52,7 @@ def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
 
 
 def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Make every MoE work on this rank's slice of the positions (etp 1, ep borrows tp).
+    """Make every MoE work on this rank's slice of the positions (etp not equal to tp).
 
     The router's sums are completed over the group, since the losses are computed alike on its ranks.
     """
@@ -64,6 +75,36 @@ def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel:
         moe.register_forward_hook(after)
 
 
+def apply_gathered_slices(model: nn.Module, group: ProcessGroup) -> None:
+    """Make every MoE gather the tokens of `group`, whose ranks hold slices of the same experts (etp not tp).
+
+    Call it after the experts have been sharded.
+    """
+    for moe in _moes(model):
+        moe.dispatcher = GatheringDispatcher(moe.dispatcher, group)
+
+
+class GatheringDispatcher:
+    """Lets an inner dispatcher run sliced experts on the tokens of all ranks of `group`; each has other tokens.
+
+    Backward: the gradients of a token are gathered, and those of what was gathered summed.
+    """
+
+    def __init__(self, inner: Dispatcher, group: ProcessGroup) -> None:
+        self.inner = inner
+        self.group = group
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
+        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k).
+
+        N is the same on all ranks of the group.
+        """
+        tokens = all_gather_sum(x, 0, self.group)
+        all_ids = all_gather_sum(ids, 0, self.group)
+        all_weights = all_gather_sum(weights, 0, self.group)
+        return reduce_scatter_from(self.inner(tokens, all_ids, all_weights, experts), 0, self.group)
+
+
 class SlicedDispatcher:
     """Lets an inner dispatcher run experts of which this rank holds slices, and sums the outputs."""
 
@@ -84,15 +125,26 @@ def slice_positions(positions: Indices, group: ProcessGroup) -> Indices:
 
 
 def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
-    """Return the MoE parameters whose gradient on each rank of tp is only an addend."""
+    """Return the MoE parameters whose gradient on each rank of tp is only an addend.
+
+    With `tokens` these are all that see the tokens of one rank, experts included unless they are spread over
+    ep or etp: those see the tokens of all ranks that share them.
+    """
     found: list[Tensor] = []
     for moe in _moes(model):
         if tokens:
             found += list(moe.router.parameters())
             found += list(moe.shared_gate.parameters()) if moe.shared_gate is not None else []
-        elif moe.experts.down_bias is not None:
-            found.append(moe.experts.down_bias)
+            found += [weight for weight in moe.experts.parameters() if not isinstance(weight, DTensor)]
+        else:
+            found += partial_biases(moe)
     return found
+
+
+def partial_biases(model: nn.Module) -> list[Tensor]:
+    """Return the expert biases whose gradient on each rank of etp is only an addend: one rank has all of it."""
+    biases = [moe.experts.down_bias for moe in _moes(model)]
+    return [bias for bias in biases if bias is not None]
 
 
 def _complete(stats: RouterStats, group: ProcessGroup) -> RouterStats:

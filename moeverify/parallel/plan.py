@@ -1,6 +1,7 @@
 """The one place that says which parallelism is applied when.
 
-The order: expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
+The order: the layers are divided into pipeline stages, and each stage becomes parallel like a model of its own:
+expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
 tp side of MoE blocks; context parallelism; recomputation around what a block has become; then data
 parallelism, which shards or replicates what is left and so comes last. Values are filled in on the way: before
 DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its shards.
@@ -8,7 +9,7 @@ DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,9 +31,10 @@ from moeverify.parallel.context import apply_context_parallel
 from moeverify.parallel.ddp import Accumulate, apply_ddp
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.fsdp1 import apply_fsdp1
-from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor
-from moeverify.parallel.gradients import Reduction, finalize_gradients
+from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor, keep_gathered
+from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
+from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
 
 Fill = Callable[[nn.Module], None]
@@ -43,7 +45,8 @@ class Parallelized:
     """A model under a layout, and what a training step must do around it.
 
     The loss of a rank is multiplied by `num_loss_ranks` before the backward pass, because gradients are
-    averaged over that many ranks. `finalize` completes the gradients after the last backward pass.
+    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. With a
+    pipeline `counted` leaves out what another stage counts in the gradient norm already.
     """
 
     model: nn.Module
@@ -55,6 +58,8 @@ class Parallelized:
     router_positions: Callable[[Indices], Indices]
     sum_over_shards: Callable[[Tensor], Tensor] | None
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
+    counted: Sequence[Holding] = ()
+    pipeline: Pipeline | None = None
 
 
 def _each(last: bool) -> AbstractContextManager[object]:
@@ -68,8 +73,8 @@ def parallelize(
 
     `fill` is called once, with a model whose parameters are allocated on `device`. Collective: all ranks.
     """
-    tokens_sliced = _shard_model(model, layout, meshes)
-    partial_names = _partial_names(model, layout, tokens_sliced)
+    _shard_model(model, layout, meshes)
+    partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
@@ -79,11 +84,12 @@ def parallelize(
     return Parallelized(
         model=wrapped,
         holdings=holdings,
+        counted=holdings,
         num_loss_ranks=num_loss_ranks,
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
         finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
-        router_positions=_router_positions(meshes) if tokens_sliced else _same,
+        router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
         own_router_losses=_own_router_losses(model, layout, num_loss_ranks),
     )
@@ -99,8 +105,48 @@ def _own_router_losses(
     return collect_own_losses(model, model.spec.moe, num_loss_ranks * layout.micro_batches)
 
 
-def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
-    """Apply ep, tp and cp; return whether routers see only a slice of their rank's positions."""
+def parallelize_stages(
+    stages: Sequence[Stage], shapes: Shapes, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+) -> Parallelized:
+    """Return the stages of this rank, which must be on the meta device, as one parallel model with a pipeline.
+
+    Collective: all ranks.
+    """
+    parts = [parallelize(stage, layout, meshes, device, fill) for stage in stages]
+    holdings = [held for part in parts for held in part.holdings]
+    tied = stages[-1].is_last and stages[-1].spec.tie_embedding
+    copies = [held for held in parts[-1].holdings if held.name == TIED] if tied else []
+
+    def finalize() -> None:
+        for part in parts:
+            part.finalize()
+        if stages[0].spec.tie_embedding:
+            _sum_tied(holdings, meshes)
+
+    return replace(
+        parts[0],
+        model=Stages(stages),
+        holdings=holdings,
+        counted=[held for held in holdings if all(held is not copy for copy in copies)],
+        finalize=finalize,
+        pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
+    )
+
+
+TIED = "embed.weight"
+
+
+def _sum_tied(holdings: Sequence[Holding], meshes: Meshes) -> None:
+    """Sum the gradients that the first and the last stage have of a tied embedding."""
+    held = [holding.tensor for holding in holdings if holding.name == TIED]
+    if len(held) == 2:
+        add_shared(*held)
+    elif held and meshes.ends is not None:
+        finalize_gradients([], [Reduction(held, meshes.ends)])
+
+
+def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
+    """Apply ep, etp, tp and cp."""
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
     has_experts = any(isinstance(module, ExpertHolder) for module in model.modules())
     if expert_axes and has_experts and layout.experts == "megablocks":
@@ -109,11 +155,11 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
         apply_megablocks(model, meshes.sparse["ep"])
     elif expert_axes and has_experts:
         apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
-    tokens_sliced = False
+    if layout.expert_tp not in (1, layout.tp):
+        moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
     if layout.tp > 1:
         mesh = meshes.dense["tp"]
-        tokens_sliced = has_experts and layout.expert_tp == 1
-        apply = moe_tensor.apply_token_slices if tokens_sliced else moe_tensor.apply_expert_slices
+        apply = moe_tensor.apply_token_slices if layout.slices_tokens else moe_tensor.apply_expert_slices
         apply(model, mesh, sequence_parallel=layout.sequence_parallel)
         tensor.apply_tensor_parallel(
             model, mesh, sequence_parallel=layout.sequence_parallel, loss_parallel=layout.loss_parallel
@@ -123,17 +169,21 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> bool:
             module.core = CORES[layout.attention]
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
-    return tokens_sliced
 
 
-def _partial_names(model: Transformer, layout: Layout, tokens_sliced: bool) -> set[str]:
-    """Return the names of parameters whose gradients must be summed over tp."""
-    if layout.tp == 1:
-        return set()
-    found = tensor.partial_parameters(model, sequence_parallel=layout.sequence_parallel)
-    found += moe_tensor.partial_parameters(model, tokens=tokens_sliced)
-    wanted = {id(parameter) for parameter in found}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
+def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
+    """Return, for each axis, the names of parameters whose gradients must be summed over it."""
+    partial: dict[str, list[Tensor]] = {}
+    if layout.tp > 1:
+        partial["tp"] = tensor.partial_parameters(model, sequence_parallel=layout.sequence_parallel)
+        partial["tp"] += moe_tensor.partial_parameters(model, tokens=layout.slices_tokens)
+    if layout.expert_tp not in (1, layout.tp):
+        partial["etp"] = moe_tensor.partial_biases(model)
+    wanted = {axis: {id(parameter) for parameter in found} for axis, found in partial.items()}
+    return {
+        axis: {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+        for axis, ids in wanted.items()
+    }
 
 
 def _apply_data_parallel(
@@ -150,6 +200,8 @@ def _apply_data_parallel(
         return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
     shard_mesh = _shard_mesh(meshes.dense, "fsdp")
     accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"))
+    if layout.pp > 1:
+        keep_gathered(model)
     model.to_empty(device=device)
     fill(model)
     return model, accumulate
@@ -173,13 +225,17 @@ def _flat(layout: Layout, meshes: Meshes) -> bool:
 
 
 def _reductions(
-    model: nn.Module, holdings: Sequence[Holding], layout: Layout, meshes: Meshes, partial_names: set[str]
+    model: nn.Module,
+    holdings: Sequence[Holding],
+    layout: Layout,
+    meshes: Meshes,
+    partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    reductions: list[Reduction] = []
     by_name = {held.name: held.tensor for held in holdings}
-    if partial_names:
-        summed = [by_name[name] for name in by_name if name in partial_names]
-        reductions.append(Reduction(summed, meshes.group("tp")))
+    reductions = [
+        Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
+        for axis, names in partial_names.items()
+    ]
     holders = [module for module in model.modules() if isinstance(module, ExpertHolder)]
     found = {id(parameter) for holder in holders for parameter in holder.parameters()}
     experts = [held.tensor for held in holdings if id(held.tensor) in found]
@@ -193,8 +249,10 @@ def _reductions(
 def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
     """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
-    if mesh is None or num_loss_ranks == 1:
+    if mesh is None:
         return []
+    if num_loss_ranks == 1:  # no data parallelism, and yet several ranks of tp may hold the same experts
+        return [Reduction(experts, mesh.get_group())] if mesh.size() > 1 else []
     if layout.data_parallel == "ddp":
         return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
     rest = expert_divisor(mesh, num_loss_ranks)

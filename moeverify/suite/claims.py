@@ -25,6 +25,7 @@ def axis_claims(case: Case, plan: MeshPlan) -> Claims:
             claim(plan.data, axis, "token_loss")
     if layout.parallelize is not None:
         return claims  # how a user's own code divides parameters is not ours to say
+    claim(plan.data, "pp", "initial_weight")
     if layout.data_parallel != "ddp":
         claim(plan.dense, "fsdp", "initial_weight")
     claim(plan.dense, "tp", "initial_weight")

@@ -77,16 +77,17 @@ def _observe(case: Case, golden: StoredGolden, device: Any, trace: CollectiveTra
     judgement = judge_all(
         case, golden, [found for found, _ in gathered], [odd for _, odd in gathered], traced
     )
-    return _Observed(judgement, _losses(entries))
+    return _Observed(judgement, _losses([found for found, _ in gathered]))
 
 
-def _losses(entries: Sequence[Entry]) -> list[tuple[float, float]]:
-    """Return (golden, layout) total loss of each step, as rank 0 reports it."""
-    return [
-        (entry.difference.expected_at, entry.difference.actual_at)
-        for entry in entries
-        if entry.kind == "loss" and entry.name == "total"
-    ]
+def _losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
+    """Return (golden, layout) total loss of each step, as the first rank that has it reports it."""
+    found: dict[int, tuple[float, float]] = {}
+    for entries in by_rank:
+        for entry in entries:
+            if entry.kind == "loss" and entry.name == "total":
+                found.setdefault(entry.step, (entry.difference.expected_at, entry.difference.actual_at))
+    return [found[step] for step in sorted(found)]
 
 
 def _train(

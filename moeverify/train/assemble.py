@@ -19,7 +19,8 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.meshes import Meshes
-from moeverify.parallel.plan import Fill, parallelize
+from moeverify.parallel.pipeline import Shapes, build_stages
+from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
 from moeverify.train.data import Share, whole_share
 from moeverify.train.foreign import Divided, build_foreign, cast, divide
@@ -63,9 +64,14 @@ def assemble_parallel(
     if isinstance(recipe.model, ForeignModel) or layout.parallelize is not None:
         return _assemble_foreign(recipe, layout, meshes, device)
     dtype = dtype_of(recipe.precision)
-    model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
-    own = partial(fill_held, recipe.model, recipe.seed, recipe.precision)
-    done = parallelize(model, layout, meshes, device, fill or own)
+    fill = fill or partial(fill_held, recipe.model, recipe.seed, recipe.precision)
+    if layout.pp == 1:
+        model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
+        done = parallelize(model, layout, meshes, device, fill)
+    else:
+        rank = meshes.coordinate("pp")
+        stages = build_stages(recipe.model, layout, rank, experts=layout.experts, dtype=dtype)
+        done = parallelize_stages(stages, shapes_of(recipe, layout), layout, meshes, device, fill)
     routers = [
         type(view)(view.name, view.module, done.router_positions)
         for view in find_routers(done.model, logical_name)
@@ -86,6 +92,9 @@ def assemble_parallel(
         finalize=done.finalize,
         sum_over_shards=done.sum_over_shards,
         own_router_losses=done.own_router_losses,
+        sum_over_stages=partial(sum_over, group=meshes.group("pp")) if layout.pp > 1 else None,
+        counted=done.counted,
+        pipeline=done.pipeline,
     )
 
 
@@ -139,6 +148,16 @@ def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
     return Share(rows, as_indices(positions))
 
 
+def shapes_of(recipe: Recipe, layout: Layout) -> Shapes:
+    """Return the shapes of what the stages of a pipeline send to each other."""
+    positions = recipe.data.seq_len // layout.cp
+    return Shapes(
+        rows=recipe.data.batch // (layout.data_ranks * layout.micro_batches),
+        positions=positions,
+        hidden_positions=positions // layout.tp if layout.sequence_parallel else positions,
+    )
+
+
 def sums_of(layout: Layout, meshes: Meshes) -> Sums:
     """Return how integers are summed over the ranks of this layout."""
 
@@ -147,8 +166,7 @@ def sums_of(layout: Layout, meshes: Meshes) -> Sums:
         return partial(_sum_over_groups, groups=[meshes.group(axis) for axis in used]) if used else None
 
     batch, sequence = over("loss"), over("cp")
-    tokens_sliced = layout.tp > 1 and layout.expert_tp == 1
-    tokens = over("loss", "tp") if tokens_sliced else batch
+    tokens = over("loss", "tp") if layout.slices_tokens else batch
     default = Sums()
     return Sums(
         over_batch=batch or default.over_batch,

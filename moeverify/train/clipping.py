@@ -16,12 +16,17 @@ SumOverShards = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+def gradient_norm(
+    holdings: Sequence[Holding],
+    sum_over_shards: SumOverShards | None = None,
+    sum_over_stages: SumOverShards | None = None,
+) -> Tensor:
     """Return the 2-norm of all gradients together, () and equal on every rank.
 
     torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
     `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
-    ranks that hold the other shards. Collective: all ranks of each mesh.
+    ranks that hold the other shards. `sum_over_stages` sums squares over the stages of a pipeline; of what
+    two stages hold, `holdings` must have one. Collective: all ranks of each mesh.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for held in holdings:
@@ -36,7 +41,8 @@ def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | 
             norm = norm.full_tensor()
         square = norm.square()
         squares.append(sum_over_shards(square) if mesh is None and sum_over_shards else square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    return (sum_over_stages(total) if sum_over_stages else total).sqrt()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ clip_coefficient; `update`, `optimizer_state` and `weight` of each parameter and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from moeverify.train.data import Batch, Share, make_batch
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Normalizers, count_valid
 from moeverify.train.optimizer import optimizer_state
-from moeverify.train.program import Program, Source
+from moeverify.train.pipeline import run_pipeline
+from moeverify.train.program import Passed, Program, Source
 from moeverify.train.routing import observe_routing, replay, update_selection_bias
 from moeverify.train.state import TrainingState
 
@@ -67,7 +68,9 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     optimizer.zero_grad(set_to_none=True)
-    counts = _accumulate_gradients(recipe, program, observer, step, batches, normalizers, ids)
+    run = _accumulate_gradients if program.pipeline is None else run_pipeline
+    passed = run(recipe, program, batches, normalizers, step, ids)
+    counts = _observe_passes(recipe, program, observer, step, passed, ids)
     program.finalize()
     for held in program.holdings:
         gradient = held.tensor.grad
@@ -101,26 +104,40 @@ def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
 def _accumulate_gradients(
     recipe: Recipe,
     program: Program,
-    observer: Observer,
-    step: int,
     batches: Sequence[Batch],
     normalizers: Normalizers,
+    step: int,
+    ids: Source | None,
+) -> Iterator[Passed]:
+    """Run each micro-batch forward and backward and yield it while the routers hold its records."""
+    for number, batch in enumerate(batches):
+        if ids is not None:
+            replay(recipe, program.routers, batch, ids, step, program.device)
+        with program.accumulate(number == len(batches) - 1), program.loss_context():
+            losses, token_loss = compute_losses(recipe, program, batch, normalizers)
+            torch.autograd.backward(losses.total * program.scale)
+        yield Passed(batch, losses.detach(), token_loss)
+
+
+def _observe_passes(
+    recipe: Recipe,
+    program: Program,
+    observer: Observer,
+    step: int,
+    passed: Iterator[Passed],
     ids: Source | None,
 ) -> list[Tensor]:
     """Return, for each router, how many valid tokens of this rank each expert got in this step, (E)."""
     counts: list[Tensor] = []
     totals: dict[str, Tensor] = {}
-    for number, batch in enumerate(batches):
-        if ids is not None:
-            replay(recipe, program, batch, ids, step)
-        with program.accumulate(number == len(batches) - 1), program.loss_context():
-            losses, token_loss = compute_losses(recipe, program, batch, normalizers)
-            torch.autograd.backward(losses.total * program.scale)
-        for name, value in losses.named().items():
-            totals[name] = totals[name] + value if name in totals else value
-        if token_loss is not None:
-            observer.observe(step, "token_loss", "lm", token_loss, batch.share.region(recipe.data))
-        seen = observe_routing(recipe, program, batch, observer, step, ids)
+    for part in passed:
+        if part.losses is not None:
+            for name, value in part.losses.named().items():
+                totals[name] = totals[name] + value if name in totals else value
+        if part.token_loss is not None:
+            region = part.batch.share.region(recipe.data)
+            observer.observe(step, "token_loss", "lm", part.token_loss, region)
+        seen = observe_routing(recipe, program, part.batch, observer, step, ids)
         counts = [old + new for old, new in zip(counts, seen, strict=True)] if counts else seen
     for name, value in totals.items():
         observer.observe(step, "loss", name, program.sums.over_batch(value.to(torch.float64)), SCALAR)
@@ -128,7 +145,8 @@ def _accumulate_gradients(
 
 
 def _clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
-    norm = gradient_norm(program.holdings, program.sum_over_shards)
+    counted = program.holdings if program.counted is None else program.counted
+    norm = gradient_norm(counted, program.sum_over_shards, program.sum_over_stages)
     observer.observe(step, "gradient_norm", "total", norm, SCALAR)
     if recipe.optimizer.clip_norm is not None:
         coefficient = clip_gradients(program.holdings, norm, recipe.optimizer.clip_norm)

@@ -67,6 +67,10 @@ class Losses:
         """Return the addend of the loss that is differentiated."""
         return self.lm + self.balance + self.z
 
+    def detach(self) -> Losses:
+        """Return the same numbers without their graph."""
+        return Losses(self.lm.detach(), self.balance.detach(), self.z.detach())
+
     def named(self) -> dict[str, Tensor]:
         """Return the detached addends by name, the total first."""
         return {

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from moeverify.layout.holding import Holding
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterSeat
+from moeverify.parallel.pipeline import Pipeline
 from moeverify.train.clipping import SumOverShards
-from moeverify.train.data import Share
-from moeverify.train.objective import Sums
+from moeverify.train.data import Batch, Share
+from moeverify.train.objective import Losses, Sums
 
 
 def _nothing() -> None:
@@ -42,6 +43,18 @@ class RouterView:
     positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
 
 
+@dataclass(frozen=True)
+class Passed:
+    """A micro-batch that has been through the model: this rank's addends of the losses, each token's (M, s).
+
+    None where a user's loss does not give them, and on ranks that see only a part of the model's layers.
+    """
+
+    batch: Batch
+    losses: Losses | None
+    token_loss: Tensor | None
+
+
 @dataclass
 class Program:
     """One rank's part of a training run.
@@ -49,7 +62,9 @@ class Program:
     `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
     gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
     the gradients after the last one. `own_router_losses` gives this rank's addends of balance and z loss
-    where the experts' package computes them. The defaults are those of a single device.
+    where the experts' package computes them. A `pipeline` runs the micro-batches in their place. `counted` are
+    the holdings whose gradients make the norm: all of them, unless two stages hold one tensor. The defaults are
+    those of a single device.
     """
 
     model: nn.Module
@@ -67,6 +82,9 @@ class Program:
     finalize: Callable[[], None] = _nothing
     sum_over_shards: SumOverShards | None = None
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
+    sum_over_stages: SumOverShards | None = None
+    counted: Sequence[Holding] | None = None
+    pipeline: Pipeline | None = None
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from moeverify.layout.observer import Observer
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterRecord
 from moeverify.train.data import Batch
-from moeverify.train.program import Program, Source
+from moeverify.train.program import Program, RouterView, Source
 
 
 def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:
@@ -59,15 +59,22 @@ def _find_flips(
     return torch.where(flipped, margin.to(record.ids.device), 0.0)
 
 
-def replay(recipe: Recipe, program: Program, batch: Batch, golden: Source, step: int) -> None:
-    """Make every router use the golden's ids in the next forward pass."""
-    for router in program.routers:
+def replay(
+    recipe: Recipe,
+    routers: Sequence[RouterView],
+    batch: Batch,
+    golden: Source,
+    step: int,
+    device: torch.device,
+) -> None:
+    """Make these routers use the golden's ids in the next forward pass."""
+    for router in routers:
         positions = router.positions(batch.share.positions)
         region = _region(recipe, batch, positions, router.module.spec.top_k)
         ids = golden.read(step, "router_ids", router.name, region)
         if ids is None:
             raise KeyError(f"the golden has no routing of {router.name} at step {step}")
-        router.module.replay = ids.to(program.device)
+        router.module.replay = ids.to(device)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def inject() -> None:
     loop.gradient_norm = _average_norm
 
 
-def _average_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+def _average_norm(holdings: Sequence[Holding], *_: SumOverShards | None) -> Tensor:
     squares = [
         held.local(held.tensor.grad).square().sum() for held in holdings if held.tensor.grad is not None
     ]

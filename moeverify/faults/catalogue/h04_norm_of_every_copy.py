@@ -20,11 +20,15 @@ from moeverify.train.clipping import SumOverShards
 def inject() -> None:
     """Sum squares over all ranks that FSDP wraps, which in the case hold copies and no shards."""
 
-    def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+    def gradient_norm(
+        holdings: Sequence[Holding],
+        sum_over_shards: SumOverShards | None = None,
+        sum_over_stages: SumOverShards | None = None,
+    ) -> Tensor:
         if sum_over_shards is not None:
             assert dist.group.WORLD is not None
             sum_over_shards = partial(sum_over, group=dist.group.WORLD)
-        return original(holdings, sum_over_shards)
+        return original(holdings, sum_over_shards, sum_over_stages)
 
     original = loop.gradient_norm
     loop.gradient_norm = gradient_norm

@@ -30,10 +30,10 @@ def inject() -> None:
                     norms[id(parameter)] = sum_over(local_part(parameter.grad).norm(), reduction.group)
         finalize(parameters, reductions)
 
-    def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+    def gradient_norm(holdings: Sequence[Holding], *sums: SumOverShards | None) -> Tensor:
         whole = [held for held in holdings if id(held.tensor) not in norms]
         summed = [norms.pop(id(held.tensor)) for held in holdings if id(held.tensor) in norms]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([measure(whole, sum_over_shards), *summed]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([measure(whole, *sums), *summed]))
         return norm
 
     finalize, measure = plan.finalize_gradients, loop.gradient_norm

@@ -21,11 +21,15 @@ from moeverify.train.clipping import SumOverShards
 def inject() -> None:
     """Sum the squares of plain gradients over the ranks of the shards, which in the case are all ranks."""
 
-    def gradient_norm(holdings: Sequence[Holding], sum_over_shards: SumOverShards | None = None) -> Tensor:
+    def gradient_norm(
+        holdings: Sequence[Holding],
+        sum_over_shards: SumOverShards | None = None,
+        sum_over_stages: SumOverShards | None = None,
+    ) -> Tensor:
         if any(isinstance(held.tensor, DTensor) for held in holdings):
             assert dist.group.WORLD is not None
             sum_over_shards = partial(sum_over, group=dist.group.WORLD)
-        return original(holdings, sum_over_shards)
+        return original(holdings, sum_over_shards, sum_over_stages)
 
     original = loop.gradient_norm
     loop.gradient_norm = gradient_norm

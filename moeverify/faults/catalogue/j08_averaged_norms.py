@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -21,7 +21,11 @@ def inject() -> None:
     """Divide what is summed over tp by the size of tp."""
 
     def reductions(
-        model: nn.Module, holdings: Sequence[Holding], layout: Layout, meshes: Meshes, names: set[str]
+        model: nn.Module,
+        holdings: Sequence[Holding],
+        layout: Layout,
+        meshes: Meshes,
+        names: Mapping[str, set[str]],
     ) -> list[Reduction]:
         found = original(model, holdings, layout, meshes, names)
         return [

@@ -300,12 +300,13 @@ def test_a_case_that_is_not_chosen_must_be_valid_too(write, find_problems):
 
 
 def test_error_text_holds_one_problem_a_line(write):
-    file = write("a.yaml", "recipe: {model: {preset: stress}}\nlayout: {tp: x, pp: 2}\n")
+    file = write("a.yaml", "recipe: {model: {preset: stress}}\nlayout: {tp: x, cp: 3}\n")
     with pytest.raises(CaseError) as caught:
         load_cases([file])
     assert str(caught.value).splitlines() == [
         f"{file}:2: layout.tp: expected a whole number of at least 1, got `x`",
-        f"{file}:2: layout.pp: pipeline parallelism is not supported yet; remove pp, or write 1",
+        f"{file}:2: layout.cp: recipe.data.seq_len 16 is not divisible by 6 (2 x cp, for the zigzag split); "
+        "set recipe.data.seq_len to a multiple of 6, such as 18",
     ]
 
 

@@ -115,17 +115,45 @@ def test_stress_tied_is_what_stress_cannot_be():
 
 
 @pytest.mark.parametrize(
-    ("fields", "expert_tp", "borrowable", "world"),
+    ("fields", "expert_tp", "lent", "world"),
     [
         ({}, 1, 1, 1),
-        ({"tp": 2}, 2, 1, 2),
+        ({"tp": 2}, 2, 2, 2),
         ({"tp": 2, "ep": 2}, 1, 2, 2),
-        ({"tp": 2, "ep": 2, "etp": 2, "dp_shard": 2}, 2, 2, 4),
+        ({"tp": 2, "ep": 2, "etp": 2, "dp_shard": 2}, 2, 4, 4),
         ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 4}, 1, 4, 8),
         ({"dp_replicate": 2, "cp": 2, "ep": 4, "data_parallel": "ddp"}, 1, 4, 4),
+        ({"pp": 2, "dp_shard": 2, "tp": 2, "etp": 4}, 4, 4, 8),
     ],
 )
-def test_resolved_degrees(fields, expert_tp, borrowable, world):
+def test_resolved_degrees(fields, expert_tp, lent, world):
     layout = Layout(**fields)
-    assert (layout.expert_tp, layout.borrowable_ranks, layout.world_size) == (expert_tp, borrowable, world)
+    assert (layout.expert_tp, layout.lent_ranks, layout.world_size) == (expert_tp, lent, world)
     assert layout.data_ranks == layout.dp_replicate * layout.dp_shard
+
+
+@pytest.mark.parametrize(
+    ("fields", "slices"),
+    [
+        ({"tp": 2}, False),
+        ({"tp": 2, "ep": 2}, True),
+        ({"tp": 2, "etp": 1}, True),
+        ({"tp": 4, "etp": 2}, True),
+        ({"dp_shard": 2, "etp": 2}, False),
+    ],
+)
+def test_positions_are_cut_where_tp_does_not_cut_experts(fields, slices):
+    assert Layout(**fields).slices_tokens is slices
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_stages"),
+    [
+        ({}, 1),
+        ({"pp": 4}, 4),
+        ({"pp": 2, "pipeline_schedule": "zbv"}, 4),
+        ({"pp": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3}, 6),
+    ],
+)
+def test_number_of_stages(fields, num_stages):
+    assert Layout(**fields).num_stages == num_stages

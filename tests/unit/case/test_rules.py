@@ -19,8 +19,8 @@ BROKEN = [
         "dp_shard: 2, tp: 2, ep: 8",
         "",
         "layout.ep",
-        "the 4 ranks that it borrows (dp_shard 2 x cp 1 x tp 2)",
-        "",
+        "ep 8 does not divide the 4 ranks that experts borrow (dp_shard 2 x cp 1 x tp 2)",
+        "write a divisor of 4",
     ),
     ("dp_shard: 3", "", "layout.dp_shard", "recipe.data.batch 8 is not divisible by dp_shard 3", "such as 9"),
     ("micro_batches: 16", "", "layout.micro_batches", "not divisible by micro_batches 16", "such as 16"),
@@ -42,14 +42,13 @@ BROKEN = [
     ("dp_shard: 2, ep: 2", "moe: null", "layout.ep", "ep 2 needs a model with experts", "remove ep"),
     ("dp_shard: 2, ep: 2", "num_dense_layers: 3", "layout.ep", "ep 2 needs a model with experts", "remove"),
     ("tp: 2, etp: 2", "moe: null", "layout.etp", "etp 2 needs a model with experts", "remove etp"),
-    ("tp: 4, dp_shard: 2, ep: 2, etp: 2", "", "layout.etp", "etp 2 is neither 1 nor tp 4", "write 1 or 4"),
-    ("dp_shard: 2, ep: 2, etp: 2", "", "layout.etp", "etp 2 is neither 1 nor tp 1", "write 1, remove it, or"),
-    ("tp: 2, etp: 1", "", "layout.etp", "with tp 2 and ep 1 the experts are divided by tp", "set ep to 2"),
+    ("tp: 4, etp: 3", "moe: {expert_hidden: 33}", "layout.etp", "etp 3 does not divide the 4 ranks", "of 4"),
+    ("dp_shard: 2, ep: 2, etp: 2", "", "layout.ep", "ep 2 x etp 2 do not divide the 2 ranks", "divisor of 1"),
     (
         "dp_shard: 2, ep: 4",
         "",
         "layout.ep",
-        "ep 4 does not divide the 2 ranks that it borrows (dp_shard 2 x cp 1 x tp 1)",
+        "ep 4 does not divide the 2 ranks that experts borrow (dp_shard 2 x cp 1 x tp 1)",
         "write a divisor of 2, or raise one of dp_shard, cp, tp",
     ),
     ("dp_replicate: 4, ep: 4", "", "layout.ep", "does not divide the 1 ranks", "raise one of dp_shard"),
@@ -57,14 +56,14 @@ BROKEN = [
         "dp_shard: 2, tp: 2, ep: 4, etp: 2",
         "",
         "layout.ep",
-        "the 2 ranks that it borrows (dp_shard 2 x cp 1)",
+        "ep 4 x etp 2 do not divide the 4 ranks that experts borrow (dp_shard 2 x cp 1 x tp 2)",
         "",
     ),
     (
         "dp_replicate: 2, ep: 4, data_parallel: ddp",
         "",
         "layout.ep",
-        "the 2 ranks that it borrows (dp_replicate 2 x dp_shard 1 x cp 1 x tp 1)",
+        "the 2 ranks that experts borrow (dp_replicate 2 x dp_shard 1 x cp 1 x tp 1)",
         "",
     ),
     ("cp: 3", "", "layout.cp", "recipe.data.seq_len 16 is not divisible by 6 (2 x cp, for the", "such as 18"),
@@ -84,7 +83,7 @@ BROKEN = [
         "recipe.data.seq_len 12 / cp 2 is not divisible by tp 4",
         "a multiple of 8, such as 16",
     ),
-    ("tp: 2, ep: 2", "seq_len: 9", "layout.tp", "9 is not divisible by tp 2, as ep with etp 1 needs", "10"),
+    ("tp: 2, ep: 2", "seq_len: 9", "layout.tp", "9 is not divisible by tp 2, as etp 1 needs", "10"),
     (
         "cp: 8, context_parallel: alltoall",
         "",
@@ -101,7 +100,86 @@ BROKEN = [
         "set tp",
     ),
     ("loss_parallel: true", "", "layout.loss_parallel", "loss_parallel needs tp above 1", "remove loss_par"),
-    ("pp: 2", "", "layout.pp", "pipeline parallelism is not supported yet", "remove pp"),
+    (
+        "pp: 2, micro_batches: 2",
+        "",
+        "layout.pp",
+        "recipe.model.num_layers 3 is not divisible by pp 2",
+        "a multiple of 2, such as 4, or write `stage_layers: [2, 1]`",
+    ),
+    (
+        "pp: 2, micro_batches: 2, pipeline_schedule: zbv",
+        "",
+        "layout.pp",
+        "num_layers 3 is not divisible by 4 stages (pp 2 x 2)",
+        "such as 4, or write `stage_layers: [0, 1, 1, 1]`",
+    ),
+    ("pp: 8, micro_batches: 8", "", "layout.pp", "num_layers 3 is too few for pp 8", "at least 6"),
+    (
+        "pp: 2, micro_batches: 2, stage_layers: [1, 1]",
+        "",
+        "layout.stage_layers",
+        "the stages have 2 layers together, the model 3",
+        "write `stage_layers: [2, 1]`",
+    ),
+    (
+        "pp: 2, micro_batches: 2, stage_layers: [1, 1, 1]",
+        "",
+        "layout.stage_layers",
+        "3 stages are given for pp 2",
+        "write `stage_layers: [2, 1]`",
+    ),
+    (
+        "pp: 4, micro_batches: 4, stage_layers: [1, 0, 1, 1]",
+        "",
+        "layout.stage_layers",
+        "stage 1 has no layer, which only the first and the last may",
+        "write `stage_layers: [0, 1, 1, 1]`",
+    ),
+    (
+        "pp: 2, stage_layers: [2, 1]",
+        "",
+        "layout.micro_batches",
+        "1f1b needs at least as many micro_batches as stages: 1 for pp 2",
+        "set it to 2 or more",
+    ),
+    (
+        "pp: 2, micro_batches: 5, pipeline_schedule: interleaved_1f1b, stage_layers: [0, 1, 1, 1]",
+        "",
+        "layout.micro_batches",
+        "interleaved_1f1b takes 2 rounds, which do not divide micro_batches 5",
+        "a multiple of pp, such as 6",
+    ),
+    (
+        "pp: 2, micro_batches: 2, stage_layers: [2, 1], virtual_stages: 2",
+        "num_layers: 4",
+        "layout.virtual_stages",
+        "1f1b has one stage a rank, so virtual_stages cannot be 2",
+        "`pipeline_schedule: interleaved_1f1b`",
+    ),
+    (
+        "pp: 2, micro_batches: 2, virtual_stages: 3, pipeline_schedule: zbv",
+        "num_layers: 6",
+        "layout.virtual_stages",
+        "zbv has two stages a rank, so virtual_stages cannot be 3",
+        "write 2",
+    ),
+    (
+        "pp: 2, micro_batches: 2, virtual_stages: 1, pipeline_schedule: interleaved_zero_bubble",
+        "num_layers: 2",
+        "layout.virtual_stages",
+        "has several stages a rank, so virtual_stages cannot be 1",
+        "write 2",
+    ),
+    ("stage_layers: [3]", "", "layout.stage_layers", "stage_layers needs pp above 1", "set pp, or remove"),
+    ("pipeline_schedule: zbv", "", "layout.pipeline_schedule", "needs pp above 1", "set pp"),
+    (
+        "pp: 2, dp_replicate: 2, data_parallel: ddp, micro_batches: 2, stage_layers: [2, 1]",
+        "",
+        "layout.data_parallel",
+        "ddp together with pp is not supported",
+        "fsdp2",
+    ),
     (
         "dp_replicate: 2, dp_shard: 2, data_parallel: ddp",
         "",
@@ -366,6 +444,16 @@ KEPT = [
     ("", "moe: {top_k: 15, top_groups: 4}"),
     ("", "moe: {num_groups: 16, top_groups: 8, group_score: max}"),
     ("", "num_dense_layers: 3"),
+    ("tp: 2, etp: 1", ""),
+    ("tp: 4, etp: 2", ""),
+    ("dp_shard: 2, etp: 2", ""),
+    ("dp_shard: 2, tp: 2, etp: 4, ep: 1", ""),
+    ("pp: 2, micro_batches: 2", "num_layers: 4"),
+    ("pp: 2, micro_batches: 1, pipeline_schedule: gpipe, stage_layers: [1, 2]", ""),
+    ("pp: 2, micro_batches: 2, pipeline_schedule: zbv, stage_layers: [0, 1, 2, 0]", ""),
+    ("pp: 2, micro_batches: 1, pipeline_schedule: interleaved_1f1b, virtual_stages: 3", "num_layers: 6"),
+    ("pp: 2, cp: 2, tp: 2, micro_batches: 2", "num_layers: 4"),
+    ("pp: 2, micro_batches: 2, data_parallel: ddp", "num_layers: 4"),
     ("", "optimizer: {name: sgd, momentum: 0.9}"),
     ("", "optimizer: {name: sgd, betas: [0.9, 0.95]}"),
     ("", "optimizer: {name: adam, betas: [0.8, 0.9], eps: 1e-6}"),
@@ -455,6 +543,14 @@ def test_foreign_model_is_not_divided_by_us(write, find_problems, axis):
     assert (problem.path, problem.line) == (f"layout.{axis}", 2)
     assert problem.message == f"{axis} 2 of a model with a `factory` needs your own function"
     assert 'parallelize: "package.module:function"' in problem.remedy
+
+
+def test_foreign_model_is_not_cut_into_stages(write, find_problems):
+    [problem] = find_problems(write("case.yaml", FOREIGN.format("pp: 2, micro_batches: 2")))
+    assert problem.message == "pp 2 of a model with a `factory` is not supported"
+    text = FOREIGN.format("pp: 2, micro_batches: 2, parallelize: 'mine:divide'")
+    [problem] = find_problems(write("case.yaml", text))
+    assert problem.message == "pp together with `parallelize` is not supported"
 
 
 def test_foreign_model_with_experts_that_we_do_not_know(write, find_problems):

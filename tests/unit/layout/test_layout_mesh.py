@@ -18,6 +18,8 @@ LAYOUTS = {
     "ddp-ep": Layout(dp_replicate=4, ep=2, data_parallel="ddp"),
     "one rank": Layout(),
     "pp": Layout(pp=2, dp_shard=2, tp=2),
+    "etp above tp": Layout(pp=2, dp_shard=2, tp=2, etp=4),
+    "etp below tp": Layout(dp_shard=2, tp=4, etp=2, ep=2),
 }
 
 
@@ -75,3 +77,13 @@ def test_zigzag_covers_all_positions_with_equal_causal_work(num_ranks: int) -> N
 def test_runs_of_positions_where_heads_are_exchanged() -> None:
     parts = [split_positions(16, 4, rank, "alltoall") for rank in range(4)]
     assert parts == [range(4), range(4, 8), range(8, 12), range(12, 16)]
+
+
+def test_experts_are_cut_over_ranks_of_other_axes_than_tp() -> None:
+    above = MeshPlan.of(LAYOUTS["etp above tp"]).sparse
+    assert dict(above.axes) == {"pp": 2, "dp_replicate": 1, "efsdp": 1, "ep": 1, "etp": 4}
+    assert above.groups("etp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    below = MeshPlan.of(LAYOUTS["etp below tp"]).sparse
+    assert dict(below.axes) == {"pp": 1, "dp_replicate": 1, "efsdp": 2, "ep": 2, "etp": 2}
+    assert below.groups("etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert below.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]

@@ -1,0 +1,200 @@
+"""Pipeline parallelism: consecutive layers on the ranks of the pp axis, run by torch.distributed.pipelining.
+
+Forward, stage s of n: h_s = layers_s(h_{s-1}), and beside the hidden states a vector of losses travels along,
+l_s = l_{s-1} + own_s, so that the loss at the end, lm(h_n) + sum(l_n), is that of the whole model and its
+gradient reaches the routers of every stage with the gradient of h. Backward: the transposed sends; with
+zero-bubble schedules first the gradients of a stage's inputs, later those of its weights.
+
+The schedule's own division of gradients by the number of micro-batches is off: losses are divided by what is in
+the global batch already. A tied embedding is held by the first and the last stage, each with its own addend
+of the gradient; `plan.py` sums them.
+
+Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble (arXiv
+2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from moeverify.case.schema import Layout, ReferenceModel
+from moeverify.layout.stages import split_layers, stages_of
+from moeverify.model.router import RouterStats
+from moeverify.model.transformer import Transformer
+
+_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: dict[str, Any] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+NUM_CARRIED = 2  # how many losses travel along: balance and z
+
+
+class Work(Protocol):
+    """What a training step does at the stages, besides the model; micro-batches are counted from 0."""
+
+    def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Return positions and valid of a micro-batch, (M, s) both; called before each forward pass."""
+
+    def add(
+        self, stage: Stage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
+    ) -> Tensor:
+        """Return the losses of all stages up to this one, (NUM_CARRIED,); called after each forward pass."""
+
+    def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
+        """Return the loss to differentiate, (); called on the last stage."""
+
+
+class Stage(Transformer):
+    """One stage of the model: some of its layers, and the embedding or the head at the ends.
+
+    `work` must be set before a forward pass. Parameters have the names that they have in the whole model.
+    """
+
+    def __init__(
+        self, spec: ReferenceModel, number: int, stages: Sequence[range], *, experts: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, experts=experts, dtype=dtype, device="meta")
+        self.number = number
+        self.num_stages = len(stages)
+        self.work: Work | None = None
+        for layer in range(spec.num_layers):
+            if layer not in stages[number]:
+                del self.layers[str(layer)]
+        if not self.is_last:
+            self.norm = self.lm_head = None
+        if not self.is_first and not (self.is_last and spec.tie_embedding):
+            self.embed = None
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this stage takes the tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this stage gives the logits."""
+        return self.number == self.num_stages - 1
+
+    def forward(  # type: ignore[override]
+        self, received: Tensor, carried: Tensor | None = None, *, number: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states, or logits, and the losses so far of the micro-batch `number` (1).
+
+        Shapes: received (M, s) tokens or (M, s', H) hidden states, s' less than s under sequence parallelism;
+        carried (NUM_CARRIED,).
+        """
+        assert self.work is not None
+        micro_batch = int(number)
+        positions, valid = self.work.begin(self, micro_batch)
+        output = super().forward(received, positions, valid)
+        return output.logits, self.work.add(self, micro_batch, output.routers, carried)
+
+
+class Stages(nn.Module):
+    """The stages of one rank as one module; `moeverify.layout.holding` knows the names that it gives."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for stage in stages:
+            self.add_module(f"_pipeline_stage_{stage.number}", stage)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What travels between stages: `rows` and `positions` of hidden states in a micro-batch."""
+
+    rows: int
+    positions: int
+    hidden_positions: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of this rank, in order, and the schedule that runs them."""
+
+    stages: Sequence[Stage]
+    schedule: Any
+    num_micro_batches: int
+
+    def run(self, tokens: Tensor, work: Work) -> None:
+        """Run all micro-batches forward and backward; gradients are then complete up to sums over other axes.
+
+        Collective: all ranks of pp. Shape: tokens (rows of all micro-batches, s), which only the first stage
+        looks at.
+        """
+        for stage in self.stages:
+            stage.work = work
+        numbers = torch.arange(self.num_micro_batches)
+        arguments = (tokens,) if self.stages[0].is_first else ()
+        target = numbers if self.stages[-1].is_last else None
+        self.schedule.step(*arguments, target=target, number=numbers, return_outputs=False)
+        for stage in self.stages:
+            stage.work = None
+
+
+def build_stages(
+    spec: ReferenceModel, layout: Layout, pp_rank: int, *, experts: str, dtype: torch.dtype
+) -> list[Stage]:
+    """Return the stages of a rank of the pp axis, on the meta device."""
+    layers = split_layers(layout, spec.num_layers)
+    return [
+        Stage(spec, number, layers, experts=experts, dtype=dtype) for number in stages_of(layout, pp_rank)
+    ]
+
+
+def build_pipeline(
+    stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
+) -> Pipeline:
+    """Return the pipeline of stages that are ready to train. Collective: all ranks of `group`, the pp axis."""
+    wrapped = [_wrap(stage, shapes, group, device) for stage in stages]
+    last = next((stage for stage in stages if stage.is_last), None)
+
+    def compute_loss(output: tuple[Tensor, Tensor], number: Tensor) -> Tensor:
+        assert last is not None
+        assert last.work is not None
+        return last.work.loss(int(number), *output)
+
+    options = {"loss_fn": compute_loss, "scale_grads": False}
+    name, num = layout.pipeline_schedule, layout.micro_batches
+    if name in _SINGLE:
+        return Pipeline(stages, _SINGLE[name](wrapped[0], num, **options), num)
+    return Pipeline(stages, _MULTI[name](wrapped, num, **options), num)
+
+
+def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:
+    """Return torch's stage, told all shapes: to infer them it would run the model once more."""
+    dtype, spec = next(stage.parameters()).dtype, stage.spec
+
+    def describe(*shape: int, dtype: torch.dtype, differentiable: bool = True) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
+
+    hidden = describe(shapes.rows, shapes.hidden_positions, spec.hidden, dtype=dtype)
+    tokens = describe(shapes.rows, shapes.positions, dtype=torch.int64, differentiable=False)
+    logits = describe(shapes.rows, shapes.positions, spec.vocab_size, dtype=dtype)
+    carried = describe(NUM_CARRIED, dtype=torch.float64)
+    return PipelineStage(
+        stage,
+        stage.number,
+        stage.num_stages,
+        device,
+        input_args=(tokens,) if stage.is_first else (hidden, carried),
+        output_args=(logits if stage.is_last else hidden, carried),
+        group=group,
+    )
