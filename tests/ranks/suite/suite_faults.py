@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moeverify.train import loop
@@ -60,3 +61,23 @@ def _stray(first: int) -> None:
 
 
 _STRAYS = itertools.count(1)
+
+
+def reduce_other_shapes() -> None:
+    """Reduce as many numbers on both ranks, in other shapes."""
+    dist.all_reduce(torch.zeros(2, 8) if dist.get_rank() == 0 else torch.zeros(16))
+
+
+def reduce_other_types() -> None:
+    """Reduce as many bytes on both ranks, as other types."""
+    dist.all_reduce(torch.zeros(4, dtype=torch.float64 if dist.get_rank() == 0 else torch.int64))
+
+
+def swap() -> None:
+    """Meet in other collectives, and stay there."""
+    tensor = torch.zeros(4, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        dist.all_reduce(tensor)
+        time.sleep(600)
+    dist.broadcast(tensor, 0)
+    time.sleep(600)
