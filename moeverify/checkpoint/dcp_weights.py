@@ -113,10 +113,8 @@ class DcpSource:
             if file.stat().st_size < end:
                 raise FormatError(f"{file}: it is cut off at {file.stat().st_size} of {end} bytes")
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of the tensor `name`; see `Source`."""
-        spec = self.specs[name]
-        found = torch.empty([len(indices) for indices in box], dtype=spec.dtype)
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with a box of the tensor `name`; see `Source`."""
         for chunk in self._chunks[name]:
             shared = [
                 range(max(at, indices.start), min(at + size, indices.stop))
@@ -130,8 +128,8 @@ class DcpSource:
                 there = tuple(
                     slice(r.start - at, r.stop - at) for r, at in zip(shared, chunk.offsets, strict=True)
                 )
-                found[here] = stored[there]
-        return found
+                out[here] = stored[there]
+        return out
 
     def _load(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         index = MetadataIndex(name, chunk.offsets)
@@ -178,23 +176,19 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer each piece when it is about to be written, and frees the one before.
+    """Gives torch's writer each piece when it is about to be written.
 
-    Freed by hand, because the writer keeps every tensor until its file is closed.
+    The writer keeps every tensor until its file is closed: all of them may share one piece of memory.
     """
 
     def __init__(self, pieces: Mapping[MetadataIndex, Piece], read: Read) -> None:
         super().__init__()
         self._pieces = pieces
         self._read = read
-        self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of one item of the plan."""
-        if self._last is not None:
-            self._last.untyped_storage().resize_(0)
-        self._last = self._read(self._pieces[write_item.index])
-        return self._last
+        return self._read(self._pieces[write_item.index])
 
 
 class DcpSink:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from moeverify.checkpoint.safetensors_index import DTYPES, INDEX, SINGLE, read_index
 from moeverify.checkpoint.slabs import Box, Shape, Slabs, find_windows
-from moeverify.checkpoint.source import Piece, Read, Spec
+from moeverify.checkpoint.source import PIECE_BYTES, Piece, Read, Spec
 from moeverify.errors import FormatError
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # How much is read through one mapping of a file: its pages count as this process's memory until it is closed.
-_MAPPED_BYTES = 64 * 2**20
+_MAPPED_BYTES = PIECE_BYTES
 
 
 class SafetensorsSource:
@@ -56,10 +56,8 @@ class SafetensorsSource:
                 )
         return places[0].dtype
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of the tensor `name`; see `Source`."""
-        spec = self.specs[name]
-        found = torch.empty([len(indices) for indices in box], dtype=spec.dtype)
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with a box of the tensor `name`; see `Source`."""
         for window in find_windows(self._slabs[name], box):
             stored = self._read_stored(window.key, window.stored)
             part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target is 1 long
@@ -67,8 +65,8 @@ class SafetensorsSource:
                 slice(indices.start - whole.start, indices.stop - whole.start)
                 for indices, whole in zip(window.target, box, strict=True)
             )
-            found[target] = part
-        return found
+            out[target] = part
+        return out
 
     def _read_stored(self, key: str, box: Box) -> Tensor:
         path = self._places[key].file

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -51,6 +52,22 @@ class Piece:
 
 
 Read = Callable[[Piece], Tensor]
+"""The values of a piece, which are good until the next piece is read."""
+
+
+class Buffer:
+    """Memory that every piece is read into in its turn.
+
+    Not from the allocator: its heap would grow by a piece now and then, and a large model has many.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._memory = mmap.mmap(-1, max((piece.num_bytes for piece in pieces), default=0) or 1)
+
+    def place(self, piece: Piece) -> Tensor:
+        """Return a tensor for a piece; the one before it is no longer good."""
+        shape = [len(indices) for indices in piece.box]
+        return torch.frombuffer(self._memory, dtype=piece.spec.dtype, count=math.prod(shape)).view(shape)
 
 
 class Source(Protocol):
@@ -59,8 +76,8 @@ class Source(Protocol):
     specs: Mapping[str, Spec]
     num_bytes_read: int
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return the box of the tensor `name`, in memory of its own, contiguous and in its stored dtype."""
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with the box of the tensor `name`, in its stored dtype, and return it."""
         ...
 
 
@@ -90,7 +107,7 @@ def read_region(source: Source, name: str, region: Region) -> Tensor:
         return _read_run(source, name, region)
     local = torch.empty(region.local_shape, dtype=dtype)
     for box, target in _cut_region(region):
-        local[target] = source.read(name, box)
+        source.read(name, box, local[target])
     return local
 
 
@@ -102,8 +119,9 @@ def _read_run(source: Source, name: str, region: Region) -> Tensor:
         return torch.empty(0, dtype=source.specs[name].dtype)
     row = math.prod(region.shape[1:])
     first, last = run.start // row, (run.stop - 1) // row
-    rows = source.read(name, (range(first, last + 1), *(range(size) for size in region.shape[1:])))
-    return rows.flatten()[run.start - first * row : run.stop - first * row]
+    box = (range(first, last + 1), *(range(size) for size in region.shape[1:]))
+    rows = torch.empty([len(indices) for indices in box], dtype=source.specs[name].dtype)
+    return source.read(name, box, rows).flatten()[run.start - first * row : run.stop - first * row]
 
 
 def _cut_region(region: Region) -> Iterator[tuple[Box, tuple[slice, ...]]]:

@@ -14,7 +14,7 @@ from moeverify.checkpoint.description import Description, Kind, find_kind, read_
 from moeverify.checkpoint.folder import check_room, make_folder
 from moeverify.checkpoint.huggingface import create_huggingface, open_huggingface
 from moeverify.checkpoint.megablocks_weights import create_megablocks, open_megablocks
-from moeverify.checkpoint.source import Piece, Sink, Source, Spec, cut
+from moeverify.checkpoint.source import Buffer, Piece, Sink, Source, Spec, cut
 
 SHARD_BYTES = 5 * 10**9
 
@@ -66,13 +66,14 @@ def convert(
     described = described or read_description(source)
     weights = open_source(source, described, drop)
     pieces = cut(weights.specs)
+    buffer = Buffer(pieces)
     total = sum(spec.num_bytes for spec in weights.specs.values())
     done = 0
 
     def read(piece: Piece) -> Tensor:
         nonlocal done
         on_progress(piece.name, done, total)
-        values = weights.read(piece.name, piece.box)
+        values = weights.read(piece.name, piece.box, buffer.place(piece))
         done += piece.num_bytes
         return values
 
