@@ -10,7 +10,7 @@ from moeverify.compare.bounds import Bounds
 from moeverify.compare.checks import CHECKS, KIND_ORDER, Check, check_of
 from moeverify.compare.comparison import Entry
 from moeverify.compare.difference import Difference
-from moeverify.compare.result import CheckResult, Finding, Worst
+from moeverify.compare.result import BLIND, CheckResult, Finding, Worst
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
@@ -76,11 +76,13 @@ def judge(assembled: Mapping[Key, Assembled], bounds: Bounds, coordinates: Coord
     norms = _kind_norms(assembled)
     worst: dict[str, tuple[float, Worst]] = {}
     counts: dict[str, int] = {}
+    blind: dict[str, int] = {}
     findings: list[Finding] = []
     for key, tensor in assembled.items():
         check = check_of(key[1])
         error, bound = _measure(tensor, bounds, norms[key[:2]], check)
         counts[check.name] = counts.get(check.name, 0) + 1
+        blind[check.name] = blind.get(check.name, 0) + (check.metric == "relative" and bound > BLIND)
         ratio = _ratio(error, bound)
         if check.name not in worst or ratio > worst[check.name][0]:
             worst[check.name] = (ratio, Worst(tensor=key[2], error=error, bound=bound, step=key[0]))
@@ -93,6 +95,7 @@ def judge(assembled: Mapping[Key, Assembled], bounds: Bounds, coordinates: Coord
             verdict="mismatch" if check.name in failed else "pass",
             tensors=counts[check.name],
             worst=worst[check.name][1],
+            blind=blind[check.name],
         )
         for check in CHECKS
         if check.name in counts

@@ -180,3 +180,11 @@ def test_a_fixed_tolerance_is_the_verdict(run_ranks: Callable, weight: Tensor) -
         ranks = run_ranks(ONE, tolerance=Tolerance(kind="fixed", rtol=rtol, atol=0.0))
         ranks.show(0, weight * 1.001, WHOLE)
         assert ranks.judge().checks[0].verdict == verdict
+
+
+def test_a_bound_that_allows_anything_is_counted_as_blind(run_ranks: Callable, weight: Tensor) -> None:
+    for rtol, blind in ((0.4, 0), (0.6, 1)):
+        ranks = run_ranks(ONE, tolerance=Tolerance(kind="fixed", rtol=rtol, atol=0.0))
+        ranks.show(0, 1.3 * weight, WHOLE)
+        (check,) = ranks.judge().checks
+        assert (check.verdict, check.blind) == ("pass", blind)
