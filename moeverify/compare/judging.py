@@ -80,7 +80,7 @@ def judge(assembled: Mapping[Key, Assembled], bounds: Bounds, coordinates: Coord
     findings: list[Finding] = []
     for key, tensor in assembled.items():
         check = check_of(key[1])
-        error, bound = _measure(tensor, bounds, norms[key[:2]], check)
+        error, bound = _measure(tensor, bounds, norms[_unit(key)], check)
         counts[check.name] = counts.get(check.name, 0) + 1
         blind[check.name] = blind.get(check.name, 0) + (check.metric == "relative" and bound > BLIND)
         ratio = _ratio(error, bound)
@@ -117,11 +117,21 @@ def _measure(tensor: Assembled, bounds: Bounds, kind_norm: float, check: Check) 
     return difference.relative_error, bounds.bound(step, kind, name, norm, kind_norm)
 
 
-def _kind_norms(assembled: Mapping[Key, Assembled]) -> dict[tuple[int, str], float]:
-    squares: dict[tuple[int, str], float] = {}
+def _kind_norms(assembled: Mapping[Key, Assembled]) -> dict[Key, float]:
+    squares: dict[Key, float] = {}
     for key, tensor in assembled.items():
-        squares[key[:2]] = squares.get(key[:2], 0.0) + tensor.difference().sum_expected2
+        squares[_unit(key)] = squares.get(_unit(key), 0.0) + tensor.difference().sum_expected2
     return {key: math.sqrt(total) for key, total in squares.items()}
+
+
+def _unit(key: Key) -> Key:
+    """Return what is equal for tensors of one step and kind that are measured in one unit.
+
+    A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude: beside the
+    counters, all second moments would be rounding.
+    """
+    step, kind, name = key
+    return step, kind, name.rpartition(".")[2] if kind == "optimizer_state" else ""
 
 
 def _describe(

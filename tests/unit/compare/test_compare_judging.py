@@ -188,3 +188,16 @@ def test_a_bound_that_allows_anything_is_counted_as_blind(run_ranks: Callable, w
         ranks.show(0, 1.3 * weight, WHOLE)
         (check,) = ranks.judge().checks
         assert (check.verdict, check.blind) == ("pass", blind)
+
+
+def test_second_moments_are_not_measured_beside_step_counters(run_ranks: Callable, weight: Tensor) -> None:
+    small = 1e-9 * weight
+    golden = {
+        (0, "optimizer_state", "w.exp_avg_sq"): small,
+        (0, "optimizer_state", "w.step"): torch.tensor(2.0),
+    }
+    ranks = run_ranks(ONE, golden)
+    ranks.show(0, small * (1 + 1e-9), WHOLE, "w.exp_avg_sq", "optimizer_state")
+    ranks.show(0, torch.tensor(2.0), Region.whole(()), "w.step", "optimizer_state")
+    finding = find_one(ranks.judge())
+    assert (finding.tensor, finding.bound) == ("w.exp_avg_sq", 1e-10)
