@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moeverify.case.checks import known_checks
 from moeverify.case.degrees import DEGREE_RULES
 from moeverify.case.pipeline import PIPELINE_RULES
 from moeverify.case.recipe_rules import RECIPE_RULES
@@ -11,7 +12,7 @@ from moeverify.case.schema import Case
 from moeverify.case.support import SUPPORT_RULES
 from moeverify.errors import Problem
 
-RULES = (*RECIPE_RULES, *DEGREE_RULES, *SUPPORT_RULES, *PIPELINE_RULES)
+RULES = (*RECIPE_RULES, *DEGREE_RULES, *SUPPORT_RULES, *PIPELINE_RULES, known_checks)
 
 
 def validate(case: Case, *, is_broken: Callable[[str], bool] = lambda path: False) -> list[Problem]:

@@ -10,7 +10,7 @@ from moeverify.compare.bounds import Bounds
 from moeverify.compare.checks import CHECKS, KIND_ORDER, Check, check_of
 from moeverify.compare.comparison import Entry
 from moeverify.compare.difference import Difference
-from moeverify.compare.result import CheckResult, Finding, Worst
+from moeverify.compare.result import BLIND, CheckResult, Finding, Worst
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
@@ -76,11 +76,13 @@ def judge(assembled: Mapping[Key, Assembled], bounds: Bounds, coordinates: Coord
     norms = _kind_norms(assembled)
     worst: dict[str, tuple[float, Worst]] = {}
     counts: dict[str, int] = {}
+    blind: dict[str, int] = {}
     findings: list[Finding] = []
     for key, tensor in assembled.items():
         check = check_of(key[1])
-        error, bound = _measure(tensor, bounds, norms[key[:2]], check)
+        error, bound = _measure(tensor, bounds, norms[_unit(key)], check)
         counts[check.name] = counts.get(check.name, 0) + 1
+        blind[check.name] = blind.get(check.name, 0) + (check.metric == "relative" and bound > BLIND)
         ratio = _ratio(error, bound)
         if check.name not in worst or ratio > worst[check.name][0]:
             worst[check.name] = (ratio, Worst(tensor=key[2], error=error, bound=bound, step=key[0]))
@@ -93,6 +95,7 @@ def judge(assembled: Mapping[Key, Assembled], bounds: Bounds, coordinates: Coord
             verdict="mismatch" if check.name in failed else "pass",
             tensors=counts[check.name],
             worst=worst[check.name][1],
+            blind=blind[check.name],
         )
         for check in CHECKS
         if check.name in counts
@@ -114,11 +117,21 @@ def _measure(tensor: Assembled, bounds: Bounds, kind_norm: float, check: Check) 
     return difference.relative_error, bounds.bound(step, kind, name, norm, kind_norm)
 
 
-def _kind_norms(assembled: Mapping[Key, Assembled]) -> dict[tuple[int, str], float]:
-    squares: dict[tuple[int, str], float] = {}
+def _kind_norms(assembled: Mapping[Key, Assembled]) -> dict[Key, float]:
+    squares: dict[Key, float] = {}
     for key, tensor in assembled.items():
-        squares[key[:2]] = squares.get(key[:2], 0.0) + tensor.difference().sum_expected2
+        squares[_unit(key)] = squares.get(_unit(key), 0.0) + tensor.difference().sum_expected2
     return {key: math.sqrt(total) for key, total in squares.items()}
+
+
+def _unit(key: Key) -> Key:
+    """Return what is equal for tensors of one step and kind that are measured in one unit.
+
+    A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude: beside the
+    counters, all second moments would be rounding.
+    """
+    step, kind, name = key
+    return step, kind, name.rpartition(".")[2] if kind == "optimizer_state" else ""
 
 
 def _describe(

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
+BLIND = 0.5
+"""A relative bound above which a comparison says nothing: a tensor of zeros would be off by 1."""
+
 Verdict = Literal["pass", "mismatch", "error", "skipped"]
 
 
@@ -35,12 +38,16 @@ class Worst(Record):
 
 
 class CheckResult(Record):
-    """One check of one case: how many logical tensors were compared, and the worst of them."""
+    """One check of one case: how many logical tensors were compared, and the worst of them.
+
+    `blind` of them have a bound so wide that the comparison says nothing.
+    """
 
     name: str
     verdict: Verdict
     tensors: int
     worst: Worst | None = None
+    blind: int = 0
     note: str = ""
 
 

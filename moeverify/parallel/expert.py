@@ -154,4 +154,4 @@ def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:
         # On meta: the values come later, slice by slice.
         local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         sharded = DTensor.from_local(local, mesh, placements, run_check=False)
-        experts.register_parameter(name, nn.Parameter(sharded))
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moeverify.compare.result import CaseResult, RunResult
+from moeverify.compare.result import BLIND, CaseResult, RunResult
 from moeverify.report.characters import clean
 from moeverify.report.facts import describe_finding, name_finding, name_tensor
 from moeverify.report.files import write_atomically
@@ -62,6 +62,7 @@ def format_page(run: RunResult) -> str:
     template = environment.get_template("run.html")
     return template.render(
         run=run,
+        blind=BLIND,
         counts=count_verdicts(run),
         matrices=find_matrices(run.cases),
         cases=[_Entry(position, case) for position, case in enumerate(run.cases, start=1)],

@@ -52,6 +52,8 @@ def says_something(case: Case, axis: str, tensor: str) -> bool:
 
     What a user's own model calls its experts is not known here, so there every axis may matter.
     """
+    if axis == "etp" and case.layout.ep == 1:
+        return False  # experts, if there are any, are cut as everything else is
     if axis not in EXPERT_AXES or isinstance(case.recipe.model, ForeignModel):
         return True
     return ".moe" in tensor and (axis != "etp" or ".experts" in tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +22,8 @@ from moeverify.suite.goldens import GoldenSet
 from moeverify.suite.machine import choose_device
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import ENTRY
+
+_MOST_DEEP = 4
 
 RowStatus = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
 
@@ -82,20 +86,37 @@ def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: b
 
 
 def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
-    """Return a row for each golden in a folder that no case uses: none of these, and none beside the folder."""
-    used = {case.recipe.name for case in cases} | set(_find_recipes(folder))
+    """Return a row for each golden that no case uses: none of these, and none below the folder around its own."""
+    unknown = {path: _find_recipe(path) for path in sorted(folder.glob("*.json"))}
+    for used in itertools.chain((case.recipe.name for case in cases), _find_recipes(folder.resolve().parent)):
+        unknown = {path: recipe for path, recipe in unknown.items() if recipe != used}
+        if not unknown:
+            break
     return [
-        GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case")
-        for path in sorted(folder.glob("*.json"))
-        if path.name.rsplit(".", 2)[0] not in used  # RECIPE.DEVICE.json, and a recipe's name may have dots
+        GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case") for path in unknown
     ]
 
 
-def _find_recipes(folder: Path) -> Iterator[str]:
-    """Yield the names of the recipes of all cases in the folders beside this one, which several may share."""
-    for path in sorted(folder.resolve().parent.glob("*/*.yaml")):
-        with suppress(CaseError):  # what is no case uses no golden
-            yield from (case.recipe.name for case in load_cases([path]))
+def _find_recipe(path: Path) -> str:
+    return path.name.rsplit(".", 2)[0]  # RECIPE.DEVICE.json, and a recipe's name may have dots
+
+
+def _find_recipes(root: Path) -> Iterator[str]:
+    """Yield the names of the recipes of all cases below a folder, whose goldens stand together.
+
+    Hidden folders, virtual environments and what lies deep hold none.
+    """
+    for name, folders, files in os.walk(root):
+        depth = len(Path(name).relative_to(root).parts)
+        folders[:] = [
+            each
+            for each in sorted(folders)
+            if depth < _MOST_DEEP and not each.startswith(".") and not Path(name, each, "pyvenv.cfg").exists()
+        ]
+        for file in sorted(files):
+            if file.endswith(".yaml") and Path(name).name != "recipes":
+                with suppress(CaseError):  # what is no case uses no golden
+                    yield from (case.recipe.name for case in load_cases([Path(name, file)]))
 
 
 def _load_beside(cases: Sequence[Case]) -> list[Case] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moeverify.case.describe import describe_layout
 from moeverify.case.schema import Case
-from moeverify.compare.result import CaseResult, CheckResult, Event, Finding, RunResult, Verdict
+from moeverify.compare.result import BLIND, CaseResult, CheckResult, Event, Finding, RunResult, Verdict
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
@@ -211,6 +211,7 @@ class CaseRun:
         found = (Finding.model_validate(finding) for finding in outcome.result["findings"])
         findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
         verdict, notes = settle(case.checks, checks)
+        notes += tuple(note for check in checks if (note := describe_blind(check)))
         notes += (state.message,) if state.status == "missing" else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
         return self._result(
@@ -239,6 +240,17 @@ class CaseRun:
     def _tell(self, kind: Any, case: str = "", **rest: Any) -> None:
         num_done = len(self.results)
         self.on_event(Event(kind=kind, num_done=num_done, num_total=len(self.cases), case=case, **rest))
+
+
+def describe_blind(check: CheckResult) -> str:
+    """Return a note where a check could not really verify some of its tensors, else nothing."""
+    if not check.blind:
+        return ""
+    noun = "1 tensor" if check.blind == 1 else f"{check.blind} tensors"
+    return (
+        f"{noun} of {check.name} {'has' if check.blind == 1 else 'have'} a bound above {BLIND}, of "
+        f"{check.tensors}: nothing was verified there"
+    )
 
 
 def _overall(results: Sequence[CaseResult]) -> Any:

@@ -16,6 +16,7 @@ from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
+from moeverify.compare.result import Finding
 from moeverify.faults.restore import restored
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.trace import CollectiveTrace
@@ -23,6 +24,7 @@ from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
+from moeverify.suite.axes import says_something
 from moeverify.suite.claims import axis_claims
 from moeverify.suite.investigation import conclude, gather_material
 from moeverify.suite.tracing import judge_trace
@@ -178,9 +180,15 @@ def judge_all(
         parts.append(judge_repeat(num_repeated, differing, coordinates))
     parts.append(traced)
     skipped = set(case.checks.skip)
+
+    def narrow(finding: Finding) -> Finding:
+        said = finding.coordinates.items()
+        kept = {axis: place for axis, place in said if says_something(case, axis, finding.tensor)}
+        return finding.model_copy(update={"coordinates": kept})
+
     return Judgement(
         tuple(check for part in parts for check in part.checks if check.name not in skipped),
-        tuple(finding for part in parts for finding in part.findings if finding.check not in skipped),
+        tuple(narrow(found) for part in parts for found in part.findings if found.check not in skipped),
     )
 
 

@@ -180,3 +180,24 @@ def test_a_fixed_tolerance_is_the_verdict(run_ranks: Callable, weight: Tensor) -
         ranks = run_ranks(ONE, tolerance=Tolerance(kind="fixed", rtol=rtol, atol=0.0))
         ranks.show(0, weight * 1.001, WHOLE)
         assert ranks.judge().checks[0].verdict == verdict
+
+
+def test_a_bound_that_allows_anything_is_counted_as_blind(run_ranks: Callable, weight: Tensor) -> None:
+    for rtol, blind in ((0.4, 0), (0.6, 1)):
+        ranks = run_ranks(ONE, tolerance=Tolerance(kind="fixed", rtol=rtol, atol=0.0))
+        ranks.show(0, 1.3 * weight, WHOLE)
+        (check,) = ranks.judge().checks
+        assert (check.verdict, check.blind) == ("pass", blind)
+
+
+def test_second_moments_are_not_measured_beside_step_counters(run_ranks: Callable, weight: Tensor) -> None:
+    small = 1e-9 * weight
+    golden = {
+        (0, "optimizer_state", "w.exp_avg_sq"): small,
+        (0, "optimizer_state", "w.step"): torch.tensor(2.0),
+    }
+    ranks = run_ranks(ONE, golden)
+    ranks.show(0, small * (1 + 1e-9), WHOLE, "w.exp_avg_sq", "optimizer_state")
+    ranks.show(0, torch.tensor(2.0), Region.whole(()), "w.step", "optimizer_state")
+    finding = find_one(ranks.judge())
+    assert (finding.tensor, finding.bound) == ("w.exp_avg_sq", 1e-10)

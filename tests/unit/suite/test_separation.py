@@ -125,3 +125,9 @@ def test_expert_axes_say_nothing_of_a_dense_tensor() -> None:
     assert not says_something(case, "etp", "layers.1.moe.router.weight")
     assert says_something(case, "etp", "layers.1.moe.experts.up")
     assert says_something(case, "tp", "layers.1.attention.q_proj.weight")
+
+
+def test_etp_beside_tp_says_nothing_without_ep() -> None:
+    case = make_case("a", tp=2)
+    assert not says_something(case, "etp", "layers.1.moe.experts.up")
+    assert says_something(make_case("a", tp=2, dp_shard=2, ep=2, etp=2), "etp", "layers.1.moe.experts.up")
