@@ -113,6 +113,8 @@ class Saving:
         except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
             self._remove()
             rank, (cause, _) = min(error.failures.items())
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             message = f"rank {rank} could not save to {self.folder}: {type(cause).__name__}: {cause}"
             raise MachineError(f"{message}; there is no such checkpoint, and none was changed") from cause
         except BaseException:
