@@ -1,0 +1,174 @@
+"""How rounding grows under Adam, AdamW and SGD: tensor parallelism beside single-device runs that are perturbed.
+
+    python benchmarks/optimizer_noise.py [--steps 100] [--precision float64 float32] [--optimizer adamw ...]
+
+The recipe is that of examples/torchtitan. For each precision and optimizer one device trains the golden (float64);
+then single-device runs that differ by rounding only (rows in another order, in two micro-batches, initial weights
+off by one unit in the last place, and below float64 the plain run) and tensor parallelism on two ranks, with
+sequence and loss parallelism, are compared with it at every step. `free` runs train on their own; `forced` ones
+start each step from the golden's weights and moments. Errors are those of all weights, or all updates of the
+step, together: the norm of the difference over the norm. `ratio` is TP over the largest perturbed run.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    "adam": {"name": "adam", "lr": 1e-3},
+    "adamw": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+    "adamw eps 1e-5": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5},
+}
+KINDS = ("weight", "update", "gradient", "loss")
+
+
+class Growth:
+    """An observer that sums squared errors and squared norms of each kind and step, each element once."""
+
+    def __init__(self, golden, num_ranks, rank):
+        self.golden, self.num_ranks, self.rank = golden, num_ranks, rank
+        self.sums = {}
+
+    def observe(self, step, kind, name, local, region):
+        """Add one piece; what every rank holds whole is counted on rank 0."""
+        if kind not in KINDS or step < 0 or (kind == "loss" and name != "total"):
+            return
+        if region.is_whole and self.rank != 0:
+            return
+        expected = self.golden.read(step, kind, name, region).to("cpu").double()
+        error = (local.detach().double().reshape(expected.shape) - expected).square().sum().item()
+        found = self.sums.setdefault((step, kind), [0.0, 0.0])
+        found[0] += error
+        found[1] += expected.square().sum().item()
+
+    def begin_step(self, step):
+        """Do nothing."""
+
+
+def errors_of(parts, kind, num_steps):
+    """Return the relative error of a kind at each step, from what the ranks have summed."""
+    series = []
+    for step in range(num_steps):
+        error = sum(part.get((step, kind), (0.0, 0.0))[0] for part in parts)
+        norm = sum(part.get((step, kind), (0.0, 0.0))[1] for part in parts)
+        series.append(math.sqrt(error / norm))
+    return series
+
+
+def make_recipe(optimizer, precision, num_steps):
+    """Return the recipe of examples/torchtitan with another optimizer, precision and number of steps."""
+    from moeverify.case.load import load_cases
+    from moeverify.case.schema import Optimizer
+
+    [case] = load_cases([ROOT / "examples/torchtitan/fsdp-adamw.yaml"])
+    chosen = Optimizer(**OPTIMIZERS[optimizer], clip_norm=1.0)
+    return case.recipe.model_copy(update={"optimizer": chosen, "precision": precision, "steps": num_steps})
+
+
+def run_job(context, job):
+    """Return on rank 0 the errors of one optimizer and precision, for every run, kind and step."""
+    import torch.distributed as dist
+
+    from moeverify.case.schema import Layout
+    from moeverify.golden.store import GoldenWriter, StoredGolden
+    from moeverify.parallel.meshes import build_meshes
+    from moeverify.suite.recording import perturbed_programs
+    from moeverify.train.assemble import assemble_parallel, assemble_single
+    from moeverify.train.loop import train
+
+    payload = job.payload
+    recipe = make_recipe(payload["optimizer"], payload["precision"], payload["steps"])
+    folder = Path(payload["folder"]) / job.name
+    if context.rank == 0:
+        with GoldenWriter(folder) as writer:
+            train(recipe, assemble_single(recipe, context.device, compute="float64"), writer)
+            writer.finish({}, {})
+    dist.barrier()
+    golden = StoredGolden(folder)
+    low = recipe.precision != "float64"
+    layout = Layout(tp=2, sequence_parallel=True, loss_parallel=True)
+    found = {}
+    for mode in ("free", "forced"):
+        if context.rank == 0:
+            for number, program in enumerate(perturbed_programs(recipe, context.device)):
+                growth = Growth(golden, 1, 0)
+                train(recipe, program, growth, golden=golden, replay_routing=low, forced=mode == "forced")
+                found[f"{mode} perturbed {number}"] = [growth.sums]
+        growth = Growth(golden, 2, context.rank)
+        program = assemble_parallel(recipe, layout, build_meshes(layout, context.device.type), context.device)
+        train(recipe, program, growth, golden=golden, replay_routing=low, forced=mode == "forced")
+        parts = [None, None]
+        dist.all_gather_object(parts, growth.sums)
+        found[f"{mode} tp"] = parts
+    if context.rank != 0:
+        return None
+    return {
+        run: {kind: errors_of(parts, kind, recipe.steps) for kind in KINDS} for run, parts in found.items()
+    }
+
+
+def show(title, result, num_steps):
+    """Print the errors at some steps, TP beside the least and the largest perturbed run."""
+    marks = sorted({0, 1, min(9, num_steps - 1), min(29, num_steps - 1), num_steps - 1})
+    for mode in ("free", "forced"):
+        noise = [values for run, values in result.items() if run.startswith(f"{mode} perturbed")]
+        for kind in ("loss", "gradient", "update", "weight"):
+            cells = []
+            for step in marks:
+                least, most = (choose(run[kind][step] for run in noise) for choose in (min, max))
+                tp = result[f"{mode} tp"][kind][step]
+                ratio = tp / most if most else math.nan
+                cells.append(f"step {step + 1}: tp {tp:.1e} noise {least:.1e}..{most:.1e} ratio {ratio:.2g}")
+            print(f"{title:24} {mode:6} {kind:8} " + " | ".join(cells), flush=True)
+
+
+def main():
+    """Run every combination and print its table; `--json` keeps all numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--precision", nargs="+", default=["float64", "float32"])
+    parser.add_argument("--optimizer", nargs="+", default=list(OPTIMIZERS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    from moeverify.launch.launcher import run_jobs
+    from moeverify.launch.plan import Job
+
+    everything = {}
+    with tempfile.TemporaryDirectory(prefix="optimizer-noise-") as folder:
+        jobs = [
+            Job(
+                name=f"{optimizer}, {precision}",
+                num_ranks=2,
+                timeout=1800.0,
+                payload={
+                    "optimizer": optimizer,
+                    "precision": precision,
+                    "steps": options.steps,
+                    "folder": folder,
+                },
+            )
+            for precision in options.precision
+            for optimizer in options.optimizer
+        ]
+        for outcome in run_jobs(jobs, entry=str(Path(__file__)), folder=Path(folder)):
+            if outcome.result is None:
+                sys.exit(f"{outcome}")
+            name = jobs[outcome.index].name
+            everything[name] = outcome.result
+            show(name, outcome.result, options.steps)
+    if options.json:
+        options.json.write_text(json.dumps(everything))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and Path(sys.argv[1]).name == "plan.json":  # on a rank
+        from moeverify.launch.rank import serve
+
+        serve(sys.argv[1], run_job)
+    else:
+        main()
