@@ -129,7 +129,9 @@ def show(title, result, num_steps):
 
 def main():
     """Run every combination and print its table; `--json` keeps all numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--precision", nargs="+", default=["float64", "float32"])
     parser.add_argument("--optimizer", nargs="+", default=list(OPTIMIZERS))

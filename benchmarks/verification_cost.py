@@ -1,11 +1,14 @@
 """What verification costs: training that is compared with its golden, against the same training alone.
 
     python benchmarks/verification_cost.py [--batch 16] [--hidden 256] [--precision float32] [--pairs 5]
+    python benchmarks/verification_cost.py --device cuda --hidden 2048 --layers 4 --seq-len 2048 --batch 8 \
+        --precision bfloat16 --experts grouped_mm --attention fused [--only gradient]
 
-Two ranks under FSDP2 with experts over both (ep 2), one process group for everything. After a warm-up, runs
-without an observer, runs with the comparison and repeats of the first step take turns; the ratios are medians.
-`all checks` is the compared run and the repeat, against the run alone, over all steps. Then the peak of anonymous
-memory beside the size of the local shard.
+Ranks (two, or --ranks) under FSDP2 with experts over all of them, one process group for everything. After a
+warm-up, runs without an observer, runs with the comparison and repeats of the first step take turns; the ratios
+are medians. `all checks` is the compared run and the repeat, against the run alone, over all steps. Then the peak
+of anonymous memory beside the size of the local shard; on GPUs that of what torch allocated, and there a run waits
+for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else.
 CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
 """
 
@@ -21,20 +24,21 @@ import threading
 import time
 from pathlib import Path
 
-NUM_RANKS = 2
 SETTLE = 1  # the first step makes the optimizer's state and is left out of the per-step figures
 
 
 class Clock:
-    """An observer that passes everything on to another, or to nobody, and notes when each step begins."""
+    """An observer that passes on to another what that one wants, and notes when each step begins."""
 
-    def __init__(self, inner=None):
+    def __init__(self, inner=None, synchronize=None, only=None):
         self._inner = inner
+        self._synchronize = synchronize
+        self._only = only
         self.times = []
 
     def observe(self, step, kind, name, local, region):
         """Pass on."""
-        if self._inner is not None:
+        if self._inner is not None and self._only in (None, kind):
             self._inner.observe(step, kind, name, local, region)
 
     def begin_step(self, step):
@@ -42,7 +46,9 @@ class Clock:
         self.note()
 
     def note(self):
-        """Note the time."""
+        """Note the time, when the device has done what it was given."""
+        if self._synchronize is not None:
+            self._synchronize()
         self.times.append((time.perf_counter(), time.process_time()))
 
     def per_step(self, which):
@@ -53,6 +59,21 @@ class Clock:
     def total(self, which):
         """Return the seconds of all steps."""
         return self.times[-1][which] - self.times[0][which]
+
+
+class DevicePeak:
+    """A context in which the peak of the memory allocated on a GPU is seen. Units: bytes."""
+
+    def __enter__(self):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_):
+        import torch
+
+        self.peak = torch.cuda.max_memory_allocated()
 
 
 class MemoryPeak:
@@ -103,20 +124,20 @@ def make_benchmark_case(options):
         moe=moe,
         data={"batch": options.batch, "seq_len": options.seq_len},
         recipe={"steps": options.steps, "precision": options.precision},
-        dp_shard=NUM_RANKS,
-        ep=NUM_RANKS,
+        dp_shard=options.ranks,
+        ep=options.ranks,
+        experts=options.experts,
+        attention=options.attention,
     )
 
 
 class Bench:
     """The case on this rank with its stored golden, and ways to run it."""
 
-    def __init__(self, case, folder):
-        import torch
-
+    def __init__(self, case, folder, device, only):
         from moeverify.golden.store import StoredGolden
 
-        self.case, self.device, self.folder = case, torch.device("cpu"), folder
+        self.case, self.device, self.folder, self.only = case, device, folder, only
         self.golden = StoredGolden(folder)
 
     def run(self, observer, num_steps=None):
@@ -128,11 +149,13 @@ class Bench:
 
         program = _assemble(self.case, self.device)
         replayed = replays_routing(self.case)
-        clock = Clock(observer)
+        clock = Clock(observer, choose_synchronize(self.device), None if observer is None else self.only)
         dist.barrier()
         train(
             self.case.recipe, program, clock, golden=self.golden, replay_routing=replayed, num_steps=num_steps
         )
+        if hasattr(observer, "entries"):
+            list(observer.entries())  # its numbers are on the device until somebody asks
         clock.note()
         return clock, sum(held.local().nbytes for held in program.holdings)
 
@@ -143,7 +166,14 @@ class Bench:
         return Comparison(self.golden)
 
 
-def record(case, folder):
+def choose_synchronize(device):
+    """Return what waits for the device, or nothing for a CPU."""
+    import torch
+
+    return torch.cuda.synchronize if device.type == "cuda" else None
+
+
+def record(case, folder, device):
     """Write the golden of the case: one run on one device in float64."""
     import torch
 
@@ -152,7 +182,7 @@ def record(case, folder):
     from moeverify.train.loop import train
 
     with GoldenWriter(folder) as writer:
-        train(case.recipe, assemble_single(case.recipe, torch.device("cpu"), compute="float64"), writer)
+        train(case.recipe, assemble_single(case.recipe, torch.device(device), compute="float64"), writer)
         writer.finish({}, {})
 
 
@@ -164,9 +194,13 @@ def work(options):
     from moeverify.suite.verification import _BitRecorder
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
     case, folder = make_benchmark_case(options), Path(options.work) / "golden"
-    bench = Bench(case, folder)
+    bench = Bench(case, folder, device, options.only)
     bench.run(None)
     bench.run(bench.compare())
     alone, compared, repeated = [], [], []
@@ -176,14 +210,14 @@ def work(options):
         repeated.append(bench.run(_BitRecorder(), num_steps=1)[0])
     peaks = {}
     for name, make in (("alone", lambda: None), ("compared", bench.compare)):
-        with MemoryPeak() as memory:
+        with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:
             _, shard = bench.run(make())
         peaks[name] = memory.peak
     if options.profile:
         profile = cProfile.Profile()
         profile.runcall(bench.run, bench.compare())
-    rows = [None] * NUM_RANKS
-    dist.all_gather_object(rows, (peaks["compared"] - peaks["alone"], shard))
+    rows = [None] * options.ranks
+    dist.all_gather_object(rows, (peaks["compared"] - peaks["alone"], peaks["alone"], shard))
     if dist.get_rank() == 0:
         report(options, alone, compared, repeated, rows)
         if options.profile:
@@ -206,9 +240,10 @@ def report(options, alone, compared, repeated, rows):
             f"{options.steps} steps: {statistics.median(all_checks):.2f} x "
             f"({min(all_checks):.2f} to {max(all_checks):.2f})"
         )
-    for rank, (extra, shard) in enumerate(rows):
+    for rank, (extra, plain, shard) in enumerate(rows):
         print(
-            f"rank {rank}: peak memory {extra / 2**20:+.1f} MiB beside the training's; "
+            f"rank {rank}: peak memory {extra / 2**20:+.1f} MiB beside the training's {plain / 2**20:.1f} "
+            f"({100 * extra / plain:+.1f}%); "
             f"parameters of its shard {shard / 2**20:.1f} MiB: {extra / shard:.2f} x"
         )
 
@@ -222,6 +257,11 @@ def main():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--experts", choices=("loop", "grouped_mm"), default="loop")
+    parser.add_argument("--attention", choices=("plain", "fused"), default="plain")
+    parser.add_argument("--only", metavar="KIND", help="compare this kind alone, such as gradient")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
         "--profile", action="store_true", help="also print where the compared run's time goes"
@@ -233,14 +273,14 @@ def main():
         work(options)
         return
     if options.record:
-        record(make_benchmark_case(options), Path(options.record) / "golden")
+        record(make_benchmark_case(options), Path(options.record) / "golden", options.device)
         return
     with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         own = [str(Path(__file__)), *sys.argv[1:]]
         # In a process of its own, so that no rank keeps memory of it.
         subprocess.run([sys.executable, *own, "--record", folder], env=environ, check=True)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         command = [sys.executable, *launch, *own, "--work", folder]
         subprocess.run(command, env=environ, check=True)
 

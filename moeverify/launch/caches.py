@@ -35,8 +35,9 @@ def clear_mesh_caches(caches: Sequence[Any]) -> None:
     """Forget every mesh: in these caches, and in those of threads such as autograd's, which are made later."""
     with contextlib.suppress(AttributeError):  # private, and not in every version
         torch._C._clear_DTensor_sharding_propagator_cache()
-    with contextlib.suppress(AttributeError):
-        sys.modules[_PLANNERS].clear_redistribute_planner_cache()
+    if _PLANNERS in sys.modules:  # a job that used no DTensor has not imported it
+        with contextlib.suppress(AttributeError):
+            sys.modules[_PLANNERS].clear_redistribute_planner_cache()
     for cache in (*caches, *_search()):
         cache.cache_clear()
     gc.collect()

@@ -4,8 +4,9 @@ Placement: every parameter Shard(0) on fsdp (and Replicate on dp_replicate), aft
 already cut. Gradients of parameters outside the experts are averaged over dp_replicate * fsdp, which is the
 number of ranks over which the loss is split. Experts are held by dp_replicate * efsdp ranks, but their
 gradient holds the tokens of all ranks of the loss, so it is divided by that number, not by its own mesh
-(pytorch #160285). Where experts are not sharded any further (efsdp of 1), torch 2.13 applies a factor of its own
-twice in float64 and fp16; there FSDP2 averages over its mesh and `expert_divisor` is left for the end.
+(pytorch #160285). Experts that no two ranks share are left to themselves, and divided at the end. Where they have
+copies and no shards (efsdp of 1), torch 2.13 applies a factor of its own twice in float64 and fp16; there FSDP2
+averages over its mesh and `expert_divisor` is left for the end.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def apply_fsdp2(
     `mesh` is (fsdp) or (dp_replicate, fsdp); `expert_mesh` is the same of the sparse view, for experts that
     are already sharded over ep or etp, or None where experts are like any other parameter.
     """
+    whole: set[nn.Parameter] = set()
     for block in model.layers.values():
         if expert_mesh is not None:
             _shard_experts(block, expert_mesh, num_loss_ranks)
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            whole |= _unsharded_experts(block)
+        fully_shard(block, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
     return _accumulation(model)
 
 
@@ -48,7 +51,20 @@ def keep_gathered(model: nn.Module) -> None:
     model.set_reshard_after_forward(False)
 
 
+def _unsharded_experts(block: nn.Module) -> set[nn.Parameter]:
+    """Return the experts' parameters that a rank keeps whole, which FSDP2 must leave alone."""
+    holders = [module for module in block.modules() if isinstance(module, ExpertHolder)]
+    return {
+        parameter
+        for holder in holders
+        if not isinstance(holder, FSDPModule)
+        for parameter in holder.parameters()
+    }
+
+
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+    if mesh.size() == 1:
+        return  # FSDP2 would copy them for every pass although nobody shares them
     for module in block.modules():
         if isinstance(module, ExpertHolder):
             sharded = fully_shard(module, mesh=mesh)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from moeverify.model.attention import Attention, attend, causal_core
+from moeverify.model.attention import Attention, attend, causal_core, fused_core
 from moeverify.model.init import initial_values
 from moeverify.model.rope import compute_rotation, rotate
 
@@ -43,6 +43,17 @@ def test_attend_equals_a_sum_over_keys_one_query_at_a_time(make_normal) -> None:
                 for key, weight in enumerate(weights):
                     expected[row, query, head] += v[row, key, kv_head] * weight / sum(weights)
     torch.testing.assert_close(causal_core(q, k, v, arange()), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+def test_the_fused_core_is_the_definition(make_normal, kv_heads) -> None:
+    q, k, v = (
+        make_normal(B, S, HEADS, D),
+        make_normal(B, S, kv_heads, D, seed=1),
+        make_normal(B, S, kv_heads, D),
+    )
+    expected, actual = causal_core(q, k, v, arange()), fused_core(q, k, v, arange())
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_shared_key_value_heads_equal_repeated_ones(make_normal) -> None:

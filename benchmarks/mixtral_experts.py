@@ -1,0 +1,117 @@
+"""Experts sharded by FSDP2 against expert parallelism, ours and megablocks', on layers of Mixtral 8x7B.
+
+    python benchmarks/mixtral_experts.py --ranks 2 [--rows 1 2 4] [--layers 8] [--json FILE]
+    python benchmarks/mixtral_experts.py --ranks 2 --rehearse     # tiny, on a CPU
+
+For each number of rows of 4096 tokens a rank: all layouts in one launch, one after the other, then the headline
+table: steps per second and peak memory against FSDP2, the share of the matrix peak, and the floors beneath.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from moeverify.case.load import load_cases
+from moeverify.report.bench import render_bench
+from moeverify.report.console import open_console
+from moeverify.suite.bench import bench_cases
+
+FOLDER = Path(__file__).parent / "mixtral"
+BASELINE = "fsdp"
+ORDER = ("fsdp", "megablocks-fsdp", "ep", "megablocks-ep")
+TINY = {
+    "hidden": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "ffn_hidden": 64,
+    "moe.expert_hidden": 64,
+}
+
+
+def make_cases(options, rows):
+    """Return the cases for so many rows a rank."""
+    changes = {
+        "layout.dp_shard": options.ranks,
+        "recipe.data.batch": rows * options.ranks,
+        "recipe.data.seq_len": options.seq_len,
+        "recipe.model.num_layers": options.layers,
+        "layout.recompute": str(options.recompute).lower(),
+    }
+    if options.rehearse:
+        changes |= {f"recipe.model.{name}": value for name, value in TINY.items()}
+        changes |= {"recipe.data.seq_len": 4, "recipe.model.num_layers": 1}
+    overrides = tuple(f"{path}={value}" for path, value in changes.items())
+    cases = {}
+    for name in ORDER:
+        degree = (f"layout.ep={options.ranks}",) if name.endswith("ep") else ()
+        cases[name] = load_cases([FOLDER / f"{name}.yaml"], overrides=overrides + degree)[0]
+    return [cases[name] for name in ORDER if name in options.layouts]
+
+
+def print_headline(result, options, rows):
+    """Print what each layout gains over the baseline."""
+    found = {case.name: case for case in result.cases if case.step is not None}
+    base = found.get(BASELINE)
+    tokens = rows * (4 if options.rehearse else options.seq_len)
+    print(f"\n{options.ranks} ranks, {tokens} tokens a rank and step")
+    print(
+        f"{'layout':16} {'ms a step':>10} {'steps/s':>8} {'memory':>8} {'GiB':>7} {'TFLOP/s':>8} {'of peak':>8}"
+    )
+    for name, case in found.items():
+        speed = f"{base.step.median / case.step.median:.2f} x" if base else "-"
+        memory = f"{case.peak_memory / base.peak_memory:.2f} x" if base else "-"
+        print(
+            f"{name:16} {case.step.median * 1e3:10.1f} {speed:>8} {memory:>8} {case.peak_memory / 2**30:7.1f} "
+            f"{case.flops / 1e12:8.4g} {100 * case.flops / case.floors.matmul:7.1f}%"
+        )
+    for name, case in found.items():
+        if case.floors.experts is not None:
+            share = 100 * case.floors.experts / case.floors.matmul
+            print(
+                f"experts alone, {name}: {case.floors.experts / 1e12:.4g} TFLOP/s, {share:.0f}% of the matrix peak"
+            )
+    floors = next(iter(found.values())).floors if found else None
+    for kind, rate in (floors.collectives if floors else {}).items():
+        print(f"{kind} alone: {rate / 1e9:.4g} GB/s bus bandwidth")
+    print()
+
+
+def main():
+    """Measure all sizes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--layouts", nargs="+", choices=ORDER, default=list(ORDER))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="a folder for one file a size")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
+    options = parser.parse_args()
+    console = open_console(sys.stdout)
+    for rows in options.rows:
+        result = bench_cases(
+            make_cases(options, rows),
+            device="cpu" if options.rehearse else "auto",
+            num_ranks=None,
+            warmup=options.warmup,
+            steps=options.steps,
+            timeout=None,
+            on_event=lambda event: print(f"{event.kind} {event.case or event.detail}", file=sys.stderr),
+        )
+        if result is None:
+            return
+        if options.json is not None:
+            options.json.mkdir(parents=True, exist_ok=True)
+            name = f"mixtral-{options.ranks}-ranks-{rows}-rows.json"
+            (options.json / name).write_text(result.model_dump_json(indent=1))
+        render_bench(result, console)
+        print_headline(result, options, rows)
+
+
+if __name__ == "__main__":
+    main()
