@@ -28,7 +28,7 @@ def histogram(x: Tensor, num_bins: int) -> Tensor:
 
     Shapes: x (n) or (rows, n), integers; returns (num_bins) or (rows, num_bins) int32.
     """
-    rows = torch.atleast_2d(x).long()
+    rows = x.reshape(-1, x.shape[-1]).long()
     # One bin more for what is not counted. Integer additions: any order gives the same.
     bins = torch.where((rows >= 0) & (rows < num_bins), rows, num_bins)
     counts = torch.zeros(len(rows), num_bins + 1, dtype=torch.int32, device=x.device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeverify.train import loop
+from moeverify.train import state
 
 
 def act() -> None:
@@ -41,23 +41,21 @@ def stray_from_step_1() -> None:
 
 
 def _stray(first: int) -> None:
-    inner = loop.build_optimizer
+    inner = state.build_optimizer
 
     def build(*arguments: Any) -> Any:
-        optimizer = inner(*arguments)
-        step, calls = optimizer.step, itertools.count()
+        optimizer, calls = inner(*arguments), itertools.count()
 
-        def step_and_stray() -> None:
-            step()
+        def add(*_: Any) -> None:
             if next(calls) >= first:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.data.mul_(1.0 + next(_STRAYS) * 2.0**-52)
 
-        optimizer.step = step_and_stray
+        optimizer.register_step_post_hook(add)
         return optimizer
 
-    loop.build_optimizer = build
+    state.build_optimizer = build
 
 
 _STRAYS = itertools.count(1)

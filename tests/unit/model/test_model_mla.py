@@ -60,7 +60,7 @@ def compute_one_by_one(attention: LatentAttention, x: Tensor, scale: float) -> T
         for n in range(HEADS):
             scores = torch.stack([queries[p][n] @ keys[t][n] * scale for t in range(p + 1)]).softmax(0)
             heads.append(sum(scores[t] * values[t][n] for t in range(p + 1)))
-        rows.append(weights["o_proj.weight"] @ torch.cat(heads))
+        rows.append(weights["o_proj.weight"] @ torch.cat(heads) + weights["o_proj.bias"])
     return torch.stack(rows)
 
 
