@@ -149,14 +149,15 @@ class _Finish(Function):
 
 def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _GATHER(parts, x.contiguous(), group=group)
+    _GATHER(parts, check_contiguous(x.contiguous()), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))
+    # `torch.cat` of what lies in another order of memory (channels last) gives that order again.
+    parts = (x if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))).contiguous()
     part = x.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
-    _REDUCE_SCATTER(part, parts, group=group)
+    _REDUCE_SCATTER(part, check_contiguous(parts), group=group)
     return part
 
 

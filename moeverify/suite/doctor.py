@@ -32,6 +32,7 @@ CPU_PROBES: tuple[tuple[str, int], ...] = (
     ("gloo uneven all_to_all", 2),
     ("gloo strided all_reduce", 2),
     ("gloo gradient layouts", 2),
+    ("gloo reduce_scatter layouts", 2),
     ("gloo all_gather backward", 2),
     ("gloo PREMUL_SUM", 2),
     ("FSDP2 divide factor", 1),
@@ -47,6 +48,8 @@ MULTI_GPU_PROBES: tuple[tuple[str, int], ...] = (
     ("nccl reduce_scatter AVG", 2),
     ("nccl uneven all_to_all", 2),
     ("nccl strided all_reduce", 2),
+    ("nccl gradient layouts", 2),
+    ("nccl reduce_scatter layouts", 2),
     ("nccl PREMUL_SUM", 2),
 )
 

@@ -130,6 +130,26 @@ def probe_layouts(context: RankContext) -> Answer:
     return Answer("sums in the order of memory", meaning, "warn")
 
 
+def probe_scatter_layouts(context: RankContext) -> Answer:
+    """Sum and scatter a 4-d tensor whose channels lie last in memory, as a gradient on a GPU may come."""
+    values = torch.arange(48.0, device=context.device).view(4, 3, 2, 2) * (1 + context.rank)
+    part = torch.empty(2, 3, 2, 2, device=context.device)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def total() -> Tensor:
+        scatter(part, values.to(memory_format=torch.channels_last))
+        return part
+
+    expected = 3 * torch.arange(48.0, device=context.device).view(4, 3, 2, 2).chunk(2)[context.rank]
+    answer = _attempt(total, expected)
+    if answer == "right":
+        return Answer("right", "")
+    if answer != "wrong":
+        return Answer(f"refused: {answer}", "a permuted gradient is an error, never a wrong number")
+    meaning = f"{_OWN}a user's code that reduces gradients as they come gets elements in another order"
+    return Answer("scatters in the order of memory", meaning, "warn")
+
+
 def probe_gather_backward(context: RankContext) -> Answer:
     """Differentiate a gather whose results are used transposed."""
     mine = torch.zeros(2, 3, requires_grad=True)

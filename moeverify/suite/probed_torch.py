@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeverify.launch.runner import RankContext
+from moeverify.model.megablocks.package import NEEDED, STAND_INS, import_package
 from moeverify.suite.probe import Answer
 
 
@@ -88,29 +89,44 @@ def probe_fused_sgd(context: RankContext) -> Answer:
 
 def probe_triton(context: RankContext) -> Answer:
     """Import triton."""
-    return _probe_import("triton", "nothing here needs it")
-
-
-def probe_megablocks(context: RankContext) -> Answer:
-    """Import megablocks."""
-    return _probe_import("megablocks", "its layers cannot be verified here; moeverify's own do not need it")
-
-
-def _probe_import(package: str, without: str) -> Answer:
-    if importlib.util.find_spec(package) is None:
+    without = "megablocks needs it, and nothing else here"
+    if importlib.util.find_spec("triton") is None:
         return Answer("not installed", without)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module(package)
+            importlib.import_module("triton")
     except Exception as error:
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        return Answer(f"installed, and its import fails: {told[0]}", without, "warn")
+        return Answer(f"installed, and its import fails: {_first_line(error)}", without, "warn")
+    return Answer(_version("triton"), "")
+
+
+def probe_megablocks(context: RankContext) -> Answer:
+    """Import megablocks as `experts: megablocks` does, with stand-ins for what is not compiled."""
+    without = "cases with experts: megablocks are skipped; `make megablocks` installs what they need"
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        return Answer("not installed", without)
+    compiled = [name for name in STAND_INS if importlib.util.find_spec(name) is not None]
+    replaced = [name for name in STAND_INS if name not in compiled]
     try:
-        version = importlib.metadata.version(package)
+        import_package(torch.float32)
+    except Exception as error:
+        return Answer(f"installed, and its import fails: {_first_line(error)}", without, "warn")
+    parts = [f"compiled {' and '.join(compiled)}"] if compiled else []
+    parts += [f"stand-ins for {' and '.join(replaced)}"] if replaced else []
+    return Answer(f"{_version('megablocks')}, {', '.join(parts)}", "cases with experts: megablocks run")
+
+
+def _first_line(error: Exception) -> str:
+    told = str(error).strip().splitlines() or [type(error).__name__]
+    return told[0]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        version = "of an unknown version"
-    return Answer(version, "")
+        return "of an unknown version"
 
 
 def probe_gpu(context: RankContext) -> Answer:

@@ -23,6 +23,7 @@ PROBES: Mapping[str, Callable[[RankContext], Answer]] = {
     "uneven all_to_all": collectives.probe_all_to_all,
     "strided all_reduce": collectives.probe_strided,
     "gradient layouts": collectives.probe_layouts,
+    "reduce_scatter layouts": collectives.probe_scatter_layouts,
     "all_gather backward": collectives.probe_gather_backward,
     "PREMUL_SUM": collectives.probe_premultiplied,
     "FSDP2 divide factor": parts.probe_divide_factor,
