@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
 
 _PLANNERS = "torch.distributed.tensor._redistribute"
 
@@ -31,16 +33,42 @@ def find_imported() -> tuple[Any, ...]:
     return tuple(_search())
 
 
-def clear_mesh_caches(caches: Sequence[Any]) -> None:
-    """Forget every mesh: in these caches, and in those of threads such as autograd's, which are made later."""
-    with contextlib.suppress(AttributeError):  # private, and not in every version
-        torch._C._clear_DTensor_sharding_propagator_cache()
+def clear_mesh_caches(caches: Sequence[Any], device: torch.device) -> None:
+    """Forget every mesh: in these caches, and in those of threads such as autograd's, which are made later.
+
+    `device` is where this rank computes: autograd runs the backward of a GPU in a thread of its own.
+    """
+    _clear_compiled_cache()
+    if device.type == "cuda":
+        _ClearInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
     if _PLANNERS in sys.modules:  # a job that used no DTensor has not imported it
         with contextlib.suppress(AttributeError):
             sys.modules[_PLANNERS].clear_redistribute_planner_cache()
     for cache in (*caches, *_search()):
         cache.cache_clear()
     gc.collect()
+
+
+class _ClearInBackward(Function):
+    """Clears the compiled cache of the thread in which autograd runs the backward of a device.
+
+    That cache is each thread's own. A gradient made by a spec of an old mesh has the old mesh, and its next
+    reduction goes over the old mesh's groups: by their names, which may be those of other groups by now.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _clear_compiled_cache()
+        return grad
+
+
+def _clear_compiled_cache() -> None:
+    with contextlib.suppress(AttributeError):  # private, and not in every version
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _search() -> list[Any]:

@@ -141,7 +141,7 @@ class JobRunner:
             self._on_raise(error)
             raise
         finally:
-            _tear_down(self._caches)
+            _tear_down(self._caches, self._device)
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:
@@ -154,8 +154,8 @@ class JobRunner:
         return report
 
 
-def _tear_down(caches: Sequence[Any]) -> None:
+def _tear_down(caches: Sequence[Any], device: torch.device) -> None:
     """Destroy every group, and what torch caches about the meshes that stood on them."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    clear_mesh_caches(caches)
+    clear_mesh_caches(caches, device)

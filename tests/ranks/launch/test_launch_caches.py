@@ -5,19 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moeverify.launch.launcher import run_jobs
-from moeverify.launch.plan import Job
+from moeverify.launch.plan import Device, Job
 
 
-def test_equal_meshes_of_two_jobs(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_equal_meshes_of_two_jobs(
+    device: Device, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
     # An entry that is a module is imported before the fork, as `moeverify.suite.worker` is, and torch with it.
     monkeypatch.syspath_prepend(programs)
     jobs = [
         Job(name=f"{number} groups", num_ranks=4, payload={"num_groups_before": number})
         for number in (3, 0, 2)
     ]
-    outcomes = list(run_jobs(jobs, entry="equal_meshes", folder=tmp_path))
+    outcomes = list(run_jobs(jobs, entry="equal_meshes", folder=tmp_path, device=device))
     assert [(outcome.state, outcome.summary) for outcome in outcomes] == [("done", "")] * 3
-    expected = {"norm": pytest.approx(60**0.5), "old_meshes": 0}
+    # The gradient is x / |x|, and the norm of its squares sqrt(2 * (1 + 16 + 81 + 256)) / 60.
+    expected = {
+        "norm": pytest.approx(60**0.5),
+        "norm of the gradient": pytest.approx(708**0.5 / 60),
+        "old_meshes": 0,
+        "mesh of the gradient": "new",
+    }
     assert [outcome.result for outcome in outcomes] == [expected] * 3

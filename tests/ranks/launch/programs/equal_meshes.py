@@ -20,11 +20,20 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     old = sum(type(found) is DeviceMesh for found in gc.get_objects())
     for _ in range(job.payload["num_groups_before"]):
         dist.new_group([0, 1])
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh._flatten("all")  # torch sums over both axes at once where it can, in the group of the flattened mesh
-    sharded = DTensor.from_local(torch.full((2,), 1.0 + context.rank), mesh, [Shard(0), Shard(0)])
+    mine = torch.full((2,), 1.0 + context.rank, device=context.device)
+    sharded = DTensor.from_local(mine, mesh, [Shard(0), Shard(0)]).requires_grad_()
     norm = torch.linalg.vector_norm(sharded)
-    return {"norm": norm.full_tensor().item(), "old_meshes": old}
+    norm.full_tensor().backward()  # a GPU's in a thread of autograd's, which has caches of its own
+    gradient = sharded.grad
+    assert isinstance(gradient, DTensor)
+    return {
+        "norm": norm.full_tensor().item(),
+        "norm of the gradient": torch.linalg.vector_norm(gradient * gradient).full_tensor().item(),
+        "old_meshes": old,
+        "mesh of the gradient": "new" if gradient.device_mesh is mesh else "old",
+    }
 
 
 if __name__ == "__main__":
