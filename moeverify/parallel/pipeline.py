@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -189,7 +189,7 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
     tokens = describe(shapes.rows, shapes.positions, dtype=torch.int64, differentiable=False)
     logits = describe(shapes.rows, shapes.positions, spec.vocab_size, dtype=dtype)
     carried = describe(NUM_CARRIED, dtype=torch.float64)
-    return PipelineStage(
+    return _Stage(
         stage,
         stage.number,
         stage.num_stages,
@@ -198,3 +198,12 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
         output_args=(logits if stage.is_last else hidden, carried),
         group=group,
     )
+
+
+class _Stage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """Return what torch sends first to open the connections of NCCL; gloo has them already.
+
+        Torch 2.11 sends it to the rank itself where two neighbouring stages are on one rank, and gloo cannot.
+        """
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
