@@ -142,9 +142,9 @@ def sequence(case: Case) -> Iterator[Problem]:
 
 
 def _context_pieces(case: Case) -> int:
-    """Return into how many pieces context parallelism cuts a row: with keys gathered, two for each rank."""
+    """Return into how many pieces context parallelism cuts a row: in zigzag, two for each rank."""
     layout = case.layout
-    return 2 * layout.cp if layout.cp > 1 and layout.context_parallel == "allgather" else layout.cp
+    return 2 * layout.cp if layout.cp > 1 and layout.context_parallel != "alltoall" else layout.cp
 
 
 @reading(

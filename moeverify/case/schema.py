@@ -173,7 +173,7 @@ class Layout(Section):
     fsdp1_strategy: Literal["full_shard", "shard_grad_op"] = "full_shard"
     sequence_parallel: bool = False
     loss_parallel: bool = False
-    context_parallel: Literal["allgather", "alltoall"] = "allgather"
+    context_parallel: Literal["allgather", "alltoall", "torch"] = "allgather"
     attention: Literal["plain", "fused"] = "plain"
     experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
     router_losses: Literal["global", "megablocks"] = "global"

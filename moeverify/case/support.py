@@ -76,6 +76,22 @@ def grouped_precision(case: Case) -> Iterator[Problem]:
         yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
 
 
+@reading("layout.cp", "layout.context_parallel", "layout.pp", "recipe.precision", "recipe.model.mla")
+def torch_context(case: Case) -> Iterator[Problem]:
+    """What the context parallelism of torch can do."""
+    model = own_model(case)
+    if model is None or case.layout.cp == 1 or case.layout.context_parallel != "torch":
+        return
+    path = "layout.context_parallel"
+    if case.recipe.precision == "float64":
+        remedy = "write `allgather`, or set recipe.precision to float32 or bfloat16"
+        yield blame(path, "`torch` has no kernel in float64", remedy)
+    if case.layout.pp > 1:
+        yield blame(path, "`torch` is not built into pipelines here", "write `allgather`, or remove pp")
+    if model.mla is not None:
+        yield blame(path, "`torch` needs values as wide as the keys, and mla has others", "write `allgather`")
+
+
 @reading(
     *(f"layout.{name}" for name in ("experts", "etp", "tp", "ep", "parallelize")),
     "recipe.precision",
@@ -228,6 +244,7 @@ SUPPORT_RULES = (
     first_fsdp,
     tensor_parts,
     grouped_precision,
+    torch_context,
     grouped_alignment,
     megablocks_parts,
     megablocks_shards,

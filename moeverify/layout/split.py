@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-ContextKind = Literal["allgather", "alltoall"]
+ContextKind = Literal["allgather", "alltoall", "torch"]
 
 
 def split_rows(batch: int, num_ranks: int, rank: int) -> range:
@@ -16,7 +16,7 @@ def split_rows(batch: int, num_ranks: int, rank: int) -> range:
 def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextKind) -> range | tuple[int, ...]:
     """Return the positions of the sequence that a rank of the cp axis sees, in its order.
 
-    `allgather` splits in zigzag: rank r of n has the chunks r and 2n-1-r of 2n, so that causal attention
+    `allgather` and `torch` split in zigzag: rank r of n has the chunks r and 2n-1-r of 2n, so that causal attention
     costs every rank the same (Llama 3, arXiv 2407.21783, section 3.3.2). `alltoall` splits in n runs.
     """
     if num_ranks == 1:

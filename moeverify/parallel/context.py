@@ -1,11 +1,12 @@
 """Context parallelism: the positions of a sequence are split over the ranks of the cp axis.
 
-`moeverify.layout.split` says which positions a rank sees. Two cores:
+`moeverify.layout.split` says which positions a rank sees. Three cores:
 
 - `allgather`: every rank gathers all keys and values and attends with its own queries. Backward: the
   gradients of keys and values are summed over the ranks and each keeps its own part.
 - `alltoall`: every rank trades its part of all heads for all positions of some heads, attends, and trades
   back (DeepSpeed Ulysses, arXiv 2309.14509).
+- `torch`: torch.distributed.tensor.experimental.context_parallel, its ring of fused kernels, on GPUs only.
 
 Letters: B rows, s local positions, S all positions, N heads, D width of a head (values may have
 another than queries and keys), n ranks.
@@ -13,16 +14,21 @@ another than queries and keys), n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
 
 from moeverify.layout.split import ContextKind
-from moeverify.model.attention import Attention, attend
+from moeverify.model.attention import Attention, Core, attend
 from moeverify.model.mla import LatentAttention
 from moeverify.parallel.collectives import all_gather_sum, exchange_rows
+from moeverify.parallel.ddp import Accumulate
 
 
 def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGroup) -> None:
@@ -30,9 +36,33 @@ def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGr
 
     The model must then be called with this rank's tokens and their positions in the whole sequence.
     """
-    core = _AllGatherCore(group) if kind == "allgather" else _AllToAllCore(group)
+    cores: Mapping[str, Callable[[ProcessGroup], Core]] = {
+        "allgather": _AllGatherCore,
+        "alltoall": _AllToAllCore,
+        "torch": _TorchCore,
+    }
+    core = cores[kind](group)
     for attention in _attentions(model):
         attention.core = core
+
+
+def surround(accumulate: Accumulate, mesh: DeviceMesh, device: torch.device) -> Accumulate:
+    """Return the context of a micro-batch with torch's context parallelism over `mesh` (cp) around it.
+
+    Forward and backward must both be inside.
+    """
+
+    @contextmanager
+    def micro_batch(last: bool) -> Iterator[None]:
+        # It wants something to split; the tokens are split already, in the same zigzag.
+        dummy = torch.zeros(2 * mesh.size(), device=device)
+        with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0]), accumulate(last):
+            yield
+
+    def surrounded(last: bool) -> AbstractContextManager[None]:
+        return micro_batch(last)
+
+    return surrounded
 
 
 def _attentions(model: nn.Module) -> Iterator[Attention | LatentAttention]:
@@ -75,3 +105,17 @@ class _AllToAllCore:
     def _trade(self, parts: Tensor) -> Tensor:
         ones = [1] * self.group.size()
         return exchange_rows(parts, ones, ones, self.group)
+
+
+class _TorchCore:
+    """Inside of `surround`, torch's fused attention reaches the keys and values of all ranks."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        heads = q.shape[2] // k.shape[2]  # it knows no groups of query heads
+        whole = (q, k.repeat_interleave(heads, dim=2), v.repeat_interleave(heads, dim=2))
+        queries, keys, values = (x.transpose(1, 2) for x in whole)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return mixed.transpose(1, 2)

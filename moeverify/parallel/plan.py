@@ -27,7 +27,7 @@ from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
-from moeverify.parallel.context import apply_context_parallel
+from moeverify.parallel.context import apply_context_parallel, surround
 from moeverify.parallel.ddp import Accumulate, apply_ddp
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.fsdp1 import apply_fsdp1
@@ -79,6 +79,8 @@ def parallelize(
     if layout.recompute:
         apply_recompute(model)
     wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill)
+    if layout.cp > 1 and layout.context_parallel == "torch":
+        accumulate = surround(accumulate, meshes.data["cp"], device)
     holdings = parameters(wrapped)
     reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
     return Parallelized(

@@ -11,6 +11,8 @@ _MEGABLOCKS = ("megablocks", "stk", "triton")
 
 def find_obstacle(case: Case, device: str) -> str:
     """Return why this case cannot run here although the machine is large enough, or nothing."""
+    if device == "cpu" and case.layout.cp > 1 and case.layout.context_parallel == "torch":
+        return "torch's context_parallel has no kernel for the CPU"
     if case.layout.experts != "megablocks":
         return ""
     missing = [name for name in _MEGABLOCKS if importlib.util.find_spec(name) is None]

@@ -37,3 +37,9 @@ def test_float64_is_for_the_interpreter(monkeypatch) -> None:
     assert packages.find_obstacle(exact, "cpu") == ""
     assert "float32" in packages.find_obstacle(exact, "cuda")
     assert packages.find_obstacle(single, "cuda") == ""
+
+
+def test_torchs_context_parallel_is_for_gpus() -> None:
+    case = load_cases([CASES / "cp-torch.yaml"])[0]
+    assert "no kernel for the CPU" in packages.find_obstacle(case, "cpu")
+    assert packages.find_obstacle(case, "cuda") == ""
