@@ -11,6 +11,8 @@ from moeverify.errors import Problem
 
 _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
 _BYTES = {"bfloat16": 2, "float32": 4}
+# The kernel that torch has for float32 pads the sums of its softmax to so many rows, and the ring does not expect it.
+_PADDED_ROWS = 32
 _MEGABLOCKS_BLOCK = 128  # rows of a block of megablocks' sparse matrices
 _MEGABLOCKS_HAS = {
     "score": "softmax",
@@ -76,7 +78,10 @@ def grouped_precision(case: Case) -> Iterator[Problem]:
         yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
 
 
-@reading("layout.cp", "layout.context_parallel", "layout.pp", "recipe.precision", "recipe.model.mla")
+@reading(
+    *(f"layout.{name}" for name in ("cp", "context_parallel", "pp")),
+    *(f"recipe.{name}" for name in ("precision", "data.seq_len", "model.mla")),
+)
 def torch_context(case: Case) -> Iterator[Problem]:
     """What the context parallelism of torch can do."""
     model = own_model(case)
@@ -86,6 +91,12 @@ def torch_context(case: Case) -> Iterator[Problem]:
     if case.recipe.precision == "float64":
         remedy = "write `allgather`, or set recipe.precision to float32 or bfloat16"
         yield blame(path, "`torch` has no kernel in float64", remedy)
+    unit = 2 * case.layout.cp * _PADDED_ROWS
+    if case.recipe.precision == "float32" and case.recipe.data.seq_len % unit:
+        message = (
+            f"`torch` joins chunks of a multiple of {_PADDED_ROWS} positions in float32, two for each rank"
+        )
+        yield blame(path, message, f"set recipe.data.seq_len to a multiple of {unit}")
     if case.layout.pp > 1:
         yield blame(path, "`torch` is not built into pipelines here", "write `allgather`, or remove pp")
     if model.mla is not None:

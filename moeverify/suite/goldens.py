@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +20,24 @@ GOLDEN_TIMEOUT = 1800.0
 TOLERANCE = 1e-9
 """How far fingerprints may differ between machines: rounding of float64 sums, carried through a few steps."""
 
+ACROSS = 1e-10
+"""How far the goldens of a GPU and of a CPU may differ: both are float64."""
+
+CPU = "cpu"
+
 Status = Literal["recorded", "missing", "changed", "differs", "unreadable", "failed"]
 
 
 @dataclass(frozen=True)
 class GoldenState:
-    """Whether the golden in git is that of the recipe; `message` says what is wrong and what to type."""
+    """Whether the golden in git is that of the recipe; `message` says what is wrong and what to type.
+
+    `nearness` says how close a GPU's golden is to the recorded one of a CPU, where there is one.
+    """
 
     status: Status
     message: str = ""
+    nearness: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,32 @@ class GoldenSet:
         """Return how the golden in git stands to what a rank computed."""
         if "error" in answer:
             return GoldenState("failed", answer["error"])
+        own = self._examine_own(recipe, answer, device_class)
+        if device_class == CPU or own.status not in ("recorded", "missing"):
+            return own
+        return self._examine_across(recipe, answer, device_class, own)
+
+    def _examine_across(
+        self, recipe: Recipe, answer: Mapping[str, Any], device_class: str, own: GoldenState
+    ) -> GoldenState:
+        """Return the state with what a golden of a CPU adds to it."""
+        path = golden_path(self.options.golden_folder, recipe.name, CPU)
+        try:
+            recorded = read_golden(path)
+        except FormatError:
+            return own
+        if recorded is None or recorded.recipe != recipe.fingerprint():
+            return own
+        name, far = worst_distance(*_join(recorded, answer["summary"]))
+        if far <= ACROSS:
+            return replace(own, nearness=f"the golden of {device_class} is within {far:.1e} of {path}")
+        message = (
+            f"one {device_class} computes another golden than {path}: {name} is off by {far:.2g} of its norm, "
+            f"and two devices in float64 should agree to {ACROSS:g}"
+        )
+        return GoldenState("differs", message)
+
+    def _examine_own(self, recipe: Recipe, answer: Mapping[str, Any], device_class: str) -> GoldenState:
         path = golden_path(self.options.golden_folder, recipe.name, device_class)
         command = f"moeverify golden {self.cases[recipe.fingerprint()].file}"
         try:
@@ -100,11 +135,7 @@ class GoldenSet:
 
 
 def _compare(path: Path, recorded: GoldenFile, summary: Mapping[str, Any], command: str) -> GoldenState:
-    def join(losses: Mapping[str, float], tensors: Mapping[str, list[float] | str]) -> dict[str, Any]:
-        return {**{name: [value] for name, value in losses.items()}, **tensors}
-
-    expected = join(recorded.losses, recorded.tensors)
-    name, far = worst_distance(expected, join(summary["losses"], summary["tensors"]))
+    name, far = worst_distance(*_join(recorded, summary))
     if far <= TOLERANCE:
         return GoldenState("recorded")
     message = (
@@ -112,3 +143,12 @@ def _compare(path: Path, recorded: GoldenFile, summary: Mapping[str, Any], comma
         f"if the change is meant, refresh it with `{command}`"
     )
     return GoldenState("differs", message)
+
+
+def _join(recorded: GoldenFile, summary: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fingerprints of what is recorded and of what was computed, losses among them."""
+
+    def join(losses: Mapping[str, float], tensors: Mapping[str, list[float] | str]) -> dict[str, Any]:
+        return {**{name: [value] for name, value in losses.items()}, **tensors}
+
+    return join(recorded.losses, recorded.tensors), join(summary["losses"], summary["tensors"])

@@ -213,6 +213,7 @@ class CaseRun:
         verdict, notes = settle(case.checks, checks)
         notes += tuple(note for check in checks if (note := describe_blind(check)))
         notes += (state.message,) if state.status == "missing" else ()
+        notes += (state.nearness,) if state.nearness else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
         return self._result(
             case, verdict, "", outcome, checks=checks, findings=findings, notes=notes, losses=losses

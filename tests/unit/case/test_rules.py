@@ -69,6 +69,13 @@ BROKEN = [
     ("cp: 3", "", "layout.cp", "recipe.data.seq_len 16 is not divisible by 6 (2 x cp, for the", "such as 18"),
     ("cp: 16", "", "layout.cp", "recipe.data.seq_len 16 is not divisible by 32", "such as 32"),
     ("cp: 3, context_parallel: alltoall", "", "layout.cp", "not divisible by 3 (cp)", "such as 18"),
+    (
+        "cp: 2, context_parallel: torch",
+        "precision: float32",
+        "layout.context_parallel",
+        "chunks of a multiple of 32 positions in float32",
+        "a multiple of 128",
+    ),
     ("cp: 2, context_parallel: torch", "", "layout.context_parallel", "no kernel in float64", "float32 or"),
     (
         "tp: 2, sequence_parallel: true",
@@ -421,7 +428,8 @@ KEPT = [
     ("tp: 2, cp: 2, context_parallel: alltoall", ""),
     ("cp: 4, context_parallel: alltoall", ""),
     ("cp: 8", ""),
-    ("cp: 2, context_parallel: torch", "precision: float32"),
+    ("cp: 2, context_parallel: torch", "precision: float32, seq_len: 128"),
+    ("cp: 2, context_parallel: torch", "precision: bfloat16"),
     ("dp_shard: 4, ep: 4", ""),
     ("dp_shard: 2, tp: 2, ep: 4", ""),
     ("dp_shard: 2, tp: 2, ep: 2, etp: 2", ""),
