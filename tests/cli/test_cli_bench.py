@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         (["--warmup", 0], "--warmup"),
         (["--ranks", 0], "--ranks"),
         (["--timeout", 0], "--timeout"),
-        (["--set", "layout.ep=3"], "layout.ep: recipe.model.moe.num_experts"),
+        (["--set", "layout.ep=3"], "layout.ep: ep 3 needs a model with experts"),
         (["-k", "nothing"], "no case matches `nothing`"),
     ],
 )
