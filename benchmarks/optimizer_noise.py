@@ -8,6 +8,9 @@ off by one unit in the last place, and below float64 the plain run) and tensor p
 sequence and loss parallelism, are compared with it at every step. `free` runs train on their own; `forced` ones
 start each step from the golden's weights and moments. Errors are those of all weights, or all updates of the
 step, together: the norm of the difference over the norm. `ratio` is TP over the largest perturbed run.
+
+Last, each optimizer alone: 100 steps over DTensors that two ranks share, rows and columns, beside plain tensors,
+with gradients of the same bits; what differs then is the optimizer's doing, and neither the model's nor a sum's.
 """
 
 import argparse
@@ -21,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
     "adam": {"name": "adam", "lr": 1e-3},
-    "adamw": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+    "adam decay 0.1": {"name": "adam", "lr": 1e-3, "weight_decay": 0.1},
+    "adamw decay 0.1": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
     "adamw eps 1e-5": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5},
 }
 KINDS = ("weight", "update", "gradient", "loss")
@@ -60,6 +64,52 @@ def errors_of(parts, kind, num_steps):
     return series
 
 
+def run_alone(context, num_steps):
+    """Return on rank 0 how far optimizers are apart on DTensors and on plain tensors, given the same gradients."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(context.device.type, (2,))
+    placements = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
+    found = {}
+    for name, fields in OPTIMIZERS.items():
+        options = {key: value for key, value in fields.items() if key != "name"}
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[fields["name"]]
+        ways = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
+        if kind is torch.optim.SGD:
+            del ways["fused"]  # torch knows no sharding of it
+        for way, chosen in ways.items():
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                generator = torch.Generator().manual_seed(0)
+
+                def draw(dtype=dtype, generator=generator):
+                    return torch.randn(66, 34, generator=generator).to(dtype).to(context.device)
+
+                start = [draw() for _ in placements]
+                plain = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+                cut = [
+                    torch.nn.Parameter(distribute_tensor(tensor.clone(), mesh, place))
+                    for tensor, place in zip(start, placements.values(), strict=True)
+                ]
+                optimizers = [kind(parameters, **options, **chosen) for parameters in (plain, cut)]
+                for _ in range(num_steps):
+                    for one, other, place in zip(plain, cut, placements.values(), strict=True):
+                        # Many orders of magnitude: where a gradient is next to nothing, Adam divides by it.
+                        one.grad = draw() * 10.0 ** (4.0 * draw() - 4.0)
+                        other.grad = distribute_tensor(one.grad.clone(), mesh, place)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                worst = max(
+                    float((other.full_tensor().double() - one.double()).norm() / one.double().norm())
+                    for one, other in zip(plain, cut, strict=True)
+                )
+                found[f"{name}, {way}, {str(dtype).removeprefix('torch.')}"] = worst
+    dist.barrier()
+    return found if context.rank == 0 else None
+
+
 def make_recipe(optimizer, precision, num_steps):
     """Return the recipe of examples/torchtitan with another optimizer, precision and number of steps."""
     from moeverify.case.load import load_cases
@@ -82,6 +132,8 @@ def run_job(context, job):
     from moeverify.train.loop import train
 
     payload = job.payload
+    if payload["optimizer"] is None:
+        return run_alone(context, payload["steps"])
     recipe = make_recipe(payload["optimizer"], payload["precision"], payload["steps"])
     folder = Path(payload["folder"]) / job.name
     if context.rank == 0:
@@ -127,6 +179,13 @@ def show(title, result, num_steps):
             print(f"{title:24} {mode:6} {kind:8} " + " | ".join(cells), flush=True)
 
 
+def show_alone(result, num_steps):
+    """Print how far each optimizer is apart on DTensors and plain tensors."""
+    for name, worst in result.items():
+        said = "bit for bit equal" if worst == 0.0 else f"{worst:.1e} apart"
+        print(f"alone, after {num_steps} steps of the same gradients: {name:34} {said}", flush=True)
+
+
 def main():
     """Run every combination and print its table; `--json` keeps all numbers."""
     parser = argparse.ArgumentParser(
@@ -157,12 +216,17 @@ def main():
             for precision in options.precision
             for optimizer in options.optimizer
         ]
+        alone = {"optimizer": None, "steps": options.steps}
+        jobs.append(Job(name="alone", num_ranks=2, timeout=600.0, payload=alone))
         for outcome in run_jobs(jobs, entry=str(Path(__file__)), folder=Path(folder)):
             if outcome.result is None:
                 sys.exit(f"{outcome}")
             name = jobs[outcome.index].name
             everything[name] = outcome.result
-            show(name, outcome.result, options.steps)
+            if name == "alone":
+                show_alone(outcome.result, options.steps)
+            else:
+                show(name, outcome.result, options.steps)
     if options.json:
         options.json.write_text(json.dumps(everything))
 

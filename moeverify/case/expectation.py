@@ -99,12 +99,18 @@ def describe(schema: Mapping[str, Any]) -> str:
     if kind in {"integer", "number"}:
         return ("a whole number" if kind == "integer" else "a number") + _describe_range(schema)
     if kind == "array":
-        items = schema.get("prefixItems", [])
-        return f"a list of {len(items)}, each {describe(items[0])}" if items else "a list"
+        return _describe_list(schema)
     if "pattern" in schema:
         return "`package.module:function`"
     words = {"boolean": "`true` or `false`", "null": "nothing", "object": "a mapping", "string": "text"}
     return words.get(kind, "a value")
+
+
+def _describe_list(schema: Mapping[str, Any]) -> str:
+    items = schema.get("prefixItems", [])
+    if items:
+        return f"a list of {len(items)}, each {describe(items[0])}"
+    return f"a list, each {describe(schema['items'])}" if "items" in schema else "a list"
 
 
 def _describe_range(schema: Mapping[str, Any]) -> str:

@@ -67,7 +67,8 @@ def layers_of_stages(case: Case) -> Iterator[Problem]:
     example = f"write `stage_layers: {split_evenly(layers, num)}`"
     if num > layers + 2:
         message = f"recipe.model.num_layers {layers} is too few for {_count(layout)}"
-        yield blame("layout.pp", message, f"set it to at least {num - 2}, or change pp")
+        lower = "pp" if num == layout.pp else "pp or virtual_stages"
+        yield blame("layout.pp", message, f"set it to at least {num - 2}, or lower {lower}")
     elif sizes is None:
         if layers % num:
             message = f"recipe.model.num_layers {layers} is not divisible by {_count(layout)}"

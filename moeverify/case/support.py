@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from moeverify.case.degrees import own_model
@@ -134,7 +135,7 @@ def grouped_alignment(case: Case) -> Iterator[Problem]:
 
 
 @reading(
-    *(f"layout.{name}" for name in ("experts", "tp", "pp", "data_parallel", "parallelize")),
+    *(f"layout.{name}" for name in ("experts", "tp", "pp", "etp", "data_parallel", "parallelize")),
     "recipe.model",
     "recipe.model.moe",
 )
@@ -147,16 +148,19 @@ def megablocks_parts(case: Case) -> Iterator[Problem]:
         yield blame(
             "layout.experts", "megablocks' experts cannot be divided by your own function", "remove one"
         )
-    for name in ("tp", "pp"):
-        if getattr(layout, name) > 1:
-            yield blame(f"layout.{name}", f"megablocks' experts together with {name} are not supported")
+    for name, degree in (("tp", layout.tp), ("pp", layout.pp), ("etp", layout.etp or 1)):
+        if degree > 1:
+            message = f"megablocks' experts together with {name} are not supported"
+            yield blame(f"layout.{name}", message, f"remove {name}, or write `experts: loop`")
     if layout.data_parallel == "fsdp1":
         message = "fsdp1 together with megablocks' experts is not supported"
         yield blame("layout.data_parallel", message, "write `data_parallel: fsdp2`")
     for name, only in _MEGABLOCKS_HAS.items():
         if getattr(moe, name) != only:
-            message = f"megablocks has no {name} but {only}"
-            yield blame("layout.experts", message, f"set recipe.model.moe.{name} to {only}")
+            written = json.dumps(only).strip('"')
+            message = f"megablocks has no {name} but {written}"
+            remedy = f"set recipe.model.moe.{name} to {written}, or write `experts: loop`"
+            yield blame("layout.experts", message, remedy)
     if moe.shared_hidden and model.mlp_bias:
         yield blame(
             "layout.experts", "megablocks' shared expert has no bias", "set recipe.model.mlp_bias to false"
@@ -235,6 +239,14 @@ def balance_of_parts(case: Case) -> Iterator[Problem]:
     )
 
 
+@reading("layout.experts", "recipe.model")
+def foreign_experts(case: Case) -> Iterator[Problem]:
+    """The experts of a model that moeverify did not write are computed by its own code."""
+    if isinstance(case.recipe.model, ForeignModel) and case.layout.experts != "loop":
+        message = f"experts `{case.layout.experts}` has no effect on a model with a `factory`"
+        yield blame("layout.experts", message, "remove it; the factory chooses how experts are computed")
+
+
 @reading("layout.cp", "layout.tp", "layout.ep", "layout.parallelize", "recipe.model")
 def foreign_models(case: Case) -> Iterator[Problem]:
     """A model that moeverify did not write can only be replicated or sharded by parameter."""
@@ -263,5 +275,6 @@ SUPPORT_RULES = (
     fused_attention,
     declared_differences,
     balance_of_parts,
+    foreign_experts,
     foreign_models,
 )

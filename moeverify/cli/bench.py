@@ -39,9 +39,12 @@ def bench(
     with open_door() as door:
         from moeverify.case.load import load_cases
         from moeverify.report.bench import render_bench
+        from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.suite.bench import bench_cases
 
+        if json is not None and door.is_first:
+            check_writable([json], None)  # before minutes of measuring
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         with open_progress(door.out, quiet=quiet) as progress:
             result = bench_cases(

@@ -64,7 +64,9 @@ def _render_overview(run: RunResult, console: Console) -> None:
 
 def summarize_run(run: RunResult) -> Text:
     """Return the last line: the verdict, the cases of each verdict, how much was compared, the time."""
-    line = Text.assemble(style_verdict(run.verdict), f"  {format_count(len(run.cases), 'case')}")
+    # Where nothing ran, nothing has passed.
+    idle = run.verdict == "pass" and run.cases and all(case.verdict == "skipped" for case in run.cases)
+    line = Text.assemble(style_verdict("skipped" if idle else run.verdict), f"  {format_count(len(run.cases), 'case')}")
     for position, (verdict, number) in enumerate(count_verdicts(run).items()):
         line.append(", " if position else ": ")
         line.append(f"{number} {verdict}", style=STYLES[verdict])

@@ -55,3 +55,33 @@ def test_a_bad_case_is_refused_before_anything_runs(tmp_path: Path, invoke: Call
     path = tmp_path / "bad.yaml"
     path.write_text("recipe: nowhere\n")
     assert invoke("bench", path).exit_code == 2
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, case_file: Path, invoke: Callable[..., Any]
+) -> None:
+    (tmp_path / "taken").write_text("")
+    done = invoke("bench", case_file, "--device", "cpu", "--json", tmp_path / "taken" / "bench.json")
+    assert done.exit_code == 2, done.output
+    assert "bench.json" in done.stderr
+    assert "starting ranks" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", 0], "--steps"),
+        (["--warmup", 0], "--warmup"),
+        (["--ranks", 0], "--ranks"),
+        (["--timeout", 0], "--timeout"),
+        (["--set", "layout.ep=3"], "layout.ep: ep 3 needs a model with experts"),
+        (["-k", "nothing"], "no case matches `nothing`"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_runs(
+    arguments: list[Any], said: str, case_file: Path, invoke: Callable[..., Any]
+) -> None:
+    done = invoke("bench", case_file, *arguments)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert "starting ranks" not in done.stdout

@@ -8,6 +8,8 @@ Source: megablocks 0.10.0, csrc/{cumsum,histogram,indices,replicate,sort}.h.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ def histogram(x: Tensor, num_bins: int) -> Tensor:
 
     Shapes: x (n) or (rows, n), integers; returns (num_bins) or (rows, num_bins) int32.
     """
-    rows = x.reshape(-1, x.shape[-1]).long()
+    # Not -1: a rank may get no tokens at all, and then it says nothing.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).long()
     # One bin more for what is not counted. Integer additions: any order gives the same.
     bins = torch.where((rows >= 0) & (rows < num_bins), rows, num_bins)
     counts = torch.zeros(len(rows), num_bins + 1, dtype=torch.int32, device=x.device)

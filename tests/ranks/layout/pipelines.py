@@ -17,8 +17,10 @@ from moeverify.launch.runner import RankContext
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel, assemble_single
-from moeverify.train.loop import train
+from moeverify.train.loop import make_batches, train
+from moeverify.train.optimizer import build_optimizer
 from moeverify.train.program import Program
+from moeverify.train.step import take_step
 
 CPU = torch.device("cpu")
 # Sizes of stages for two layers, one and two stages a rank.
@@ -90,6 +92,17 @@ def check(layout: Layout, recipe: Recipe, expected: Record, rank: int) -> dict[s
     }
 
 
+def take_one_step(layout: Layout, recipe: Recipe, expected: Record) -> list[str]:
+    """Return which weights of this rank are wrong after a step that nobody watches."""
+    program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
+    optimizer = build_optimizer(recipe.optimizer, program.holdings, "foreach")
+    take_step(recipe, program, optimizer, make_batches(recipe, program, 0))
+    actual = Record()
+    for held in program.holdings:
+        actual.observe(0, "weight", held.name, held.local(), held.region)
+    return compare(expected, actual)
+
+
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     """Return on rank 0 what every rank found under each schedule and recipe."""
     found: dict[str, Any] = {}
@@ -99,6 +112,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
         for schedule, options in SCHEDULES.items():
             layout = Layout(pp=2, micro_batches=4, pipeline_schedule=schedule, **options)  # type: ignore[arg-type]
             found[f"{name} {schedule}"] = check(layout, recipe, expected, context.rank)
+            found[f"{name} {schedule}"]["wrong unwatched"] = take_one_step(layout, recipe, expected)
         found[f"{name} alone"] = {"shown": sorted({f"{kind}/{key}" for _, kind, key in expected.pieces})}
     everything: list[Any] = [None] * context.world_size
     dist.all_gather_object(everything, found)

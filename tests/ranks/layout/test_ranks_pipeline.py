@@ -35,6 +35,14 @@ def test_stages_compute_what_one_device_computes(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recipe", ["untied", "tied"])
+def test_a_step_that_is_measured_is_the_step_that_is_verified(
+    recipe: str, schedule: str, found: Mapping[str, Any]
+) -> None:
+    assert [rank["wrong unwatched"] for rank in found[f"{recipe} {schedule}"]] == [[], []]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recipe", ["untied", "tied"])
 def test_the_ranks_together_show_everything(recipe: str, schedule: str, found: Mapping[str, Any]) -> None:
     first, second = found[f"{recipe} {schedule}"]
     alone = set(found[f"{recipe} alone"][0]["shown"])

@@ -41,3 +41,19 @@ def sum_router_gradients() -> None:
         return replace(done, finalize=finalize)
 
     assemble.parallelize = parallelize
+
+
+def forget_the_number_of_layers() -> None:
+    """Give the package the weight of the balance loss as it is, which it divides by the number of layers."""
+    import_package(torch.float64)
+    from moeverify.model.megablocks.losses import OwnLosses
+
+    original = OwnLosses.__init__
+
+    def build(self: Any, model: Any, spec: Any) -> None:
+        original(self, model, spec)
+        for module in model.modules():
+            if hasattr(module, "divide_experts"):
+                module.args.moe_loss_weight = spec.balance_coef
+
+    OwnLosses.__init__ = build

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.case.load import load_cases
+from moeverify.compare.result import CaseResult
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import run_cases
 
@@ -22,6 +23,17 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
+def run_with(fault: str, case: str, folder: Path) -> CaseResult:
+    """Return the result of the first step of a case with a fault in it."""
+    overrides = ("recipe.steps=1", "checks.repeat=never", "checks.timeout=600.0")
+    cases = load_cases([ROOT / "cases" / f"{case}.yaml"], overrides=overrides)
+    options = RunOptions(device="cpu", golden_folder=folder, fault=f"megablocks_faults:{fault}")
+    result = run_cases(cases, options, lambda event: None)
+    assert result is not None
+    assert result.cases[0].verdict == "mismatch", result.cases[0].reason
+    return result.cases[0]
+
+
 @pytest.mark.parametrize(
     ("fault", "parameters", "scale"),
     [
@@ -32,16 +44,21 @@ ROOT = Path(__file__).parents[3]
 def test_a_wrong_factor_is_found_and_named(
     tmp_path: Path, fault: str, parameters: tuple[str, ...], scale: float
 ) -> None:
-    overrides = ("recipe.steps=1", "checks.repeat=never", "checks.timeout=600.0")
-    cases = load_cases([ROOT / "cases" / "megablocks-ep2.yaml"], overrides=overrides)
-    options = RunOptions(device="cpu", golden_folder=tmp_path, fault=f"megablocks_faults:{fault}")
-    result = run_cases(cases, options, lambda event: None)
-    assert result is not None
-    case = result.cases[0]
-    assert case.verdict == "mismatch", case.reason
+    case = run_with(fault, "megablocks-ep2", tmp_path)
     wrong = [finding for finding in case.findings if finding.check == "gradient"]
     assert {finding.tensor for finding in wrong} == {
         f"layers.{layer}.moe.{name}" for layer in range(2) for name in parameters
     }
     assert all(finding.scale == pytest.approx(scale) for finding in wrong)
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"loss", "routing", "replicas"}
+
+
+def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(tmp_path: Path) -> None:
+    case = run_with("forget_the_number_of_layers", "megablocks-own-losses", tmp_path)
+    losses = {finding.tensor: finding for finding in case.findings if finding.check == "loss"}
+    assert set(losses) == {"balance", "total"}
+    assert losses["balance"].scale == pytest.approx(0.5)  # of two layers
+    wrong = {finding.tensor for finding in case.findings if finding.check == "gradient"}
+    assert wrong >= {"layers.0.moe.router.weight", "layers.1.moe.router.weight"}
+    assert "layers.1.moe.experts.down" not in wrong  # behind the last router
+    assert {check.name for check in case.checks if check.verdict == "pass"} >= {"routing", "replicas"}

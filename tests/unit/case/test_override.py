@@ -93,9 +93,11 @@ def test_null_removes_the_experts(load):
 
 
 def test_mapping_and_list(load):
-    case = load(INLINE, "recipe.data={batch: 4}", "recipe.optimizer.betas=[0.8, 0.9]", "checks.skip=[a, b]")
+    case = load(
+        INLINE, "recipe.data={batch: 4}", "recipe.optimizer.betas=[0.8, 0.9]", "checks.skip=[loss, repeat]"
+    )
     assert (case.recipe.data.batch, case.recipe.data.seq_len) == (4, 16)
-    assert (case.recipe.optimizer.betas, case.checks.skip) == ((0.8, 0.9), ("a", "b"))
+    assert (case.recipe.optimizer.betas, case.checks.skip) == ((0.8, 0.9), ("loss", "repeat"))
 
 
 def test_arguments_of_a_foreign_model(load):

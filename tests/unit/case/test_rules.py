@@ -122,7 +122,20 @@ BROKEN = [
         "num_layers 3 is not divisible by 4 stages (pp 2 x 2)",
         "such as 4, or write `stage_layers: [0, 1, 1, 1]`",
     ),
-    ("pp: 8, micro_batches: 8", "", "layout.pp", "num_layers 3 is too few for pp 8", "at least 6"),
+    (
+        "pp: 8, micro_batches: 8",
+        "",
+        "layout.pp",
+        "num_layers 3 is too few for pp 8",
+        "at least 6, or lower pp",
+    ),
+    (
+        "pp: 2, micro_batches: 4, pipeline_schedule: interleaved_1f1b, virtual_stages: 40",
+        "",
+        "layout.pp",
+        "recipe.model.num_layers 3 is too few for 80 stages (pp 2 x 40)",
+        "set it to at least 78, or lower pp or virtual_stages",
+    ),
     (
         "pp: 2, micro_batches: 2, stage_layers: [1, 1]",
         "",
@@ -561,6 +574,16 @@ def test_foreign_model_is_not_cut_into_stages(write, find_problems):
     text = FOREIGN.format("pp: 2, micro_batches: 2, parallelize: 'mine:divide'")
     [problem] = find_problems(write("case.yaml", text))
     assert problem.message == "pp together with `parallelize` is not supported"
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "megablocks"])
+@pytest.mark.parametrize("own", ["", ", parallelize: 'mine:divide'"])
+def test_foreign_model_computes_its_experts_itself(write, find_problems, backend, own):
+    text = FOREIGN.format(f"dp_shard: 2, experts: {backend}{own}")
+    [problem] = find_problems(write("case.yaml", text))
+    assert (problem.path, problem.line) == ("layout.experts", 2)
+    assert problem.message == f"experts `{backend}` has no effect on a model with a `factory`"
+    assert "remove it" in problem.remedy
 
 
 def test_foreign_model_with_experts_that_we_do_not_know(write, find_problems):

@@ -185,6 +185,13 @@ def test_last_line_counts(make_run: Any, show: Any) -> None:
     assert last == "ERROR  6 cases: 2 pass, 1 mismatch, 1 error, 2 skipped; 772 tensors compared; 2 min 21 s"
 
 
+def test_a_run_in_which_nothing_ran_has_not_passed(make_run: Any, make_case: Any, show: Any) -> None:
+    left_out = make_case("megablocks", "skipped", reason="needs megablocks")
+    assert show(make_run(left_out, verdict="pass")).splitlines()[-1].startswith("skipped  1 case: 1 skipped;")
+    both = make_run(left_out, make_case(), verdict="pass")
+    assert show(both).splitlines()[-1].startswith("pass  2 cases: 1 pass, 1 skipped;")
+
+
 def test_quiet_shows_only_what_failed(make_run: Any, make_case: Any, show: Any) -> None:
     assert show(make_run(make_case(), verdict="pass"), quiet=True).count("\n") == 1
     assert "gradient: blocks.1" in show(make_run(), quiet=True)
