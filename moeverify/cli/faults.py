@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Quiet
-from moeverify.cli.door import open_door
+from moeverify.cli.door import EXIT_CODES, open_door
 
 if TYPE_CHECKING:
-    from moeverify.faults.fault import Fault
     from moeverify.suite.options import RunOptions
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
+
+class Precision(StrEnum):
+    """In which precision the ranks compute."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 Numbers = Annotated[
-    list[str] | None, typer.Argument(metavar="[NUMBER]...", help="Faults by number; all if left out.")
+    list[str] | None,
+    typer.Argument(metavar="[NUMBER]...", help="Faults by number, or by class, A to O; all if left out."),
+]
+Words = Annotated[
+    str | None,
+    typer.Option(
+        "-k", metavar="PATTERN", help="Select faults by words in what `list` shows: 'router and tp'."
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
@@ -25,13 +42,13 @@ Output = Annotated[
 
 
 @faults.command("list")
-def list_faults() -> None:
-    """List all faults, one a line."""
+def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
+    """List faults, one a line."""
     with open_door() as door:
-        from moeverify.faults.fault import load_faults
+        from moeverify.faults.choice import choose_faults, describe
 
-        for fault in load_faults().values():
-            door.out.print(f"{fault.number}  {fault.title}  [{fault.source}]", markup=False, highlight=False)
+        for fault in choose_faults(numbers or [], pattern):
+            door.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
 
 
 @faults.command("show")
@@ -39,10 +56,9 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> 
     """Show where a fault comes from, what it does, and how to run a case with it."""
     with open_door() as door:
         from moeverify.case.describe import describe_layout
-        from moeverify.faults.fault import find_fault
+        from moeverify.faults.choice import choose_faults
 
-        for number in numbers:
-            fault = find_fault(number)
+        for fault in choose_faults(numbers):
             causes = " or ".join(cause.value for cause in fault.expected.causes)
             lines = [
                 f"{fault.number}: {fault.title}",
@@ -62,6 +78,11 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> 
 def run(
     numbers: Numbers = None,
     *,
+    pattern: Words = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option("--precision", help="Run their recipes in another precision.", show_default=False),
+    ] = None,
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
@@ -69,28 +90,45 @@ def run(
 ) -> None:
     """Inject faults, one run each, and say which were detected, located and named.
 
-    Exit code 1 when a fault was not detected.
+    Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_door() as door:
+        from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
+        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.suite.faults import run_faults
+        from moeverify.suite.faults import change_precision, run_faults
         from moeverify.suite.machine import describe_environment
 
-        chosen = _choose(numbers)
+        chosen = choose_faults(numbers or [], pattern)
+        if precision is not None:
+            chosen = [change_precision(fault, precision.value) for fault in chosen]
+        check_writable([markdown] if markdown is not None else [])
         with open_progress(door.out, quiet=quiet) as progress:
             rows = run_faults(chosen, _options(device, cache), progress.on_event)
         render_faults(rows, door.out)
         if markdown is not None:
-            command = " ".join(["moeverify faults run", *(numbers or [])])
-            markdown.write_text(write_faults(rows, describe_environment(device.value), command))
-        raise typer.Exit(0 if all(row.detected for row in rows) else 1)
+            words = ["moeverify faults run", *(numbers or [])]
+            words += [f"--precision {precision.value}"] if precision is not None else []
+            words += [f"-k '{pattern}'"] if pattern is not None else []
+            write_atomically(
+                markdown, write_faults(rows, describe_environment(device.value), " ".join(words))
+            )
+        missed = {"pass": "mismatch"}  # what is missed shows nothing wrong
+        verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
+        raise typer.Exit(_conclude(verdicts))
 
 
 @faults.command("clean")
 def clean(
     *,
     num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each setting.")] = 1,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "-k", metavar="PATTERN", help="Select runs by words in group and name: 'bfloat16 and tp-ep'."
+        ),
+    ] = None,
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
@@ -98,28 +136,32 @@ def clean(
 ) -> None:
     """Run clean cases over layouts, precisions, recipes and seeds; every alarm is a false one.
 
-    Exit code 1 when there was an alarm.
+    Exit code 1 when there was an alarm, 3 when a rank failed.
     """
     with open_door() as door:
         from moeverify.report.faults import summarize_clean, write_clean
+        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.suite.clean import run_clean
+        from moeverify.suite.clean import choose_clean, run_clean
         from moeverify.suite.machine import describe_environment
 
+        runs = choose_clean(num_seeds, pattern)
+        check_writable([markdown] if markdown is not None else [])
         with open_progress(door.out, quiet=quiet) as progress:
-            rows = run_clean(num_seeds, _options(device, cache), progress.on_event)
+            rows = run_clean(runs, _options(device, cache), progress.on_event)
         for line in summarize_clean(rows):
             door.out.print(line, markup=False, highlight=False)
         if markdown is not None:
             command = f"moeverify faults clean --seeds {num_seeds}"
-            markdown.write_text(write_clean(rows, describe_environment(device.value), command))
-        raise typer.Exit(0 if all(row.verdict == "pass" for row in rows) else 1)
+            command += f" -k '{pattern}'" if pattern is not None else ""
+            write_atomically(markdown, write_clean(rows, describe_environment(device.value), command))
+        raise typer.Exit(_conclude([row.verdict for row in rows]))
 
 
-def _choose(numbers: list[str] | None) -> list[Fault]:
-    from moeverify.faults.fault import find_fault, load_faults
-
-    return [find_fault(number) for number in numbers] if numbers else list(load_faults().values())
+def _conclude(verdicts: Sequence[str]) -> int:
+    """Return the exit code of runs that all should pass; one that was skipped says nothing."""
+    codes = [EXIT_CODES.get(verdict, 0) for verdict in verdicts]
+    return max(codes, default=0)
 
 
 def _options(device: Device, cache: Path | None) -> RunOptions:

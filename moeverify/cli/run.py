@@ -90,6 +90,7 @@ def run(
         from moeverify.case.load import load_cases
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+        check_fault(loaded, fault)
         from moeverify.suite.options import RunOptions
 
         options = RunOptions(
@@ -104,6 +105,22 @@ def run(
         )
         code = _run_and_report(loaded, options, outputs, door, follows=follow_up, quiet=quiet)
         raise typer.Exit(code)
+
+
+def check_fault(cases: list[Case], fault: str | None) -> None:
+    """Make sure, before ranks start, that the function to call on them is there.
+
+    Raises: CaseError.
+    """
+    from moeverify.case.function import examine_function
+    from moeverify.errors import CaseError
+    from moeverify.suite.search import search_path
+
+    if fault is not None:
+        found = (examine_function(fault, search_path(case), "--fault") for case in cases)
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            raise CaseError(problems[:1])
 
 
 def _run_and_report(

@@ -22,25 +22,31 @@ FLOOR: Mapping[Precision, float] = {"float64": 1e-10, "float32": 4 * 2.0**-23, "
 FLIP_FLOOR: Mapping[Precision, float] = {"float64": 0.0, "float32": 16 * 2.0**-23, "bfloat16": 2.0**-6}
 
 
-def noise_key(step: int, kind: str, name: str) -> str:
-    """Return the key under which the noise of a logical tensor is stored."""
-    return f"{step}/{kind}/{name}"
+def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
+    """Return the key under which the noise of a logical tensor is stored.
+
+    A forced step starts from the golden's state: what the steps before have rounded is not in its noise. The
+    first step is the same in both.
+    """
+    return f"{'forced/' if forced and step > 0 else ''}{step}/{kind}/{name}"
 
 
 @dataclass
 class Bounds:
-    """The bounds of one case. `noise` is what calibration measured, by `noise_key`."""
+    """The bounds of one case. `noise` is what calibration measured, by `noise_key`; `forced` says of which steps."""
 
     tolerance: Tolerance
     precision: Precision
     noise: Mapping[str, float]
+    forced: bool = False
     _typical: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def bound(self, step: int, kind: str, name: str, expected_norm: float, kind_norm: float) -> float:
         """Return the largest error that is allowed, in the unit of the check's metric.
 
         `kind_norm` is the norm of all tensors of this kind and step together: what lies below its rounding is
-        noise even where the tensor itself is smaller still.
+        noise even where the tensor itself is smaller still. Below float64 that holds only for a tensor whose own
+        noise was not measured.
         """
         check = check_of(kind)
         if check.exact or self.tolerance.kind == "exact":
@@ -50,12 +56,17 @@ class Bounds:
             assert self.tolerance.atol is not None
             slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
             return self.tolerance.rtol + slack
-        measured = max(self.noise.get(noise_key(step, kind, name), 0.0), self._typical_noise(step, kind))
+        own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
+        measured = max(own, self._typical_noise(step, kind))
         if not math.isfinite(measured):
             measured = 0.0  # an unusable measurement allows nothing
         if check.metric == "largest":
             return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
         rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        if self.precision != "float64" and own > 0.0:
+            rounding = (
+                0.0  # it was measured: below float64 one unit of the whole kind would hide small tensors
+            )
         return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
 
     def zero_bound(self) -> float:
@@ -65,7 +76,7 @@ class Bounds:
     def _typical_noise(self, step: int, kind: str) -> float:
         key = (step, kind)
         if key not in self._typical:
-            prefix = noise_key(step, kind, "")
+            prefix = noise_key(step, kind, "", forced=self.forced)
             values = [value for name, value in self.noise.items() if name.startswith(prefix)]
             largest = check_of(kind).metric == "largest"
             finite = [value for value in values if math.isfinite(value)]

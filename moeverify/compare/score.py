@@ -18,6 +18,7 @@ class FaultRow(Record):
     title: str
     source: str
     is_moe: bool
+    verdict: str
     detected: bool
     located: bool
     cause_named: bool
@@ -33,12 +34,18 @@ class FaultRow(Record):
 
 
 class CleanRow(Record):
-    """One clean run: a layout, a precision, a seed, a recipe, and what it should not change."""
+    """One clean run: a layout, a precision, a seed, a recipe, and what it should not change.
+
+    `worst` is the largest share of a bound that was used; `blind` of `tensors` have a bound that shows little.
+    """
 
     name: str
     group: str
     verdict: str
     worst: float
+    tensors: int = 0
+    blind: int = 0
+    seconds: float = 0.0
     detail: str = ""
 
 

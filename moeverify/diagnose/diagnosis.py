@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, TRACE, check_of
@@ -199,6 +200,7 @@ def _with_verdict(head: Finding, named: Named, num_tensors: int) -> Finding:
     if named.verdict is None:
         cause = f"no linear combination of the golden's parts explains it{others}"
         tried = [f"{fit.name}: {fit.words}" for fit in named.fits if fit.verdict == "no"]
+        tried += _advise_float64(named.suspects)
         return head.model_copy(update={"cause": cause, "evidence": (*head.evidence, *tried)})
     verdict = named.verdict
     return head.model_copy(
@@ -209,6 +211,14 @@ def _with_verdict(head: Finding, named: Named, num_tensors: int) -> Finding:
             "evidence": (*head.evidence, *verdict.evidence),
         }
     )
+
+
+def _advise_float64(suspects: Sequence[Suspect]) -> list[str]:
+    """Return what to do where rounding may be all that keeps a cause from being seen."""
+    if not suspects or suspects[0].precision == torch.float64:
+        return []
+    precision = str(suspects[0].precision).removeprefix("torch.")
+    return [f"rounding of {precision} hides causes: --set recipe.precision=float64 names them"]
 
 
 def _with_evidence(finding: Finding, named: Named, material: Material) -> Finding:

@@ -86,6 +86,5 @@ def find_fault(number: str) -> Fault:
     """
     faults = load_faults()
     if number.upper() not in faults:
-        known = ", ".join(faults)
-        raise CaseError([Problem(f"no fault `{number}`", remedy=f"the faults are {known}")])
+        raise CaseError([Problem(f"no fault `{number}`", remedy="`moeverify faults list` shows all")])
     return faults[number.upper()]

@@ -38,7 +38,7 @@ _TORCH_WITH_CLASSES = (
 @contextmanager
 def restored() -> Iterator[None]:
     """Put back every attribute of the watched modules, and of classes defined in them, when the block ends."""
-    before = [(holder, dict(vars(holder))) for holder in _holders()]
+    before = [(holder, dict(vars(holder))) for holder in list_holders()]
     try:
         yield
     finally:
@@ -46,7 +46,8 @@ def restored() -> Iterator[None]:
             _put_back(holder, attributes)
 
 
-def _holders() -> Iterator[Any]:
+def list_holders() -> Iterator[Any]:
+    """Yield the modules and classes that are watched."""
     for name, module in list(sys.modules.items()):
         if module is None or not (name.startswith(_PREFIXES) or name in _TORCH):
             continue

@@ -22,7 +22,7 @@ from moeverify.errors import FormatError
 from moeverify.layout.region import Region
 
 _INDEX = "golden.json"
-_VERSION = 1
+_VERSION = 2
 
 
 def tensor_key(kind: str, name: str) -> str:

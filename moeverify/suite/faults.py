@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from moeverify.case.schema import Case
+from moeverify.case.schema import Case, Precision
 from moeverify.compare.result import CaseResult, Event, Finding
 from moeverify.compare.score import FaultRow
 from moeverify.faults.fault import Fault
@@ -60,6 +60,20 @@ def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
     return case.model_copy(update={"name": f"{fault.number}{role}", "description": fault.title})
 
 
+def change_precision(fault: Fault, precision: Precision) -> Fault:
+    """Return the fault under the same recipe in another precision."""
+
+    def change(case: Case | None) -> Case | None:
+        if case is None:
+            return None
+        changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
+        return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
+
+    case = change(fault.case)
+    assert case is not None
+    return replace(fault, case=case, saver=change(fault.saver))
+
+
 def score(fault: Fault, result: CaseResult) -> FaultRow:
     """Return how well the findings of one run describe the fault."""
     origins = [finding for finding in result.findings if not finding.follows]
@@ -70,6 +84,7 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
         title=fault.title,
         source=fault.source,
         is_moe=fault.is_moe,
+        verdict=result.verdict,
         detected=detected,
         located=first is not None and fault.expected.locates(place_text(first)),
         cause_named=first is not None and first.code in {cause.value for cause in fault.expected.causes},

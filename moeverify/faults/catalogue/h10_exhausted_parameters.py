@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from moeverify.case.schema import Recipe
 from moeverify.diagnose.cause import Cause
@@ -17,8 +18,8 @@ def inject() -> None:
     """Give norm and clip one iterator over the parameters."""
 
     def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
-        once = replace(program, holdings=iter(program.holdings))  # type: ignore[arg-type]
-        original(recipe, once, observer, step)
+        once: Any = iter(program.holdings)
+        original(recipe, replace(program, holdings=once, counted=once), observer, step)
 
     original = loop._clip
     loop._clip = clip

@@ -6,15 +6,24 @@ from moeverify.suite import clean
 from moeverify.suite.options import RunOptions
 
 
-def test_clean_runs_raise_no_alarm(tmp_path, monkeypatch):
-    chosen = [run for run in clean.clean_cases(1) if run[1].layout.world_size == 2][::12]
-    monkeypatch.setattr(clean, "clean_cases", lambda num_seeds: iter(chosen))
+def test_clean_runs_raise_no_alarm(tmp_path):
+    chosen = [run for run in clean.choose_clean(1) if run[1].layout.world_size == 2][::18]
     options = RunOptions(device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"))
-    rows = clean.run_clean(1, options, lambda event: None)
+    rows = clean.run_clean(chosen, options, lambda event: None)
     assert len(rows) == len(chosen) > 8
     assert [(row.name, row.detail) for row in rows if row.verdict != "pass"] == []
     assert all(row.worst < 1 for row in rows)
 
 
-def test_the_matrix_has_at_least_300_runs():
-    assert len(list(clean.clean_cases(2))) >= 300
+def test_the_matrix_has_at_least_300_runs_of_every_kind():
+    runs = clean.choose_clean(1)
+    assert len(runs) >= 300
+    assert len({case.name for _, case, _ in runs}) == len(runs)
+    layouts = [case.layout for _, case, _ in runs]
+    assert {layout.data_parallel for layout in layouts} == {"ddp", "fsdp1", "fsdp2"}
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp"):
+        assert any(getattr(layout, axis) > 1 for layout in layouts), axis
+    assert any(layout.expert_tp not in (1, layout.tp) for layout in layouts)
+    assert any(layout.tp > 1 and layout.expert_tp == 1 for layout in layouts)
+    assert {case.recipe.precision for _, case, _ in runs} == {"float64", "float32", "bfloat16"}
+    assert sum(group.startswith("null") for group, _, _ in runs) >= 100

@@ -169,6 +169,25 @@ def test_calibrated_bounds_follow_the_noise_and_never_an_unusable_one() -> None:
     assert small == pytest.approx(2.0**-23 / 1e-9)  # below the rounding of its kind
 
 
+def test_below_float64_the_rounding_of_its_kind_hides_no_tensor_whose_noise_was_measured() -> None:
+    noise = {"0/gradient/a": 0.01, "0/gradient/b": 0.01}
+    measured = Bounds(Tolerance(factor=8.0), "bfloat16", noise)
+    assert measured.bound(0, "gradient", "a", 0.01, 1.0) == pytest.approx(0.08)  # and not 2**-7 / 0.01
+    assert measured.bound(0, "gradient", "c", 0.01, 1.0) == pytest.approx(2.0**-7 / 0.01)
+    known = Bounds(Tolerance(factor=8.0), "float64", {"0/gradient/a": 1e-15})
+    assert known.bound(0, "gradient", "a", 1e-9, 1.0) == pytest.approx(2.0**-52 / 1e-9)
+
+
+def test_a_forced_step_has_bounds_of_its_own_from_the_second_on() -> None:
+    noise = {"0/gradient/a": 0.01, "1/gradient/a": 0.05, "forced/1/gradient/a": 0.02, "1/gradient/b": 0.05}
+    free, forced = (Bounds(Tolerance(factor=8.0), "bfloat16", noise, forced) for forced in (False, True))
+    assert [bounds.bound(0, "gradient", "a", 1.0, 1.0) for bounds in (free, forced)] == pytest.approx(
+        [0.08] * 2
+    )
+    assert free.bound(1, "gradient", "a", 1.0, 1.0) == pytest.approx(0.4)
+    assert forced.bound(1, "gradient", "a", 1.0, 1.0) == pytest.approx(0.16)
+
+
 def test_exact_and_fixed_bounds() -> None:
     assert Bounds(Tolerance(kind="exact"), "float64", {}).bound(0, "gradient", "a", 1.0, 1.0) == 0.0
     fixed = Bounds(Tolerance(kind="fixed", rtol=1e-3, atol=1e-2), "float64", {})

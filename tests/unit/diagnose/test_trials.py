@@ -1,5 +1,6 @@
 """The evidence behind a cause: every test says something, also those that say no."""
 
+import pytest
 import torch
 
 from moeverify.compare.result import Finding
@@ -147,3 +148,16 @@ def test_an_origin_carries_its_place_and_trials_and_a_follower_none():
     assert follower.follows == origin.tensor
     assert follower.trials == ()
     assert follower.place is None
+
+
+@pytest.mark.parametrize(("precision", "says"), [(torch.float64, False), (torch.bfloat16, True)])
+def test_where_rounding_may_hide_a_cause_the_way_to_see_it_is_told(precision, says):
+    expected = draw(6, 4)
+    suspect = make(expected, draw(6, 4, seed=3), draw(6, 4, seed=3))
+    suspect.precision = precision
+    finding = Finding(
+        check="gradient", tensor=suspect.name, step=0, rank=0, ranks=(0, 1), error=1.0, bound=0.1
+    )
+    (told,) = diagnose([finding], Material(suspects={suspect.key: suspect}, axes=AXES))
+    assert told.cause.startswith("no linear combination")
+    assert any("--set recipe.precision=float64" in line for line in told.evidence) == says

@@ -1,0 +1,68 @@
+"""`moeverify faults` and `--fault` with what is not there: one clear message, exit code 2, and nothing is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+UNKNOWN = "`moeverify faults list` shows all"
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["run", "Z99", "QQ"], ["2 problems", "no fault `Z99`", "no fault `QQ`", UNKNOWN]),
+        (["run", "a1"], ["no fault `a1`", "did you mean `A"]),
+        (["show", "Z99"], ["no fault `Z99`", UNKNOWN]),
+        (["list", "Z99"], ["no fault `Z99`", UNKNOWN]),
+        (["run", "A", "-k", "no-such-word"], ["no fault of ", "matches `no-such-word`", UNKNOWN]),
+        (["run", "-k", "and"], ["`and` cannot be read: expected a word"]),
+        (["clean", "-k", "no-such-word"], ["no clean run of ", "matches `no-such-word`", "seed 0"]),
+        (["clean", "-k", "("], ["`(` cannot be read"]),
+        (["run", "A01", "--precision", "float16"], ["Invalid value for '--precision'"]),
+        (["run", "A01", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
+        (["clean", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
+    ],
+)
+def test_what_is_not_there(invoke: Any, words: list[str], texts: list[str]) -> None:
+    result = invoke("faults", *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    for text in texts:
+        assert text in flat(result.stderr)
+
+
+def test_faults_are_chosen_by_number_by_class_and_by_words(invoke: Any) -> None:
+    def numbers(*words: str) -> list[str]:
+        lines = invoke("faults", "list", *words).stdout.splitlines()
+        return [line.split()[0] for line in lines]
+
+    assert len(numbers()) >= 100
+    assert numbers("m") == ["M01", "M02", "M03"]
+    assert numbers("b01", "M02") == ["B01", "M02"]
+    assert "B01" in numbers("-k", "router and tp")
+    assert "B05" not in numbers("-k", "router and tp")
+    assert set(numbers("B", "-k", "router")) < set(numbers("B"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("no_such_module:f", "there is no module `no_such_module` for `no_such_module:f`"),
+        ("moeverify.faults.no_such:f", "there is no module `moeverify.faults.no_such`"),
+        ("own:brek", "has no `brek` did you mean `break_it`?"),
+        ("own", "`own` is no function write `package.module:function`"),
+        ("broken:f", "broken.py:1: "),
+    ],
+)
+def test_a_function_that_is_not_there(invoke: Any, case_file: Path, fault: str, text: str) -> None:
+    (case_file.parent / "own.py").write_text("def break_it():\n    pass\n")
+    (case_file.parent / "broken.py").write_text("def (:\n")
+    result = invoke("run", case_file, "--fault", fault)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert text in flat(result.stderr)
