@@ -92,6 +92,17 @@ def _begin(case: Case, device: torch.device, seed: int | None = None) -> Trainin
     return TrainingState.begin(case.recipe, program)
 
 
+@torch.no_grad()
+def _spoil(state: TrainingState) -> None:
+    """Change all that a load must restore: of a fresh state much is as it was saved, and would need no load."""
+    for held in state.tensors():
+        held.local().add_(1)
+    for group in state.optimizer.param_groups:
+        for key in ("lr", "weight_decay", "initial_lr"):
+            group[key] = 3.0 * group[key] + 1.0
+    state.schedule.base_lrs = [group["initial_lr"] for group in state.optimizer.param_groups]
+
+
 def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Any) -> None:
     train_step(state, observer, golden if replays_routing(case) else None)
     torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
@@ -176,6 +187,8 @@ def load_case(
             resolve(fault, "--fault")()
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
         state.materialize()
+        _spoil(state)
+        seed_generators(case.recipe.seed + _OTHER_SEED, 0, rank)
         before = {name: local.clone() for name, local, _ in list_state(state)}
         try:
             facts, states = resume(state, folder / "checkpoint", describe(case), device)
