@@ -37,7 +37,8 @@ def save(
     ranks hold, one writes it. The folder appears when everything is on disk; it must not be there yet, so no
     checkpoint is ever written over. Collective: all ranks of `group`, by default all ranks.
 
-    Raises: FormatError where `folder` is there; MachineError where a rank could not write, on every rank.
+    Raises: FormatError where `folder` is there; MachineError where a rank could not write, or was lost, on every
+    rank that is left.
     """
     Saving(folder, tensors, facts, group).run()
 
@@ -92,7 +93,7 @@ class Saving:
     def wait(self) -> None:
         """Return when the checkpoint is there.
 
-        Raises: MachineError where a rank could not write, on every rank.
+        Raises: MachineError where a rank could not write, or was lost, on every rank that is left.
         """
         self._guard(self._future.result)
 
@@ -117,12 +118,23 @@ class Saving:
                 raise cause from None
             message = f"rank {rank} could not save to {self.folder}: {type(cause).__name__}: {cause}"
             raise MachineError(f"{message}; there is no such checkpoint, and none was changed") from cause
+        except RuntimeError as error:
+            if not dist.is_initialized():
+                raise
+            self._remove()
+            first = str(error).partition("\n")[0]
+            is_there = (self.folder / MANIFEST).is_file()
+            state = "it is complete" if is_there else "there is no such checkpoint, and none was changed"
+            raise MachineError(
+                f"the ranks lost each other while {self.folder} was saved ({first}); {state}"
+            ) from error
         except BaseException:
             self._remove()
             raise
 
     def _remove(self) -> None:
         if _rank(self._group) == 0:
+            self._writer.cancel()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _agree(self, facts: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

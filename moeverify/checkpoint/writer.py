@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ from moeverify.checkpoint.manifest import (
     StoredTensor,
     write_manifest,
 )
+from moeverify.errors import MachineError
 
 _CHUNK = 1 << 24  # bytes that are hashed while they are in the cache, then written
 
@@ -92,6 +94,16 @@ class SafeWriter(StorageWriter):
         self.folder = folder
         self.partial = partial
         self.facts = facts
+        self._naming = threading.Lock()
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Take care that the checkpoint gets no name any more, unless it has it when this returns.
+
+        A save in the background goes on after an interrupt; what it has written may be removed after this.
+        """
+        with self._naming:
+            self._is_cancelled = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer writes one checkpoint."""
@@ -131,7 +143,10 @@ class SafeWriter(StorageWriter):
             for key, known in metadata.state_dict_metadata.items()
             if isinstance(known, TensorStorageMetadata)
         }
-        commit(self.folder, self.partial, Manifest(self.facts, files, tensors))
+        with self._naming:
+            if self._is_cancelled:
+                raise MachineError("the save was interrupted")
+            commit(self.folder, self.partial, Manifest(self.facts, files, tensors))
 
     def storage_meta(self) -> StorageMeta:
         """Return what torch wants to log."""

@@ -43,7 +43,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     steps: list[tuple[str, str]] = []
     if case.verdict == "skipped":
         return steps
-    if case.saved_by:
+    if case.saver_file or case.saved_by:
         return _advise_pair(case, command, kept.folder)
     if not case.file:  # it came from Python: there is no command that repeats it
         return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps

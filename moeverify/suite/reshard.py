@@ -12,6 +12,7 @@ from typing import Any
 from moeverify.case.schema import Case, Layout
 from moeverify.compare.result import CaseResult, RunResult
 from moeverify.errors import CaseError, Problem
+from moeverify.launch.plan import JobOutcome
 from moeverify.launch.world import external_world
 from moeverify.suite.machine import choose_device
 from moeverify.suite.options import RunOptions
@@ -148,9 +149,32 @@ class _PairRun(CaseRun):
         place = self._folder / "checkpoints" / f"{task.place:04d}"
         return {"kind": "save" if task.pair is None else "load", "checkpoint": str(place)}
 
+    def find_obstacle(self, case: Case) -> str:
+        """Return why a save or a load cannot run here: what cannot be saved cannot be loaded either."""
+        pair = self.tasks[case.name].pair
+        own = super().find_obstacle(case)
+        if own or pair is None:
+            return own
+        of_saver = super().find_obstacle(pair.saver)
+        return of_saver and f"{pair.saver.name} cannot save here: {of_saver}"
+
+    def judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
+        """Return the verdict of a job; a load without its save says so, and not that a folder is missing."""
+        task, result = self.tasks[case.name], super().judge(case, outcome)
+        if task.pair is None or result.verdict != "error":
+            return result
+        saved = next(
+            self.results.get(name)
+            for name, other in self.tasks.items()
+            if other.pair is None and other.place == task.place
+        )
+        if saved is None or saved.verdict == "pass":
+            return result
+        return result.model_copy(update={"reason": f"nothing to load: `{saved.name}` failed"})
+
 
 def _leave_out_saves(result: RunResult, tasks: Mapping[str, _Task]) -> RunResult:
-    """Return the result with the pairs, and the saves that did not succeed."""
+    """Return the result with the pairs, and the saves that failed."""
     kept = []
     for case in result.cases:
         pair = tasks[case.name].pair
@@ -161,6 +185,6 @@ def _leave_out_saves(result: RunResult, tasks: Mapping[str, _Task]) -> RunResult
                 "saver_file": pair.saver.file,
             }
             kept.append(case.model_copy(update=named))
-        elif case.verdict != "pass":
-            kept.append(case)
+        elif case.verdict not in ("pass", "skipped"):
+            kept.append(case.model_copy(update={"saver_file": case.file}))
     return result.model_copy(update={"cases": tuple(kept)})

@@ -40,6 +40,9 @@ from moeverify.train.target import resolve
 _OTHER_SEED = 1 << 20
 """Added to the seed of a model that is loaded into, so that what was not loaded shows."""
 
+_BATCH_BYTES = 1 << 26
+"""How much rank 0 is sent at a time; a collective for each tensor would take longer than the training."""
+
 SCALAR = Region.whole(())
 
 
@@ -89,6 +92,17 @@ def _begin(case: Case, device: torch.device, seed: int | None = None) -> Trainin
     return TrainingState.begin(case.recipe, program)
 
 
+@torch.no_grad()
+def _spoil(state: TrainingState) -> None:
+    """Change all that a load must restore: of a fresh state much is as it was saved, and would need no load."""
+    for held in state.tensors():
+        held.local().add_(1)
+    for group in state.optimizer.param_groups:
+        for key in ("lr", "weight_decay", "initial_lr"):
+            group[key] = 3.0 * group[key] + 1.0
+    state.schedule.base_lrs = [group["initial_lr"] for group in state.optimizer.param_groups]
+
+
 def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Any) -> None:
     train_step(state, observer, golden if replays_routing(case) else None)
     torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
@@ -115,18 +129,37 @@ def list_state(
 def _keep(folder: Path, state: TrainingState, generators: Sequence[Holding]) -> None:
     """Write all whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
     mine = {name: (region, local.cpu()) for name, local, region in list_state(state, generators)}
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(mine))
+    sizes = {name: local.nbytes for name, (_, local) in mine.items()}
+    known: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(known, sizes)
     shares = gather_on_first(_hash_all(state))
     with GoldenWriter(folder) as writer:
-        for name in dict.fromkeys(name for listed in names for name in listed):
-            for found in gather_on_first(mine.get(name)) or ():
-                if found is not None:
-                    region, local = found
+        for names in _fill_batches(known):
+            # Copies: a view would take all of its storage along, under FSDP1 the whole flat parameter.
+            sent = {name: (mine[name][0], mine[name][1].clone()) for name in names if name in mine}
+            for found in gather_on_first(sent) or ():
+                for name, (region, local) in found.items():
                     writer.observe(state.step - 1, "loaded", name, local.reshape(region.local_shape), region)
         if shares is not None:
             writer.finish({}, {"experts": merge_hashes(shares)})
     dist.barrier()
+
+
+def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
+    """Yield the names of all ranks, so many at a time that rank 0 gets a bounded number of bytes."""
+    totals: dict[str, int] = {}
+    for sizes in known:
+        for name, size in sizes.items():
+            totals[name] = totals.get(name, 0) + size
+    batch: list[str] = []
+    room = _BATCH_BYTES
+    for name, size in totals.items():
+        if batch and size > room:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch.append(name)
+        room -= size
+    yield batch
 
 
 def _hash_all(state: TrainingState) -> dict[str, tuple[str, list[int]]]:
@@ -154,6 +187,8 @@ def load_case(
             resolve(fault, "--fault")()
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
         state.materialize()
+        _spoil(state)
+        seed_generators(case.recipe.seed + _OTHER_SEED, 0, rank)
         before = {name: local.clone() for name, local, _ in list_state(state)}
         try:
             facts, states = resume(state, folder / "checkpoint", describe(case), device)

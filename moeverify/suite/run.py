@@ -133,15 +133,19 @@ class CaseRun:
             limit, why = world.world_size, f"{world.launcher} started {world.world_size} ranks"
         if self.options.num_ranks is not None and self.options.num_ranks < limit:
             limit, why = self.options.num_ranks, f"--ranks {self.options.num_ranks}"
-        self._most_ranks = limit
+        self._most_ranks, self._why_no_more = limit, why
         for case in self.cases:
-            needed = case.layout.world_size
-            if needed > limit:
-                self._end(case, self._result(case, "skipped", f"needs {needed} ranks; {why}"))
-            elif obstacle := find_obstacle(case, self.device):
-                self._end(case, self._result(case, "skipped", obstacle))
+            if reason := self.find_obstacle(case):
+                self._end(case, self._result(case, "skipped", reason))
             else:
                 self._runnable.append(case)
+
+    def find_obstacle(self, case: Case) -> str:
+        """Return why a case cannot run here, or nothing."""
+        needed = case.layout.world_size
+        if needed > self._most_ranks:
+            return f"needs {needed} ranks; {self._why_no_more}"
+        return find_obstacle(case, self.device)
 
     def _golden_ranks(self) -> int:
         """Return how many ranks make goldens side by side: no more than the cases need anyway."""
@@ -180,7 +184,7 @@ class CaseRun:
             self._take_goldens(outcome)
             return
         case = self._runnable[outcome.index - 1]
-        self._end(case, self._judge(case, outcome))
+        self._end(case, self.judge(case, outcome))
 
     def _take_goldens(self, outcome: JobOutcome) -> None:
         if outcome.state != "done" or outcome.result is None:
@@ -196,7 +200,8 @@ class CaseRun:
             print_ = recipe.fingerprint()
             self._states[print_] = self._goldens.examine(recipe, found[print_], device_class)
 
-    def _judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
+    def judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
+        """Return the verdict of a case whose job has ended."""
         state = self._states[case.recipe.fingerprint()]
         missing_is_fine = state.status == "missing" and not self.options.require_goldens
         if state.status != "recorded" and not missing_is_fine:

@@ -1,0 +1,127 @@
+"""Saves and loads on real ranks: what passes, what a fault shows, and what a load refuses with nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from moeverify.case.load import build_case
+from moeverify.case.schema import Case
+from moeverify.compare.result import CaseResult
+from moeverify.suite.options import RunOptions
+from moeverify.suite.reshard import Pair, make_pairs, run_pairs
+
+pytestmark = pytest.mark.timeout(900)  # many jobs of two ranks, on a machine that may be busy
+
+RECIPE = {
+    "name": "reshard-test",
+    "model": {"preset": "stress", "num_layers": 2, "num_dense_layers": 1},
+    "data": {"batch": 4, "seq_len": 8},
+    "optimizer": {"lr": 0.01, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1},
+    "precision": "float64",
+    "steps": 3,
+}
+LAYOUT = {"dp_shard": 2, "ep": 2}
+
+# What each fault must show: the words of a finding of the check `loaded`, or of the refusal.
+FINDINGS = {
+    "leak": ("weight/", ""),
+    "forget_options": (": lr", "it was not loaded"),
+    "forget_decay": ("weight_decay", "it was not loaded"),
+    "forget_generators": ("rng/", ""),
+    "exchange_experts": ("moe.experts", ""),
+}
+REFUSALS = {
+    "flip_a_bit": ("rank-00001.safetensors", "is damaged", "checksum"),
+    "cut_off": ("rank-00001.safetensors", "was cut off"),
+    "remove_file": ("rank-00001.safetensors", "missing"),
+    "remove_manifest": ("checkpoint.json", "never ended"),
+    "put_foreign": (".metadata", "pickle", "was not read"),
+    "lose_a_key": ("has no `weight/layers.1.moe.router.bias`",),
+    "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
+    "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),
+}
+IN_BACKGROUND = ("write_late", "leak")
+
+
+def make_case(name: str, asynchronous: bool = False, **layout: object) -> Case:
+    checkpoint = {"after": 1, "asynchronous": asynchronous}
+    fields = {"name": name, "recipe": RECIPE, "layout": layout or LAYOUT, "checkpoint": checkpoint}
+    return build_case(fields)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult]:
+    """Return what came of each fault, all in as few launches as possible."""
+    folder = tmp_path_factory.mktemp("reshard")
+    pairs, faults = {}, {}
+    for name in ("write_late", *FINDINGS, *REFUSALS):
+        saver = make_case(f"{name}-saves", asynchronous=name in IN_BACKGROUND)
+        loader = saver if name == "forget_generators" else make_case(f"{name}-loads", dp_shard=2)
+        pairs[name] = Pair(saver, loader)
+        faults[pairs[name].name] = f"reshard_faults:{name}"
+    options = RunOptions(
+        device="cpu",
+        folder=folder / "run",
+        golden_folder=folder / "goldens",
+        cache_folder=folder / "cache",
+        require_goldens=False,
+    )
+    result = run_pairs(list(pairs.values()), options, lambda event: None, faults)
+    assert result is not None
+    by_name = {case.name: case for case in result.cases}
+    return {name: by_name[pair.name] for name, pair in pairs.items()}
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(results: Mapping[str, CaseResult]) -> None:
+    result = results["write_late"]
+    assert result.verdict == "pass", (result.reason, result.findings[:3])
+    (loaded,) = [check for check in result.checks if check.name == "loaded"]
+    assert loaded.tensors > 100
+    assert loaded.worst is not None
+    assert loaded.worst.bound == 0
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_what_was_not_restored_shows(name: str, results: Mapping[str, CaseResult]) -> None:
+    tensor, cause = FINDINGS[name]
+    result = results[name]
+    assert result.verdict == "mismatch", result.reason
+    shown = [finding for finding in result.findings if finding.check == "loaded" and tensor in finding.tensor]
+    assert shown
+    assert cause in shown[0].cause
+    if name == "exchange_experts":
+        assert "experts" in {check.name for check in result.checks if check.verdict == "mismatch"}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_refused_and_leaves_all_as_it_was(name: str, results: Mapping[str, CaseResult]) -> None:
+    result = results[name]
+    assert result.verdict == "error"
+    assert result.reason.startswith("not loaded: "), result.reason
+    for words in REFUSALS[name]:
+        assert words in result.reason
+
+
+def test_a_layout_that_cannot_run_here_is_neither_loaded_nor_loaded_from(tmp_path: Path) -> None:
+    pairs = make_pairs([make_case("wide", dp_shard=2)])
+    options = RunOptions(
+        device="cpu",
+        num_ranks=1,
+        golden_folder=tmp_path / "goldens",
+        cache_folder=tmp_path / "cache",
+        require_goldens=False,
+    )
+    result = run_pairs(pairs, options, lambda event: None)
+    assert result is not None
+    assert {case.name: case.verdict for case in result.cases} == {
+        "single -> single": "pass",
+        "single -> wide": "skipped",
+        "wide -> single": "skipped",
+        "wide -> wide": "skipped",
+    }
+    assert "wide cannot save here: needs 2 ranks" in next(
+        case.reason for case in result.cases if case.name == "wide -> single"
+    )
