@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.case.schema import Case, ForeignModel
+from moeverify.compare.batch import Fingerprints
 from moeverify.compare.bounds import Bounds
 from moeverify.compare.checks import UNCOMPARED_KINDS
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
-from moeverify.compare.difference import fingerprint_bits
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
 from moeverify.compare.result import Finding
 from moeverify.faults.restore import restored
@@ -134,14 +134,23 @@ class BitRecorder:
         """Do nothing: steps are told apart by what is observed."""
 
     def __init__(self) -> None:
-        self.bits: list[tuple[Key, Tensor | None]] = []
+        self._keys: list[tuple[Key, bool]] = []
+        self._bits = Fingerprints()
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Hash one piece; see `moeverify.layout.observer.Observer`."""
         if kind in UNCOMPARED_KINDS:
             return
         empty = local is None or region.numel == 0
-        self.bits.append(((step, kind, name), None if empty else fingerprint_bits(local)))  # type: ignore[arg-type]
+        self._keys.append(((step, kind, name), empty))
+        if not empty:
+            self._bits.add(local)  # type: ignore[arg-type]
+
+    def hashes(self) -> Iterator[tuple[Key, int | None]]:
+        """Yield what was observed, in its order, with the hash of its bits; None where there was nothing."""
+        values = iter(self._bits.values().tolist())
+        for key, empty in self._keys:
+            yield key, None if empty else next(values)
 
 
 def _repeat(case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry]) -> list[Key]:
@@ -151,8 +160,8 @@ def _repeat(case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequen
     _train(case, golden, assemble, recorder, num_steps=num_steps)
     before = [entry for entry in first if entry.step < num_steps]
     differing = []
-    for entry, (key, bits) in zip(before, recorder.bits, strict=True):
-        if bits is not None and entry.state != "absent" and int(bits) != entry.bits:
+    for entry, (key, bits) in zip(before, recorder.hashes(), strict=True):
+        if bits is not None and entry.state != "absent" and bits != entry.bits:
             differing.append(key)
     return differing
 
