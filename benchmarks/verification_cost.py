@@ -191,7 +191,7 @@ def work(options):
     import torch
     import torch.distributed as dist
 
-    from moeverify.suite.verification import _BitRecorder
+    from moeverify.suite.verification import BitRecorder
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -207,7 +207,7 @@ def work(options):
     for _ in range(options.pairs):
         alone.append(bench.run(None)[0])
         compared.append(bench.run(bench.compare())[0])
-        repeated.append(bench.run(_BitRecorder(), num_steps=1)[0])
+        repeated.append(bench.run(BitRecorder(), num_steps=1)[0])
     peaks = {}
     for name, make in (("alone", lambda: None), ("compared", bench.compare)):
         with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeverify.compare.batch import Differences, Fingerprints
 from moeverify.compare.checks import UNCOMPARED_KINDS, ZERO_KINDS
-from moeverify.compare.difference import NUM_STATISTICS, Difference, fingerprint_bits, measure
+from moeverify.compare.difference import Difference
 from moeverify.layout.region import Region
 
 
@@ -51,8 +52,8 @@ class Comparison:
         self._reference = reference
         self._hash_bits = hash_bits
         self._pending: list[tuple[int, str, str, Region, str, tuple[int, ...]]] = []
-        self._statistics: list[Tensor] = []
-        self._bits: list[Tensor] = []
+        self._differences = Differences()
+        self._bits = Fingerprints()
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Compare one piece; see `moeverify.layout.observer.Observer`."""
@@ -65,15 +66,9 @@ class Comparison:
             actual = torch.zeros(region.local_shape, dtype=torch.float64)
         else:
             actual = local.detach().reshape(region.local_shape)
-        if expected is None:
-            expected = torch.zeros_like(actual)
-        if region.numel:
-            self._statistics.append(measure(expected, actual))
-            bits = fingerprint_bits(actual) if self._hash_bits else torch.zeros((), dtype=torch.int64)
-        else:
-            self._statistics.append(torch.zeros(NUM_STATISTICS, dtype=torch.float64))
-            bits = torch.zeros((), dtype=torch.int64)
-        self._bits.append(bits)
+        self._differences.add(expected, actual)
+        if self._hash_bits:
+            self._bits.add(actual)
         self._pending.append((step, kind, name, region, state, tuple(actual.shape)))
 
     def begin_step(self, step: int) -> None:
@@ -83,8 +78,8 @@ class Comparison:
         """Yield one entry a piece, in the order of observation."""
         if not self._pending:
             return
-        rows = torch.stack([row.cpu() for row in self._statistics]).tolist()
-        bits = torch.stack([value.cpu() for value in self._bits]).tolist()
+        rows = self._differences.rows().tolist()
+        bits = self._bits.values().tolist() if self._hash_bits else [0] * len(rows)
         for (step, kind, name, region, state, local_shape), row, hashed in zip(
             self._pending, rows, bits, strict=True
         ):

@@ -18,7 +18,7 @@ from moeverify.hashing import GOLDEN_RATIO
 NUM_STATISTICS = 10
 # Elements worked on at a time: on a CPU few enough to stay in its cache, elsewhere enough to fill the device.
 _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
-_LARGEST = torch.finfo(torch.float64).max
+LARGEST = torch.finfo(torch.float64).max
 _STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at different places apart
 
 
@@ -117,7 +117,7 @@ def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
     error = a - e
     size = error.abs()
     worst = torch.argmax(size)
-    nonfinite = error.numel() - torch.count_nonzero(size <= _LARGEST)
+    nonfinite = error.numel() - torch.count_nonzero(size <= LARGEST)
     return torch.stack(
         [
             error.new_tensor(float(error.numel())),
@@ -148,7 +148,7 @@ def fingerprint_bits(local: Tensor) -> Tensor:
     Two tensors of one dtype have the same hash if and, up to a chance of about 2**-64, only if they are equal
     bit for bit at every position. Shape: () int64, on the device of `local`.
     """
-    words, rest = _as_words(local)
+    words, rest = as_words(local)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = _chunk_size(words)
     places = torch.arange(min(size, words.numel()), device=words.device).mul_(_STRIDE)
@@ -158,16 +158,25 @@ def fingerprint_bits(local: Tensor) -> Tensor:
         total += _scramble(keyed).sum()
     if rest.numel():
         places = torch.arange(words.numel(), words.numel() + rest.numel(), device=words.device)
-        total += _scramble(rest * GOLDEN_RATIO + places * _STRIDE).sum()
+        total += hash_words(rest, places).sum()
     return total
 
 
-def _as_words(local: Tensor) -> tuple[Tensor, Tensor]:
+def hash_words(words: Tensor, places: Tensor) -> Tensor:
+    """Return the addend of each word (int64) at its place to the hash of its tensor."""
+    return _scramble(torch.mul(words, GOLDEN_RATIO).add_(places * _STRIDE))
+
+
+def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bits as int64, eight bytes a word, and what is left over as int64 of its own, an element each.
+
+    Shapes: any; returns (W,) and (R,).
 
     The division depends on dtype and shape alone, never on where the values lie in memory.
     """
     flat = local.detach().contiguous().reshape(-1)
+    if flat.element_size() == 8:
+        return flat.view(torch.int64), flat.new_empty(0, dtype=torch.int64)
     flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
     per_word = max(8 // flat.element_size(), 1)
     num_packed = flat.numel() // per_word * per_word

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 
 from moeverify.case.schema import Layout
 
+EXPERT_AXES = ("efsdp", "edp", "ep", "etp")
+"""Axes of the sparse view alone: they place experts, and the tokens that travel to them."""
+
 
 @dataclass(frozen=True)
 class View:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.case.schema import Layout
-from moeverify.layout.mesh import MeshPlan, View
+from moeverify.layout.mesh import EXPERT_AXES, MeshPlan, View
 from moeverify.layout.stages import end_ranks
 
 
@@ -51,11 +53,18 @@ class Meshes:
 
 
 def build_meshes(layout: Layout, device_type: str) -> Meshes:
-    """Return the meshes of a layout. Collective: all ranks of the default process group."""
+    """Return the meshes of a layout. Collective: all ranks of the default process group.
+
+    Every group costs each of its ranks a thread and a connection to every other, so those with the same ranks are
+    one: all of a single rank, the default group where an axis has all ranks, and axes outside the experts.
+    """
     plan = MeshPlan.of(layout)
+    made: dict[object, ProcessGroup] = {}
 
     def build(view: View) -> DeviceMesh:
-        return init_device_mesh(device_type, tuple(view.axes.values()), mesh_dim_names=tuple(view.axes))
+        groups = [_find_group(view, axis, made) for axis in view.axes]
+        ranks = torch.arange(view.world_size).reshape(tuple(view.axes.values()))
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(view.axes))
 
     return Meshes(
         plan,
@@ -65,6 +74,31 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         build(plan.loss),
         _group_ends(layout, plan) if layout.pp > 1 else None,
     )
+
+
+def _find_group(view: View, axis: str, made: dict[object, ProcessGroup]) -> ProcessGroup:
+    """Return this rank's group along an axis, a new one if none of `made` has the same part in training.
+
+    What experts are reduced over and what their tokens travel on keep groups of their own: these collectives are
+    under way beside those of the dense layers, and would wait for each other in one group.
+    """
+    ranks = next(group for group in view.groups(axis) if dist.get_rank() in group)
+    if len(ranks) == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    apart = axis if axis in EXPERT_AXES and len(ranks) > 1 else ""
+    key = (apart, tuple(ranks))
+    if key not in made:
+        # Each rank makes its own group alone: no rank waits for those that are not in it.
+        made[key] = _make_group(ranks, f"mesh_{axis}" if len(ranks) > 1 else "one rank")
+    return made[key]
+
+
+def _make_group(ranks: Sequence[int], description: str) -> ProcessGroup:
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def _group_ends(layout: Layout, plan: MeshPlan) -> ProcessGroup | None:

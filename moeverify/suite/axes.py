@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeverify.case.schema import Case, ForeignModel
-from moeverify.layout.mesh import MeshPlan
-
-EXPERT_AXES = ("efsdp", "edp", "ep", "etp")
-"""Axes of the sparse view alone: they place experts, and the tokens that travel to them."""
+from moeverify.layout.mesh import EXPERT_AXES, MeshPlan
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 

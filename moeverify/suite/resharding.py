@@ -70,12 +70,12 @@ def save_case(
             saving = save_async(folder / "checkpoint", tensors, facts, dist.new_group(backend="gloo"))
         else:
             save(folder / "checkpoint", tensors, facts)
-        recorder.bits.clear()
+        recorder = BitRecorder()
         while state.step < case.recipe.steps:
             _step(case, state, golden, recorder)
         if saving is not None:
             saving.wait()
-    further = [[*key, None if bits is None else int(bits)] for key, bits in recorder.bits]
+    further = [[*key, bits] for key, bits in recorder.hashes()]
     write_atomically(folder / f"further-{dist.get_rank()}.json", json.dumps(further))
     return {"checks": [], "findings": [], "losses": []} if dist.get_rank() == 0 else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.case.schema import Case, ForeignModel
+from moeverify.compare.batch import Fingerprints
 from moeverify.compare.bounds import Bounds
 from moeverify.compare.checks import UNCOMPARED_KINDS
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
-from moeverify.compare.difference import fingerprint_bits
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
 from moeverify.compare.result import Finding
 from moeverify.faults.restore import restored
@@ -23,7 +23,7 @@ from moeverify.launch.trace import CollectiveTrace
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
-from moeverify.parallel.meshes import build_meshes
+from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.suite.axes import says_something
 from moeverify.suite.claims import axis_claims
 from moeverify.suite.investigation import conclude, gather_material
@@ -44,9 +44,11 @@ def verify_case(
     with restored():
         if fault is not None:
             resolve(fault, "--fault")()
-        observed = _observe(case, golden, device, trace)
+        # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
+        assemble = _Assembly(case, device, build_meshes(case.layout, device.type))
+        observed = _observe(case, golden, assemble, trace)
         judgement = None if observed is None else observed.judgement
-        material = gather_material(case, golden, judgement, lambda: _assemble(case, device), trace)
+        material = gather_material(case, golden, judgement, assemble, trace)
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
@@ -59,6 +61,18 @@ def verify_case(
 
 
 @dataclass(frozen=True)
+class _Assembly:
+    """Makes this rank's program anew for each run of a case, over the same meshes."""
+
+    case: Case
+    device: Any
+    meshes: Meshes
+
+    def __call__(self) -> Program:
+        return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
+
+
+@dataclass(frozen=True)
 class _Observed:
     """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step."""
 
@@ -66,12 +80,14 @@ class _Observed:
     losses: list[tuple[float, float]]
 
 
-def _observe(case: Case, golden: StoredGolden, device: Any, trace: CollectiveTrace) -> _Observed | None:
+def _observe(
+    case: Case, golden: StoredGolden, assemble: _Assembly, trace: CollectiveTrace
+) -> _Observed | None:
     """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     comparison = Comparison(golden)
-    _train(case, golden, device, comparison)
+    _train(case, golden, assemble, comparison)
     entries = list(comparison.entries())
-    differing = None if case.checks.repeat == "never" else _repeat(case, golden, device, entries)
+    differing = None if case.checks.repeat == "never" else _repeat(case, golden, assemble, entries)
     traced = judge_trace(case, trace)
     gathered = gather_on_first((entries, differing))
     if gathered is None or traced is None:
@@ -93,21 +109,17 @@ def _losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
 
 
 def _train(
-    case: Case, golden: StoredGolden, device: Any, observer: Any, *, num_steps: int | None = None
+    case: Case, golden: StoredGolden, assemble: _Assembly, observer: Any, *, num_steps: int | None = None
 ) -> None:
     train(
         case.recipe,
-        _assemble(case, device),
+        assemble(),
         observer,
         golden=golden,
         replay_routing=replays_routing(case),
         forced=case.checks.steps == "forced",
         num_steps=num_steps,
     )
-
-
-def _assemble(case: Case, device: Any) -> Program:
-    return assemble_parallel(case.recipe, case.layout, build_meshes(case.layout, device.type), device)
 
 
 def replays_routing(case: Case) -> bool:
@@ -122,25 +134,34 @@ class BitRecorder:
         """Do nothing: steps are told apart by what is observed."""
 
     def __init__(self) -> None:
-        self.bits: list[tuple[Key, Tensor | None]] = []
+        self._keys: list[tuple[Key, bool]] = []
+        self._bits = Fingerprints()
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Hash one piece; see `moeverify.layout.observer.Observer`."""
         if kind in UNCOMPARED_KINDS:
             return
         empty = local is None or region.numel == 0
-        self.bits.append(((step, kind, name), None if empty else fingerprint_bits(local)))  # type: ignore[arg-type]
+        self._keys.append(((step, kind, name), empty))
+        if not empty:
+            self._bits.add(local)  # type: ignore[arg-type]
+
+    def hashes(self) -> Iterator[tuple[Key, int | None]]:
+        """Yield what was observed, in its order, with the hash of its bits; None where there was nothing."""
+        values = iter(self._bits.values().tolist())
+        for key, empty in self._keys:
+            yield key, None if empty else next(values)
 
 
-def _repeat(case: Case, golden: StoredGolden, device: Any, first: Sequence[Entry]) -> list[Key]:
+def _repeat(case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry]) -> list[Key]:
     """Train once more, over the steps that are repeated, and return what came out with other bits on this rank."""
     recorder = BitRecorder()
     num_steps = _num_repeated(case)
-    _train(case, golden, device, recorder, num_steps=num_steps)
+    _train(case, golden, assemble, recorder, num_steps=num_steps)
     before = [entry for entry in first if entry.step < num_steps]
     differing = []
-    for entry, (key, bits) in zip(before, recorder.bits, strict=True):
-        if bits is not None and entry.state != "absent" and int(bits) != entry.bits:
+    for entry, (key, bits) in zip(before, recorder.hashes(), strict=True):
+        if bits is not None and entry.state != "absent" and bits != entry.bits:
             differing.append(key)
     return differing
 
