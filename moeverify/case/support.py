@@ -10,7 +10,7 @@ from moeverify.case.schema import Case, ForeignModel
 from moeverify.errors import Problem
 
 _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
-_BYTES = {"bfloat16": 2, "float32": 4}
+_BYTES = {"bfloat16": 2, "float32": 4, "mixed": 2}
 _MEGABLOCKS_BLOCK = 128  # rows of a block of megablocks' sparse matrices
 _MEGABLOCKS_HAS = {
     "score": "softmax",
