@@ -64,6 +64,25 @@ def tensor_parts(case: Case) -> Iterator[Problem]:
             yield blame(f"layout.{name}", f"{name} needs tp above 1", f"set tp, or remove {name}")
 
 
+@reading(*_DATA, "layout.cp", "layout.pp", "layout.experts", "layout.parallelize", "recipe.precision")
+def mixed_precision(case: Case) -> Iterator[Problem]:
+    """FSDP2 tells the dtype of the arithmetic from that of the parameters; your own function may too."""
+    layout, path = case.layout, "recipe.precision"
+    if case.recipe.precision != "mixed":
+        return
+    if layout.parallelize is None and layout.data_parallel != "fsdp2":
+        message = f"mixed is a precision of fsdp2, and {layout.data_parallel} is another data parallelism"
+        yield blame(path, message, "write `data_parallel: fsdp2`, or the precision float32 or bfloat16")
+    elif layout.parallelize is None and layout.data_ranks * layout.cp == 1:
+        message = "mixed is a precision of fsdp2, which needs more than one rank"
+        yield blame(path, message, "set layout.dp_shard, or write the precision float32 or bfloat16")
+    if layout.pp > 1:
+        yield blame(path, "mixed together with pp is not supported", "write float32 or bfloat16")
+    if layout.experts == "megablocks" and experts(case) is not None:
+        message = "mixed together with megablocks' experts is not supported"
+        yield blame(path, message, "write `experts: grouped_mm`, or the precision float32 or bfloat16")
+
+
 @reading("layout.experts", "recipe.precision", "recipe.model.moe")
 def grouped_precision(case: Case) -> Iterator[Problem]:
     """The grouped matmul of torch has no float64."""
@@ -227,6 +246,7 @@ SUPPORT_RULES = (
     replicas,
     first_fsdp,
     tensor_parts,
+    mixed_precision,
     grouped_precision,
     grouped_alignment,
     megablocks_parts,
