@@ -12,7 +12,7 @@ Degree = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-Precision = Literal["float64", "float32", "bfloat16"]
+Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from moeverify.case.schema import Case, ForeignModel
 from moeverify.errors import Problem
 
 _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
-_BYTES = {"bfloat16": 2, "float32": 4}
+_BYTES = {"bfloat16": 2, "float32": 4, "mixed": 2}
 # The kernel that torch has for float32 pads the sums of its softmax to so many rows, and the ring does not expect it.
 _PADDED_ROWS = 32
 _MEGABLOCKS_BLOCK = 128  # rows of a block of megablocks' sparse matrices
@@ -65,6 +65,25 @@ def tensor_parts(case: Case) -> Iterator[Problem]:
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(case.layout, name) and case.layout.tp == 1:
             yield blame(f"layout.{name}", f"{name} needs tp above 1", f"set tp, or remove {name}")
+
+
+@reading(*_DATA, "layout.cp", "layout.pp", "layout.experts", "layout.parallelize", "recipe.precision")
+def mixed_precision(case: Case) -> Iterator[Problem]:
+    """FSDP2 tells the dtype of the arithmetic from that of the parameters; your own function may too."""
+    layout, path = case.layout, "recipe.precision"
+    if case.recipe.precision != "mixed":
+        return
+    if layout.parallelize is None and layout.data_parallel != "fsdp2":
+        message = f"mixed is a precision of fsdp2, and {layout.data_parallel} is another data parallelism"
+        yield blame(path, message, "write `data_parallel: fsdp2`, or the precision float32 or bfloat16")
+    elif layout.parallelize is None and layout.data_ranks * layout.cp == 1:
+        message = "mixed is a precision of fsdp2, which needs more than one rank"
+        yield blame(path, message, "set layout.dp_shard, or write the precision float32 or bfloat16")
+    if layout.pp > 1:
+        yield blame(path, "mixed together with pp is not supported", "write float32 or bfloat16")
+    if layout.experts == "megablocks" and experts(case) is not None:
+        message = "mixed together with megablocks' experts is not supported"
+        yield blame(path, message, "write `experts: grouped_mm`, or the precision float32 or bfloat16")
 
 
 @reading("layout.experts", "recipe.precision", "recipe.model.moe")
@@ -266,6 +285,7 @@ SUPPORT_RULES = (
     replicas,
     first_fsdp,
     tensor_parts,
+    mixed_precision,
     grouped_precision,
     torch_context,
     grouped_alignment,

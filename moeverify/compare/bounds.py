@@ -17,9 +17,28 @@ from dataclasses import dataclass, field
 from moeverify.case.schema import Precision, Tolerance
 from moeverify.compare.checks import check_of
 
-EPSILON: Mapping[Precision, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
-FLOOR: Mapping[Precision, float] = {"float64": 1e-10, "float32": 4 * 2.0**-23, "bfloat16": 2.0**-7}
-FLIP_FLOOR: Mapping[Precision, float] = {"float64": 0.0, "float32": 16 * 2.0**-23, "bfloat16": 2.0**-6}
+# `mixed` computes in bfloat16 and keeps parameters, gradients, moments and updates in float32. No result of its
+# arithmetic is nearer than a unit of bfloat16, so the floors are those of bfloat16. The epsilon is that of what is
+# kept: by it weights are nudged, and a tensor far smaller than the others of its kind is still held in float32,
+# where in `bfloat16` it could drown in them. How far its bfloat16 arithmetic is off is measured, tensor by tensor.
+EPSILON: Mapping[Precision, float] = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "mixed": 2.0**-23,
+}
+FLOOR: Mapping[Precision, float] = {
+    "float64": 1e-10,
+    "float32": 4 * 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "mixed": 2.0**-7,
+}
+FLIP_FLOOR: Mapping[Precision, float] = {
+    "float64": 0.0,
+    "float32": 16 * 2.0**-23,
+    "bfloat16": 2.0**-6,
+    "mixed": 2.0**-6,
+}
 
 
 def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:

@@ -7,6 +7,9 @@ gradient holds the tokens of all ranks of the loss, so it is divided by that num
 (pytorch #160285). Experts that no two ranks share are left to themselves, and divided at the end. Where they have
 copies and no shards (efsdp of 1), torch 2.13 applies a factor of its own twice in float64 and fp16; there FSDP2
 averages over its mesh and `expert_divisor` is left for the end.
+
+Mixed precision: FSDP2 gathers in the narrow dtype, and widens gradients before it reduces them. Experts that it
+leaves alone compute with narrow copies too, and their gradients arrive widened.
 """
 
 from __future__ import annotations
@@ -14,17 +17,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from moeverify.model.experts import ExpertHolder
+from moeverify.model.experts import ExpertHolder, Experts
+from moeverify.model.narrowed import narrow
 from moeverify.model.transformer import Transformer
+from moeverify.model.view import View
 from moeverify.parallel.ddp import Accumulate
 
 
+AS_STORED = MixedPrecisionPolicy()
+
+
 def apply_fsdp2(
-    model: Transformer, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, num_loss_ranks: int
+    model: Transformer,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    num_loss_ranks: int,
+    policy: MixedPrecisionPolicy = AS_STORED,
 ) -> Accumulate:
     """Shard the model in place and return its context for a micro-batch.
 
@@ -34,11 +47,19 @@ def apply_fsdp2(
     whole: set[nn.Parameter] = set()
     for block in model.layers.values():
         if expert_mesh is not None:
-            _shard_experts(block, expert_mesh, num_loss_ranks)
-            whole |= _unsharded_experts(block)
-        fully_shard(block, mesh=mesh, ignored_params=whole)
-    fully_shard(model, mesh=mesh, ignored_params=whole)
+            _shard_experts(block, expert_mesh, num_loss_ranks, policy)
+            whole |= _leave_alone(block, policy)
+        fully_shard(block, mesh=mesh, ignored_params=whole, mp_policy=policy)
+    fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=policy)
     return _accumulation(model)
+
+
+def choose_policy(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return what makes FSDP2 compute in a dtype, by default that of the parameters, and reduce in theirs."""
+    stored = next(model.parameters()).dtype
+    if compute is None or compute == stored:
+        return AS_STORED
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=stored)
 
 
 def keep_gathered(model: nn.Module) -> None:
@@ -51,23 +72,35 @@ def keep_gathered(model: nn.Module) -> None:
     model.set_reshard_after_forward(False)
 
 
-def _unsharded_experts(block: nn.Module) -> set[nn.Parameter]:
-    """Return the experts' parameters that a rank keeps whole, which FSDP2 must leave alone."""
+def _leave_alone(block: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Return the experts' parameters that a rank keeps whole, which FSDP2 must leave alone.
+
+    What the policy asks of their arithmetic is done here.
+    """
     holders = [module for module in block.modules() if isinstance(module, ExpertHolder)]
-    return {
-        parameter
-        for holder in holders
-        if not isinstance(holder, FSDPModule)
-        for parameter in holder.parameters()
-    }
+    alone = [holder for holder in holders if not isinstance(holder, FSDPModule)]
+    if policy.param_dtype is not None:
+        for experts in alone:
+            assert isinstance(experts, Experts)
+            experts.view = _narrowed(experts.view, policy.param_dtype)
+    return {parameter for holder in alone for parameter in holder.parameters()}
 
 
-def _shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+def _narrowed(view: View, dtype: torch.dtype) -> View:
+    def narrowed(parameter: Tensor) -> Tensor:
+        return narrow(view(parameter), dtype)
+
+    return narrowed
+
+
+def _shard_experts(
+    block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int, policy: MixedPrecisionPolicy
+) -> None:
     if mesh.size() == 1:
         return  # FSDP2 would copy them for every pass although nobody shares them
     for module in block.modules():
         if isinstance(module, ExpertHolder):
-            sharded = fully_shard(module, mesh=mesh)
+            sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
             divisor = num_loss_ranks * module.gradient_share
             if divisor == mesh.size() or expert_divisor(mesh, num_loss_ranks) is not None:
                 continue

@@ -31,7 +31,7 @@ from moeverify.parallel.context import apply_context_parallel, surround
 from moeverify.parallel.ddp import Accumulate, apply_ddp
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.fsdp1 import apply_fsdp1
-from moeverify.parallel.fsdp2 import apply_fsdp2, expert_divisor, keep_gathered
+from moeverify.parallel.fsdp2 import apply_fsdp2, choose_policy, expert_divisor, keep_gathered
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
@@ -67,18 +67,24 @@ def _each(last: bool) -> AbstractContextManager[object]:
 
 
 def parallelize(
-    model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+    model: Transformer,
+    layout: Layout,
+    meshes: Meshes,
+    device: torch.device,
+    fill: Fill,
+    compute: torch.dtype | None = None,
 ) -> Parallelized:
     """Return the model, which must be on the meta device, under the layout, with its values filled in.
 
-    `fill` is called once, with a model whose parameters are allocated on `device`. Collective: all ranks.
+    `fill` is called once, with a model whose parameters are allocated on `device`. `compute` is the dtype of the
+    arithmetic, by default that of the parameters; only FSDP2 tells the two apart. Collective: all ranks.
     """
     _shard_model(model, layout, meshes)
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
-    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill)
+    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill, compute)
     if layout.cp > 1 and layout.context_parallel == "torch":
         accumulate = surround(accumulate, meshes.data["cp"], device)
     holdings = parameters(wrapped)
@@ -189,7 +195,12 @@ def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
 
 
 def _apply_data_parallel(
-    model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+    model: Transformer,
+    layout: Layout,
+    meshes: Meshes,
+    device: torch.device,
+    fill: Fill,
+    compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
     if meshes.size("loss") == 1 or layout.data_parallel != "fsdp2":
         model.to_empty(device=device)
@@ -201,7 +212,8 @@ def _apply_data_parallel(
     if layout.data_parallel == "fsdp1":
         return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
     shard_mesh = _shard_mesh(meshes.dense, "fsdp")
-    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"))
+    policy = choose_policy(model, compute)
+    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"), policy)
     if layout.pp > 1:
         keep_gathered(model)
     model.to_empty(device=device)

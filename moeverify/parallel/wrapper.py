@@ -17,13 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from moeverify.case.schema import Layout
 from moeverify.parallel.ddp import apply_ddp
 from moeverify.parallel.fsdp1 import wrap_fsdp1
+from moeverify.parallel.fsdp2 import choose_policy
 from moeverify.parallel.meshes import Meshes
 
 
-def apply_wrapper(model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device) -> nn.Module:
+def apply_wrapper(
+    model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device, compute: torch.dtype | None = None
+) -> nn.Module:
     """Return the model under the layout's data parallelism; parameters must have their values.
 
-    Gradients are averaged over the ranks of the loss. Collective: all ranks.
+    `compute` is the dtype of the arithmetic where it is not that of the parameters, under FSDP2 only. Gradients are averaged over the ranks of the loss. Collective: all ranks.
     """
     if meshes.size("loss") == 1:
         return model
@@ -32,7 +35,7 @@ def apply_wrapper(model: nn.Module, layout: Layout, meshes: Meshes, device: torc
     mesh = meshes.dense["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else meshes.dense["fsdp"]
     if layout.data_parallel == "fsdp1":
         return wrap_fsdp1(model, mesh, layout.fsdp1_strategy, device)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=choose_policy(model, compute))
     return model
 
 

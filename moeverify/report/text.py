@@ -66,7 +66,9 @@ def summarize_run(run: RunResult) -> Text:
     """Return the last line: the verdict, the cases of each verdict, how much was compared, the time."""
     # Where nothing ran, nothing has passed.
     idle = run.verdict == "pass" and run.cases and all(case.verdict == "skipped" for case in run.cases)
-    line = Text.assemble(style_verdict("skipped" if idle else run.verdict), f"  {format_count(len(run.cases), 'case')}")
+    line = Text.assemble(
+        style_verdict("skipped" if idle else run.verdict), f"  {format_count(len(run.cases), 'case')}"
+    )
     for position, (verdict, number) in enumerate(count_verdicts(run).items()):
         line.append(", " if position else ": ")
         line.append(f"{number} {verdict}", style=STYLES[verdict])

@@ -16,7 +16,7 @@ from moeverify.case.schema import Case, ReferenceModel
 from moeverify.model.experts import BACKENDS, ExpertWeights
 from moeverify.report.measurement import Floors
 from moeverify.suite.profile import bus_factor
-from moeverify.train.program import dtype_of
+from moeverify.train.program import compute_dtype_of
 
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 _COLLECTIVE_BYTES = {"cuda": 2**28, "cpu": 2**22}
@@ -28,7 +28,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 def measure_floors(case: Case, device: torch.device) -> Floors:
     """Return what this rank and its links do alone. Collective: all ranks."""
-    dtype = dtype_of(case.recipe.precision)
+    dtype = compute_dtype_of(case.recipe.precision)
     dist.barrier()
     matmul = measure_matmul(dtype, device)
     experts = measure_experts(case, dtype, device)

@@ -38,7 +38,7 @@ from moeverify.layout.region import Region
 from moeverify.suite.axes import list_degrees, list_groups, name_ranks, says_something
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.train.program import Program, dtype_of
+from moeverify.train.program import Program, compute_dtype_of, dtype_of
 
 Assemble = Callable[[], Program]
 
@@ -195,7 +195,9 @@ def _diagnose(
         name = f"{key[1]}/{key[2]}"
         return golden.whole(key[0], name) if name in found else None
 
-    suspects = collect_suspects([shown.pieces for shown in gathered], read, dtype_of(case.recipe.precision))
+    suspects = collect_suspects(
+        [shown.pieces for shown in gathered], read, compute_dtype_of(case.recipe.precision)
+    )
     failed = _failed_keys(judgement)
     wrong = {key: suspect for key, suspect in suspects.items() if key in failed and suspect.differs()}
     search = _search(case, golden, step, [shown.readings for shown in gathered], coordinates, device)
@@ -266,7 +268,7 @@ def _search(
     coordinates: Any,
     device: torch.device,
 ) -> Search | None:
-    if case.recipe.precision == "bfloat16" or step == INITIAL:
+    if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or step == INITIAL:
         return None  # rounding of bfloat16 hides where it began
     readings = _read_golden(case.recipe, golden, step, device)
     return find_origins(readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision))

@@ -15,6 +15,7 @@ from moeverify.layout.holding import Holding, buffers, logical_name, parameters
 from moeverify.layout.region import as_indices
 from moeverify.layout.split import split_positions, split_rows
 from moeverify.model.init import initial_values
+from moeverify.model.narrowed import Narrowed
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import finalize_gradients
@@ -25,7 +26,7 @@ from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
 from moeverify.train.data import Share, whole_share
 from moeverify.train.foreign import Divided, build_foreign, cast, divide
 from moeverify.train.objective import Sums
-from moeverify.train.program import Program, dtype_of, find_routers
+from moeverify.train.program import Program, compute_dtype_of, dtype_of, find_routers
 
 
 def assemble_single(
@@ -41,6 +42,8 @@ def assemble_single(
         model = cast(build_foreign(recipe.model, recipe.seed, recipe.precision, device), dtype)
     else:
         model = _build_reference(recipe.model, recipe, dtype, device)
+    if compute_dtype_of(compute or recipe.precision) != dtype:
+        model = Narrowed(model, compute_dtype_of(compute or recipe.precision))
     return Program(
         model=model,
         holdings=parameters(model),
@@ -67,7 +70,7 @@ def assemble_parallel(
     fill = fill or partial(fill_held, recipe.model, recipe.seed, recipe.precision)
     if layout.pp == 1:
         model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
-        done = parallelize(model, layout, meshes, device, fill)
+        done = parallelize(model, layout, meshes, device, fill, compute_dtype_of(recipe.precision))
     else:
         rank = meshes.coordinate("pp")
         stages = build_stages(recipe.model, layout, rank, experts=layout.experts, dtype=dtype)
@@ -103,7 +106,7 @@ def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         plain = build_foreign(recipe.model, recipe.seed, recipe.precision, device)
     else:
         plain = _build_reference(recipe.model, recipe, dtype_of(recipe.precision), device, layout.experts)
-    done = divide(plain, layout, meshes, device)
+    done = divide(plain, layout, meshes, device, compute_dtype_of(recipe.precision))
     holdings = parameters(done.model)
     flat = keeps_flat_shards(done.model)
     return Program(

@@ -60,7 +60,9 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return converted
 
 
-def divide(model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device) -> Divided:
+def divide(
+    model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device, compute: torch.dtype | None = None
+) -> Divided:
     """Return the model under the layout: by the user's function where there is one, else by torch's wrapper.
 
     The function is called as `parallelize(model, mesh)` with the mesh of `MESH_AXES`, and returns the parallel
@@ -71,7 +73,7 @@ def divide(model: nn.Module, layout: Layout, meshes: Meshes, device: torch.devic
     Raises: CaseError where the function returns something else.
     """
     if layout.parallelize is None:
-        return Divided(apply_wrapper(model, layout, meshes, device))
+        return Divided(apply_wrapper(model, layout, meshes, device, compute))
     function = resolve(layout.parallelize, "layout.parallelize")
     mesh: DeviceMesh = meshes.data[MESH_AXES]
     returned = function(model, mesh)

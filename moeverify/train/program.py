@@ -19,6 +19,9 @@ from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Sums
 
 
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
 def _nothing() -> None:
     return None
 
@@ -88,8 +91,13 @@ class Program:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the torch dtype of a recipe's precision."""
-    return {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+    """Return the torch dtype in which a recipe's precision keeps parameters, gradients and optimizer state."""
+    return torch.float32 if precision == "mixed" else _DTYPES[precision]
+
+
+def compute_dtype_of(precision: str) -> torch.dtype:
+    """Return the torch dtype of the arithmetic, which only `mixed` has apart from that of the parameters."""
+    return torch.bfloat16 if precision == "mixed" else _DTYPES[precision]
 
 
 def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[RouterView]:

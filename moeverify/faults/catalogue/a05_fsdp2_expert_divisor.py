@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,8 +16,8 @@ from moeverify.parallel import fsdp2
 def inject() -> None:
     """Shard experts without a divisor of their own."""
 
-    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
-        original(block, mesh, mesh.size())
+    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int, *rest: Any) -> None:
+        original(block, mesh, mesh.size(), *rest)
 
     original = fsdp2._shard_experts
     fsdp2._shard_experts = shard_experts

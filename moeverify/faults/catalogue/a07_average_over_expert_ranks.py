@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +18,7 @@ from moeverify.parallel import fsdp2
 def inject() -> None:
     """Shard experts with the average that the reduce-scatter takes over its own ranks."""
 
-    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int, *rest: Any) -> None:
         for module in block.modules():
             if isinstance(module, Experts):
                 fully_shard(module, mesh=mesh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,12 +18,12 @@ from moeverify.parallel import fsdp2
 def inject() -> None:
     """Divide expert gradients by edp * ep, in the place of the data-parallel ranks."""
 
-    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int) -> None:
+    def shard_experts(block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int, *rest: Any) -> None:
         for module in block.modules():
             if isinstance(module, Experts):
                 weight = module.gate
                 assert isinstance(weight, DTensor)
-                original(block, mesh, mesh.size() * weight.device_mesh["ep"].size())
+                original(block, mesh, mesh.size() * weight.device_mesh["ep"].size(), *rest)
 
     original = fsdp2._shard_experts
     fsdp2._shard_experts = shard_experts

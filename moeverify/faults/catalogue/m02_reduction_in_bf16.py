@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,8 +16,11 @@ from moeverify.parallel import fsdp2
 
 def inject() -> None:
     """Give FSDP2 a reduction in bfloat16; parameters and computation keep the recipe's precision."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    fsdp2.fully_shard = partial(fully_shard, mp_policy=policy)
+
+    def shard(*arguments: Any, mp_policy: MixedPrecisionPolicy, **rest: Any) -> Any:
+        return fully_shard(*arguments, mp_policy=replace(mp_policy, reduce_dtype=torch.bfloat16), **rest)
+
+    fsdp2.fully_shard = shard
 
 
 FAULT = Fault(

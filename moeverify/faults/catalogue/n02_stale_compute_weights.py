@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any
+
 from torch.distributed.fsdp import FSDPModule
 
 from moeverify.diagnose.cause import Cause
@@ -21,10 +22,8 @@ def inject() -> None:
     plan.apply_fsdp2 = _apply_fsdp2
 
 
-def _apply_fsdp2(
-    model: Transformer, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, num_loss_ranks: int
-) -> Accumulate:
-    accumulate = apply_fsdp2(model, mesh, expert_mesh, num_loss_ranks)
+def _apply_fsdp2(model: Transformer, *rest: Any) -> Accumulate:
+    accumulate = apply_fsdp2(model, *rest)
     block = model.layers[STALE_LAYER]
     assert isinstance(block, FSDPModule)
     block.set_reshard_after_forward(False, recurse=False)

@@ -109,7 +109,12 @@ def test_wrong_field_beside_the_recipe(write, find_problems, *, section, path, m
         ("modle: {}", "recipe.modle", "unknown field `modle`", "did you mean `model`?"),
         ("sed: 1", "recipe.sed", "unknown field `sed`", "did you mean `seed`?"),
         ("seed: 1.5", "recipe.seed", "expected a whole number, got `1.5`", ""),
-        ("precision: fp32", "recipe.precision", "expected one of `float64`, `float32`, `bfloat16`", ""),
+        (
+            "precision: fp32",
+            "recipe.precision",
+            "expected one of `float64`, `float32`, `bfloat16`, `mixed`",
+            "",
+        ),
         ("data: {min_valid: 2}", "recipe.data.min_valid", "expected a number from 0 to 1, got `2`", ""),
         (
             "optimizer: {betas: [0.9]}",

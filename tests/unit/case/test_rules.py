@@ -267,6 +267,42 @@ BROKEN = [
         "40",
     ),
     (
+        "experts: grouped_mm, dp_shard: 2",
+        "precision: mixed, hidden: 36",
+        "layout.experts",
+        "recipe.model.hidden 36",
+        "40",
+    ),
+    (
+        "dp_replicate: 2, data_parallel: ddp",
+        "precision: mixed",
+        "recipe.precision",
+        "mixed is a precision of fsdp2, and ddp is another data parallelism",
+        "`data_parallel: fsdp2`",
+    ),
+    (
+        "dp_shard: 2, data_parallel: fsdp1",
+        "precision: mixed",
+        "recipe.precision",
+        "and fsdp1 is another",
+        "`data_parallel: fsdp2`",
+    ),
+    ("tp: 2", "precision: mixed", "recipe.precision", "needs more than one rank", "set layout.dp_shard"),
+    (
+        "pp: 2, dp_shard: 2, micro_batches: 2",
+        "precision: mixed, num_layers: 4",
+        "recipe.precision",
+        "mixed together with pp is not supported",
+        "float32 or bfloat16",
+    ),
+    (
+        "experts: megablocks, dp_shard: 2",
+        "precision: mixed",
+        "recipe.precision",
+        "mixed together with megablocks' experts is not supported",
+        "`experts: grouped_mm`",
+    ),
+    (
         "micro_batches: 2",
         "moe: {balance_scope: batch}",
         "layout.micro_batches",
@@ -458,6 +494,10 @@ KEPT = [
     ("experts: grouped_mm", "precision: float32"),
     ("experts: grouped_mm, tp: 4", "precision: bfloat16"),
     ("experts: grouped_mm", "moe: null"),
+    ("dp_shard: 2, experts: grouped_mm", "precision: mixed"),
+    ("dp_replicate: 2", "precision: mixed"),
+    ("cp: 2, tp: 2", "precision: mixed"),
+    ("parallelize: 'mine:divide', tp: 2, data_parallel: ddp", "precision: mixed"),
     ("tp: 2", "num_dense_layers: 0, ffn_hidden: 33"),
     ("tp: 2", "moe: null"),
     ("tp: 2, ep: 1", "moe: null, seq_len: 9"),
@@ -531,7 +571,8 @@ def test_broken_rule(write, find_problems, *, layout, recipe, path, message, rem
     assert remedy in found[0].remedy
     assert found[0].file == str(file)
     section = {"layout": "layout:", "checks": "checks:"}.get(path.split(".")[0])
-    start = section or ("  optimizer:" if "optimizer" in path else "  model:")
+    other = next((name for name in ("optimizer", "precision") if name in path), "model")
+    start = section or f"  {other}:"
     assert text.splitlines()[found[0].line - 1].startswith(start)
 
 
