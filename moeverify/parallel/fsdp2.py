@@ -28,7 +28,6 @@ from moeverify.model.transformer import Transformer
 from moeverify.model.view import View
 from moeverify.parallel.ddp import Accumulate
 
-
 AS_STORED = MixedPrecisionPolicy()
 
 

@@ -26,7 +26,8 @@ def apply_wrapper(
 ) -> nn.Module:
     """Return the model under the layout's data parallelism; parameters must have their values.
 
-    `compute` is the dtype of the arithmetic where it is not that of the parameters, under FSDP2 only. Gradients are averaged over the ranks of the loss. Collective: all ranks.
+    `compute` is the dtype of the arithmetic where it is not that of the parameters, under FSDP2 only. Gradients are
+    averaged over the ranks of the loss. Collective: all ranks.
     """
     if meshes.size("loss") == 1:
         return model

@@ -18,7 +18,6 @@ from moeverify.train.clipping import SumOverShards
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Sums
 
-
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
