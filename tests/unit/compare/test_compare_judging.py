@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Tolerance
-from moeverify.compare.bounds import Bounds
+from moeverify.compare.bounds import Bounds, noise_key
 from moeverify.compare.result import Finding
 from moeverify.layout.region import Region
 
@@ -167,6 +167,14 @@ def test_calibrated_bounds_follow_the_noise_and_never_an_unusable_one() -> None:
     assert bounds.bound(0, "initial_weight", "a", 1.0, 1.0) == 0.0
     small = bounds.bound(0, "update", "tiny", 1e-9, 1.0)
     assert small == pytest.approx(2.0**-23 / 1e-9)  # below the rounding of its kind
+
+
+def test_mixed_bounds_have_the_floor_of_bfloat16_and_the_epsilon_of_float32() -> None:
+    bounds = Bounds(Tolerance(), "mixed", {noise_key(0, "gradient", "a"): 1e-2})
+    assert bounds.bound(0, "gradient", "a", 1.0, 1.0) == pytest.approx(8e-2)
+    assert bounds.bound(1, "gradient", "a", 1.0, 1.0) == 2.0**-7
+    assert bounds.bound(1, "gradient", "a", 1e-3, 1.0) == 2.0**-7  # not drowned by the others of its kind
+    assert bounds.zero_bound() == 2.0**-23
 
 
 def test_exact_and_fixed_bounds() -> None:
