@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Tolerance
-from moeverify.compare.bounds import Bounds
+from moeverify.compare.bounds import Bounds, noise_key
 from moeverify.compare.result import Finding
 from moeverify.layout.region import Region
 
@@ -186,6 +186,14 @@ def test_a_forced_step_has_bounds_of_its_own_from_the_second_on() -> None:
     )
     assert free.bound(1, "gradient", "a", 1.0, 1.0) == pytest.approx(0.4)
     assert forced.bound(1, "gradient", "a", 1.0, 1.0) == pytest.approx(0.16)
+
+
+def test_mixed_bounds_have_the_floor_of_bfloat16_and_the_epsilon_of_float32() -> None:
+    bounds = Bounds(Tolerance(), "mixed", {noise_key(0, "gradient", "a"): 1e-2})
+    assert bounds.bound(0, "gradient", "a", 1.0, 1.0) == pytest.approx(8e-2)
+    assert bounds.bound(1, "gradient", "a", 1.0, 1.0) == 2.0**-7
+    assert bounds.bound(1, "gradient", "a", 1e-3, 1.0) == 2.0**-7  # not drowned by the others of its kind
+    assert bounds.zero_bound() == 2.0**-23
 
 
 def test_exact_and_fixed_bounds() -> None:
