@@ -70,7 +70,9 @@ class AllocatedPeak:
     def __enter__(self):
         import torch
 
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
         self._profile.__enter__()
         return self
 

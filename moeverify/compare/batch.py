@@ -117,7 +117,11 @@ class _Room:
     """Where small tensors of one device wait until there are enough of them."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, num_rows: int, work: Callable[[Tensor, Tensor], Tensor]
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_rows: int,
+        work: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.data = torch.empty((num_rows, _ROOM), dtype=dtype, device=device)
         self._work = work

@@ -34,5 +34,7 @@ def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
         size = model.moe.num_experts // layout.ep
         first = plan.sparse.coordinates(rank)["ep"] * size
         holds["experts"] = tuple(range(first, first + size))
-    known = {axis: at for axis, at in plan.coordinates(rank).items() if axis != "etp" or cuts_experts_apart(case)}
+    known = {
+        axis: at for axis, at in plan.coordinates(rank).items() if axis != "etp" or cuts_experts_apart(case)
+    }
     return RankPlace(rank, known, tuple(rows), tuple(positions), holds)
