@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moeverify.case.schema import Case, ForeignModel
+from moeverify.case.schema import Case, ForeignModel, ReferenceModel
 from moeverify.layout.mesh import EXPERT_AXES, MeshPlan
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
@@ -44,13 +44,21 @@ def list_degrees(case: Case) -> dict[str, int]:
     return {name: size for name, size in degrees.items() if size > 1}
 
 
+def cuts_experts_apart(case: Case) -> bool:
+    """Return whether there may be experts, and they are cut over other ranks than everything else is."""
+    layout, model = case.layout, case.recipe.model
+    if isinstance(model, ReferenceModel) and model.moe is None:
+        return False
+    return layout.ep > 1 or layout.expert_tp != layout.tp
+
+
 def says_something(case: Case, axis: str, tensor: str) -> bool:
     """Return whether an axis has to do with a tensor: expert axes with what is inside a MoE block alone.
 
     What a user's own model calls its experts is not known here, so there every axis may matter.
     """
-    if axis == "etp" and case.layout.ep == 1:
-        return False  # experts, if there are any, are cut as everything else is
+    if axis == "etp" and not cuts_experts_apart(case):
+        return False
     if axis not in EXPERT_AXES or isinstance(case.recipe.model, ForeignModel):
         return True
     return ".moe" in tensor and (axis != "etp" or ".experts" in tensor)

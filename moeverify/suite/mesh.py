@@ -6,13 +6,15 @@ from moeverify.case.schema import Case, ReferenceModel
 from moeverify.layout.mesh import MeshPlan
 from moeverify.layout.split import split_positions, split_rows
 from moeverify.report.mesh import MeshPicture, RankPlace
+from moeverify.suite.axes import cuts_experts_apart
 
 
 def make_picture(case: Case) -> MeshPicture:
     """Return what `moeverify mesh` shows of a case."""
     layout, plan = case.layout, MeshPlan.of(case.layout)
     axes = {axis: size for axis, size in plan.data.axes.items() if size > 1}
-    borrowed = {axis: plan.sparse.axes[axis] for axis in ("ep", "etp") if plan.sparse.axes[axis] > 1}
+    apart = ("ep", "etp") if cuts_experts_apart(case) else ()
+    borrowed = {axis: plan.sparse.axes[axis] for axis in apart if plan.sparse.axes[axis] > 1}
     groups = {axis: plan.data.groups(axis) for axis in axes}
     groups |= {axis: plan.sparse.groups(axis) for axis in borrowed}
     named = {name: tuple(tuple(group) for group in found) for name, found in groups.items()}
@@ -32,4 +34,7 @@ def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
         size = model.moe.num_experts // layout.ep
         first = plan.sparse.coordinates(rank)["ep"] * size
         holds["experts"] = tuple(range(first, first + size))
-    return RankPlace(rank, plan.coordinates(rank), tuple(rows), tuple(positions), holds)
+    known = {
+        axis: at for axis, at in plan.coordinates(rank).items() if axis != "etp" or cuts_experts_apart(case)
+    }
+    return RankPlace(rank, known, tuple(rows), tuple(positions), holds)
