@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult, Finding, RunResult
+from moeverify.compare.result import CaseResult, Finding, RunResult, Verdict
 from moeverify.report.advice import Kept, advise, name_rest
 from moeverify.report.characters import clean
 from moeverify.report.console import STYLES, print_fact, print_lines, style_verdict
@@ -66,12 +66,11 @@ def summarize_run(run: RunResult) -> Text:
     """Return the last line: the verdict, the cases of each verdict, how much was compared, the time."""
     # Where nothing ran, nothing has passed.
     idle = run.verdict == "pass" and run.cases and all(case.verdict == "skipped" for case in run.cases)
-    line = Text.assemble(
-        style_verdict("skipped" if idle else run.verdict), f"  {format_count(len(run.cases), 'case')}"
-    )
-    for position, (verdict, number) in enumerate(count_verdicts(run).items()):
+    verdict: Verdict = "skipped" if idle else run.verdict
+    line = Text.assemble(style_verdict(verdict), f"  {format_count(len(run.cases), 'case')}")
+    for position, (kind, number) in enumerate(count_verdicts(run).items()):
         line.append(", " if position else ": ")
-        line.append(f"{number} {verdict}", style=STYLES[verdict])
+        line.append(f"{number} {kind}", style=STYLES[kind])
     tensors = sum(count_tensors(case) for case in run.cases)
     line.append(f"; {format_count(tensors, 'tensor')} compared; ")
     return line.append(format_seconds(run.seconds))
