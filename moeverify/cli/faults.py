@@ -98,7 +98,7 @@ def run(
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
         from moeverify.suite.faults import change_precision, run_faults
-        from moeverify.suite.machine import describe_environment
+        from moeverify.suite.machine import choose_device, describe_environment
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
@@ -112,7 +112,8 @@ def run(
             words += [f"--precision {precision.value}"] if precision is not None else []
             words += [f"-k '{pattern}'"] if pattern is not None else []
             write_atomically(
-                markdown, write_faults(rows, describe_environment(device.value), " ".join(words))
+                markdown,
+                write_faults(rows, describe_environment(choose_device(device.value)), " ".join(words)),
             )
         missed = {"pass": "mismatch"}  # what is missed shows nothing wrong
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
@@ -129,6 +130,12 @@ def clean(
             "-k", metavar="PATTERN", help="Select runs by words in group and name: 'bfloat16 and tp-ep'."
         ),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="FILE", help="Keep each result there, and run only what is not in it yet."
+        ),
+    ] = None,
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
@@ -143,18 +150,21 @@ def clean(
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
         from moeverify.suite.clean import choose_clean, run_clean
-        from moeverify.suite.machine import describe_environment
+        from moeverify.suite.kept import KeptRows
+        from moeverify.suite.machine import choose_device, describe_environment
 
         runs = choose_clean(num_seeds, pattern)
-        check_writable([markdown] if markdown is not None else [])
+        check_writable([path for path in (keep, markdown) if path is not None])
+        environment = describe_environment(choose_device(device.value))
+        kept = KeptRows(keep, environment) if keep is not None else None
         with open_progress(door.out, quiet=quiet) as progress:
-            rows = run_clean(runs, _options(device, cache), progress.on_event)
+            rows = run_clean(runs, _options(device, cache), progress.on_event, kept)
         for line in summarize_clean(rows):
             door.out.print(line, markup=False, highlight=False)
         if markdown is not None:
             command = f"moeverify faults clean --seeds {num_seeds}"
             command += f" -k '{pattern}'" if pattern is not None else ""
-            write_atomically(markdown, write_clean(rows, describe_environment(device.value), command))
+            write_atomically(markdown, write_clean(rows, environment, command))
         raise typer.Exit(_conclude([row.verdict for row in rows]))
 
 

@@ -15,6 +15,7 @@ from moeverify.compare.score import CleanRow
 from moeverify.errors import CaseError, Problem
 from moeverify.faults import null
 from moeverify.faults.setting import make_case
+from moeverify.suite.kept import KeptRows
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import run_cases
 
@@ -137,14 +138,30 @@ def choose_clean(num_seeds: int, pattern: str | None = None) -> list[CleanRun]:
 
 
 def run_clean(
-    runs: Sequence[CleanRun], options: RunOptions, on_event: Callable[[Event], None]
+    runs: Sequence[CleanRun],
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+    kept: KeptRows | None = None,
 ) -> list[CleanRow]:
-    """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end."""
-    nulls = {case.name: fault for _, case, fault in runs if fault is not None}
-    result = run_cases([case for _, case, _ in runs], replace(options, case_faults=nulls), on_event)
-    if result is None:
-        return []
-    return [_row(group, case) for (group, _, _), case in zip(runs, result.cases, strict=True)]
+    """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end.
+
+    What is in `kept` is not run again, and what comes is added to it.
+    """
+    rows = dict(kept.rows) if kept is not None else {}
+    groups = {case.name: group for group, case, _ in runs}
+    left = [(case, null) for _, case, null in runs if case.name not in rows]
+
+    def watch(event: Event) -> None:
+        if event.kind == "case-end" and event.result is not None:
+            rows[event.case] = _row(groups[event.case], event.result)
+            if kept is not None:
+                kept.add(rows[event.case])
+        on_event(event)
+
+    if left:
+        nulls = {case.name: null for case, null in left if null is not None}
+        run_cases([case for case, _ in left], replace(options, case_faults=nulls), watch)
+    return [rows[case.name] for _, case, _ in runs if case.name in rows]
 
 
 def _row(group: str, case: CaseResult) -> CleanRow:

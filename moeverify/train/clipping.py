@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from moeverify.layout.holding import Holding
+from moeverify.model.precision import widen
 
 SumOverShards = Callable[[Tensor], Tensor]
 
@@ -21,7 +22,7 @@ def gradient_norm(
     sum_over_shards: SumOverShards | None = None,
     sum_over_stages: SumOverShards | None = None,
 ) -> Tensor:
-    """Return the 2-norm of all gradients together, () and equal on every rank.
+    """Return the 2-norm of all gradients together, () and equal on every rank; float32 at least.
 
     torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
     `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
@@ -39,7 +40,8 @@ def gradient_norm(
         norm = get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        square = norm.square()
+        # Squares and their sums over shards and stages would each round a narrow norm once more.
+        square = norm.to(widen(norm.dtype)).square()
         squares.append(sum_over_shards(square) if mesh is None and sum_over_shards else square)
     total = torch.stack(squares).sum()
     return (sum_over_stages(total) if sum_over_stages else total).sqrt()

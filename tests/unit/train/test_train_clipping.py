@@ -1,0 +1,32 @@
+"""The gradient norm: sums over stages and shards add no rounding of the gradients' dtype."""
+
+import pytest
+import torch
+
+from moeverify.layout.holding import Holding
+from moeverify.layout.region import Region
+from moeverify.train.clipping import clip_gradients, gradient_norm
+
+
+def hold(gradient):
+    tensor = torch.nn.Parameter(torch.zeros_like(gradient))
+    tensor.grad = gradient
+    return Holding("w", tensor, Region.whole(tuple(gradient.shape)))
+
+
+@pytest.mark.parametrize("where", ["sum_over_stages", "sum_over_shards"])
+def test_a_narrow_norm_is_rounded_once(where):
+    # 1 and 0.0625: bfloat16 has no 1.00390625 between 1 and 1.0078125, and no square root of it.
+    held = hold(torch.ones(1, dtype=torch.bfloat16))
+    norm = gradient_norm([held], **{where: lambda square: square + 0.0625**2})
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx((1 + 0.0625**2) ** 0.5, rel=1e-6)
+
+
+def test_float64_stays_and_the_clip_has_the_dtype_of_the_gradients():
+    assert gradient_norm([hold(torch.full((4,), 0.5, dtype=torch.float64))]).dtype is torch.float64
+    held = hold(torch.full((4,), 2.0, dtype=torch.bfloat16))
+    coefficient = clip_gradients([held], gradient_norm([held]), 1.0)
+    assert coefficient.item() == pytest.approx(0.25, rel=1e-5)
+    assert held.tensor.grad.dtype is torch.bfloat16
+    assert held.tensor.grad.norm().item() == pytest.approx(1.0, rel=1e-2)
