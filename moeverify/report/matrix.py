@@ -83,8 +83,8 @@ def render_matrices(cases: Sequence[CaseResult], console: Console) -> Iterator[T
 
 
 def _head(matrix: Matrix, name: str) -> str:
-    name = name.removesuffix(f" {matrix.recipe}")  # of a single device, which has it where there are several
-    return f"{clean(name)}, {format_count(matrix.ranks(name), 'rank')}"
+    # A single device has the recipe in its name where there are several.
+    return f"{clean(name.removesuffix(f' {matrix.recipe}'))}, {format_count(matrix.ranks(name), 'rank')}"
 
 
 def _style(case: CaseResult | None) -> Text:

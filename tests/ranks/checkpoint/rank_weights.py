@@ -30,9 +30,6 @@ class Recorder:
     def __init__(self, path: Path, **options: Any) -> None:
         self.file = safe_open(path, **options)
 
-    def __enter__(self) -> Any:
-        return self.file
-
     def get_slice(self, key: str) -> RecordedSlice:
         return RecordedSlice(self.file.get_slice(key))
 
