@@ -56,7 +56,8 @@ def reshard(
 ) -> None:
     """Load the checkpoint of each layout into every layout, and train on.
 
-    All ordered pairs of the cases that share a recipe, a single device included.
+    All ordered pairs of the cases that share a recipe, a single device included. The section `checkpoint` of a
+    case says after which step it saves, and whether in the background.
     """
     with open_door() as door:
         outputs = Outputs(json, junit, html, out)

@@ -43,9 +43,11 @@ def find_matrices(cases: Sequence[CaseResult]) -> list[Matrix]:
 
 
 def describe_cell(case: CaseResult | None) -> str:
-    """Return a pair's verdict, or the checks that failed in the order in which they were made."""
+    """Return a pair's verdict, `-` if it was skipped, or the checks that failed in their order."""
     if case is None:
         return ""
+    if case.verdict == "skipped":
+        return "-"
     failed = [check.name for check in case.checks if check.verdict == "mismatch"]
     if not failed:
         return case.verdict.upper() if case.verdict == "error" else case.verdict
@@ -81,7 +83,8 @@ def render_matrices(cases: Sequence[CaseResult], console: Console) -> Iterator[T
 
 
 def _head(matrix: Matrix, name: str) -> str:
-    return f"{clean(name)}, {format_count(matrix.ranks(name), 'rank')}"
+    # A single device has the recipe in its name where there are several.
+    return f"{clean(name.removesuffix(f' {matrix.recipe}'))}, {format_count(matrix.ranks(name), 'rank')}"
 
 
 def _style(case: CaseResult | None) -> Text:

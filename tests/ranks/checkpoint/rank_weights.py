@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from moeverify.case.schema import Layout, Recipe
+from moeverify.checkpoint import safetensors_files
 from moeverify.checkpoint.weights import load_weights
 from moeverify.errors import FormatError
 from moeverify.launch.plan import Job
@@ -20,6 +22,28 @@ from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel
 
 
+class Recorder:
+    """Stands before the library that reads safetensors, and counts the bytes that are asked of it."""
+
+    num_bytes = 0
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.file = safe_open(path, **options)
+
+    def get_slice(self, key: str) -> RecordedSlice:
+        return RecordedSlice(self.file.get_slice(key))
+
+
+class RecordedSlice:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        values: torch.Tensor = self.part[index]
+        Recorder.num_bytes += values.nbytes
+        return values
+
+
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     """Return on rank 0 what is wrong on any rank, and bytes read and held by each rank."""
     recipe = Recipe.model_validate_json(job.payload["recipe"])
@@ -27,7 +51,12 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     meshes = build_meshes(layout, "cpu")
     program = assemble_parallel(recipe, layout, meshes, context.device)
     whole = torch.load(Path(job.payload["whole"]), weights_only=True)
-    loaded = load_weights(program.model, job.payload["folder"])
+    Recorder.num_bytes = 0
+    safetensors_files.safe_open = Recorder
+    try:
+        loaded = load_weights(program.model, job.payload["folder"])
+    finally:
+        safetensors_files.safe_open = safe_open
     wrong = []
     num_held = 0
     holdings = [*parameters(program.model), *buffers(program.model)]
@@ -44,14 +73,15 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
         if "has shape" not in str(error):
             wrong.append(f"rank {context.rank}: {error}")
     everything: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everything, (wrong, loaded.num_bytes_read, num_held))
+    dist.all_gather_object(everything, (wrong, loaded.num_bytes_read, num_held, Recorder.num_bytes))
     if context.rank != 0:
         return None
     total = sum(tensor.nbytes for tensor in whole.values())
     return {
-        "wrong": [line for found, _, _ in everything for line in found],
-        "read": [read for _, read, _ in everything],
-        "held": [held for _, _, held in everything],
+        "wrong": [line for found, *_ in everything for line in found],
+        "read": [read for _, read, *_ in everything],
+        "held": [held for _, _, held, _ in everything],
+        "asked": [asked for *_, asked in everything],
         "total": total,
     }
 
