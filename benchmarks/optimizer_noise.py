@@ -90,7 +90,7 @@ def run_alone(context, num_steps):
                 start = [draw() for _ in placements]
                 plain = [torch.nn.Parameter(tensor.clone()) for tensor in start]
                 cut = [
-                    torch.nn.Parameter(distribute_tensor(tensor.clone(), mesh, place))
+                    torch.nn.Parameter(distribute_tensor(tensor.clone(), mesh, place, src_data_rank=None))
                     for tensor, place in zip(start, placements.values(), strict=True)
                 ]
                 optimizers = [kind(parameters, **options, **chosen) for parameters in (plain, cut)]
@@ -98,7 +98,7 @@ def run_alone(context, num_steps):
                     for one, other, place in zip(plain, cut, placements.values(), strict=True):
                         # Many orders of magnitude: where a gradient is next to nothing, Adam divides by it.
                         one.grad = draw() * 10.0 ** (4.0 * draw() - 4.0)
-                        other.grad = distribute_tensor(one.grad.clone(), mesh, place)
+                        other.grad = distribute_tensor(one.grad.clone(), mesh, place, src_data_rank=None)
                     for optimizer in optimizers:
                         optimizer.step()
                 worst = max(
@@ -193,7 +193,7 @@ def main():
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--precision", nargs="+", default=["float64", "float32"])
-    parser.add_argument("--optimizer", nargs="+", default=list(OPTIMIZERS))
+    parser.add_argument("--optimizer", nargs="*", default=list(OPTIMIZERS), help="none: the last table alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     from moeverify.launch.launcher import run_jobs
