@@ -34,6 +34,7 @@ from moeverify.checkpoint.writer import Part
 from moeverify.errors import FormatError
 
 _CHUNK = 1 << 24
+_MAPPED = 1 << 26  # pages of a file count as this process's memory until they are given back
 
 
 class BoxLoadPlanner(LoadPlanner):
@@ -152,8 +153,13 @@ class SafeReader(StorageReader):
             by_file.setdefault(piece.file, []).append((item, tensor, piece))
         for name, wanted in by_file.items():
             with map_file(self.folder / name) as content:
+                num_mapped = 0
                 for item, tensor, piece in wanted:
                     copy_overlap(content, item, tensor, piece, planner)
+                    num_mapped += tensor.num_bytes(piece)
+                    if num_mapped > _MAPPED:
+                        content.madvise(mmap.MADV_DONTNEED)
+                        num_mapped = 0
         done: Future[None] = Future()
         done.set_result(None)
         return done
