@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from pathlib import Path
 
@@ -19,6 +21,8 @@ def read_memory(key: str) -> int:
 def main() -> None:
     start, to, piece_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     source.PIECE_BYTES = safetensors_files._MAPPED_BYTES = piece_bytes
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")  # torch does at the first use of some modules, where it is installed
     before = read_memory("VmRSS")
     convert(start, start.with_name(f"to-{to}"), to)  # type: ignore[arg-type]
     sys.stdout.write(f"{read_memory('VmHWM') - before}\n")
