@@ -21,8 +21,9 @@ def read_memory(key: str) -> int:
 def main() -> None:
     start, to, piece_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     source.PIECE_BYTES = safetensors_files._MAPPED_BYTES = piece_bytes
+    # Where it is installed, some modules of torch import it at their first use.
     with contextlib.suppress(ImportError):
-        importlib.import_module("triton")  # torch does at the first use of some modules, where it is installed
+        importlib.import_module("triton")
     before = read_memory("VmRSS")
     convert(start, start.with_name(f"to-{to}"), to)  # type: ignore[arg-type]
     sys.stdout.write(f"{read_memory('VmHWM') - before}\n")
