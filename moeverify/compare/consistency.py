@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING
+from moeverify.compare.claim import Claim
 from moeverify.compare.judging import Assembled, Coordinates, Judgement, Key
 from moeverify.compare.result import CheckResult, Finding, Worst
+
+_PARTS = {"experts": "experts", "others": "what is no expert"}
 
 
 def judge_replicas(assembled: Mapping[Key, Assembled], coordinates: Coordinates) -> Judgement:
@@ -95,38 +98,47 @@ def _coverage_finding(key: Key, missing: float, message: str) -> Finding:
     )
 
 
-def judge_sharding(
-    assembled: Mapping[Key, Assembled], claims: Mapping[str, tuple[str, Sequence[Sequence[int]]]]
-) -> Judgement:
-    """Return whether the layout is real: along every axis that should divide something, something is divided.
+def judge_sharding(assembled: Mapping[Key, Assembled], claims: Mapping[str, Claim]) -> Judgement:
+    """Return whether the layout is real: in every group of every axis that should divide something, something is.
 
-    `claims` has, for each axis, the kind of tensors that it must divide and its groups of ranks. A layout
-    that silently replicates everything would otherwise pass every other check.
+    `claims` has one for each axis. A layout that silently replicates everything would otherwise pass every
+    other check. A group none of whose ranks holds such a tensor, as a pipeline stage without experts, is left out
+    if another holds one.
     """
     findings: list[Finding] = []
-    for axis, (kind, groups) in claims.items():
+    for axis, claim in claims.items():
         regions = [
             {rank: entry.region for rank, entry in tensor.pieces}
             for key, tensor in assembled.items()
-            if key[1] == kind
+            if claim.covers(key)
         ]
-        divided = any(
-            len({region.get(rank, "") for rank in group}) > 1 for region in regions for group in groups
-        )
-        if not divided:
-            message = f"no {kind} differs in what the ranks of one {axis} group hold"
-            findings.append(
-                Finding(
-                    check=SHARDING,
-                    tensor=f"axis {axis}",
-                    step=-1,
-                    rank=0,
-                    error=1.0,
-                    bound=0.0,
-                    cause=message,
-                )
+        holding = [
+            (group, held)
+            for group in claim.groups
+            if (held := [region for region in regions if any(rank in region for rank in group)])
+        ]
+        whole = [group for group, held in holding if not any(_differs(region, group) for region in held)]
+        if holding and not whole:
+            continue
+        what = claim.kind if claim.part == "all" else f"{claim.kind} of {_PARTS[claim.part]}"
+        group = whole[0] if whole else claim.groups[0]
+        findings.append(
+            Finding(
+                check=SHARDING,
+                tensor=f"axis {axis}",
+                step=-1,
+                rank=group[0],
+                error=1.0,
+                bound=0.0,
+                cause=f"no {what} differs in what the ranks of one {axis} group hold",
+                ranks=tuple(sorted({rank for found in whole for rank in found})),
             )
+        )
     return _judgement(SHARDING, len(claims), findings)
+
+
+def _differs(region: Mapping[int, str], group: Sequence[int]) -> bool:
+    return len({region.get(rank, "") for rank in group}) > 1
 
 
 def judge_repeat(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Literal
 
 from moeverify.case.schema import Case, ForeignModel
+from moeverify.compare.claim import Claim
 from moeverify.layout.mesh import MeshPlan, View
 
-Claims = Mapping[str, tuple[str, Sequence[Sequence[int]]]]
+Part = Literal["all", "experts", "others"]
 
 
-def axis_claims(case: Case, plan: MeshPlan) -> Claims:
-    """Return, for each axis of more than one rank, the kind of tensors it divides and its groups of ranks."""
+def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
+    """Return, for each axis of more than one rank, the tensors that it divides and its groups of ranks."""
     layout, model = case.layout, case.recipe.model
-    claims: dict[str, tuple[str, Sequence[Sequence[int]]]] = {}
+    claims: dict[str, Claim] = {}
 
-    def claim(view: View, axis: str, kind: str, label: str | None = None) -> None:
+    def claim(view: View, axis: str, kind: str, part: Part = "all") -> None:
         if view.axes.get(axis, 1) > 1:
-            claims[label or axis] = (kind, view.groups(axis))
+            claims[axis] = Claim(kind, view.groups(axis), part)
 
     # A user's own loss may be nothing but a sum.
     if not isinstance(model, ForeignModel) or model.loss is None:
@@ -27,9 +29,15 @@ def axis_claims(case: Case, plan: MeshPlan) -> Claims:
         return claims  # how a user's own code divides parameters is not ours to say
     claim(plan.data, "pp", "initial_weight")
     if layout.data_parallel != "ddp":
-        claim(plan.dense, "fsdp", "initial_weight")
-    claim(plan.dense, "tp", "initial_weight")
-    if layout.ep > 1:
-        claim(plan.sparse, "ep", "initial_weight")
-        claim(plan.sparse, "efsdp", "initial_weight")
+        claim(plan.dense, "fsdp", "initial_weight", "others")
+    claim(plan.dense, "tp", "initial_weight", "others")
+    has_experts = not isinstance(model, ForeignModel) and model.moe is not None
+    if has_experts:
+        claim(plan.sparse, "etp", "initial_weight", "experts")
+    if has_experts and layout.ep > 1:
+        claim(plan.sparse, "ep", "initial_weight", "experts")
+        if (
+            layout.data_ranks * layout.cp > 1
+        ):  # else nothing is sharded, and ranks of tp may hold the same experts
+            claim(plan.sparse, "efsdp", "initial_weight", "experts")
     return claims

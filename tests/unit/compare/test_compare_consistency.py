@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moeverify.compare.claim import Claim
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.layout.region import Region
 
@@ -97,7 +98,10 @@ def test_pieces_that_overlap_cover_too_much(run_ranks: Callable, weight: Tensor)
 
 
 def test_a_layout_that_divides_nothing_is_not_real(run_ranks: Callable, weight: Tensor) -> None:
-    claims = {"ep": ("gradient", [[0, 1], [2, 3]]), "dp_replicate": ("gradient", [[0, 2], [1, 3]])}
+    claims = {
+        "ep": Claim("gradient", [[0, 1], [2, 3]]),
+        "dp_replicate": Claim("gradient", [[0, 2], [1, 3]]),
+    }
     ranks = run_ranks(AXES)
     show(ranks, [weight] * 4)
     (finding,) = judge_sharding(ranks.assemble(), claims).findings
@@ -114,8 +118,35 @@ def test_a_layout_that_divides_nothing_is_not_real(run_ranks: Callable, weight: 
 def test_only_the_kind_that_is_claimed_counts(run_ranks: Callable, weight: Tensor) -> None:
     ranks = run_ranks(AXES)
     show(ranks, [weight] * 4)
-    claims = {"ep": ("initial_weight", [[0, 1], [2, 3]])}
+    claims = {"ep": Claim("initial_weight", [[0, 1], [2, 3]])}
     assert len(judge_sharding(ranks.assemble(), claims).findings) == 1
+
+
+def test_one_group_that_divides_does_not_speak_for_another(run_ranks: Callable, weight: Tensor) -> None:
+    ranks = run_ranks(AXES)
+    for rank, region in enumerate([*HALVES, WHOLE, WHOLE]):
+        ranks.show(rank, region.take(weight), region)
+    (finding,) = judge_sharding(ranks.assemble(), {"ep": Claim("gradient", [[0, 1], [2, 3]])}).findings
+    assert (finding.rank, finding.ranks) == (2, (2, 3))
+
+
+def test_a_group_that_holds_no_such_tensor_is_left_out(run_ranks: Callable, weight: Tensor) -> None:
+    ranks = run_ranks(AXES)
+    for rank, region in enumerate(HALVES):
+        ranks.show(rank, region.take(weight), region)
+    assert judge_sharding(ranks.assemble(), {"ep": Claim("gradient", [[0, 1], [2, 3]])}).findings == ()
+    assert len(judge_sharding(ranks.assemble(), {"ep": Claim("gradient", [[2, 3]])}).findings) == 1
+
+
+def test_a_dense_weight_does_not_speak_for_experts(run_ranks: Callable, weight: Tensor) -> None:
+    ranks = run_ranks(AXES)
+    show(ranks, [weight] * 4)
+    groups = [[0, 1], [2, 3]]
+    for part, num_findings in (("all", 0), ("others", 0), ("experts", 1)):
+        assert (
+            len(judge_sharding(ranks.assemble(), {"ep": Claim("gradient", groups, part)}).findings)
+            == num_findings
+        )
 
 
 def test_a_repeat_with_other_bits() -> None:
