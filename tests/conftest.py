@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+
+# A shell that starts pytest in the background has switched SIGINT off, for what the tests start as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPE = """\
 model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2, head_dim: 8, ffn_hidden: 16}
