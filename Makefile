@@ -17,7 +17,7 @@ verify: $(VENV)/installed ## Verify all cases
 	$(BIN)/moeverify run $(CASES)
 
 test: $(VENV)/installed-test ## Run the tests, and the cases as tests
-	$(BIN)/python -m pytest tests cases
+	$(BIN)/python -m pytest tests cases -n 2 --dist loadfile --durations 12
 
 lint: $(VENV)/installed-lint ## Check style, types and the rules of the house
 	$(BIN)/ruff check .
