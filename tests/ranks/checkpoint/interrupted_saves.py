@@ -6,6 +6,7 @@ Torch is imported once; the ranks of each trial are forked from here and end for
 from __future__ import annotations
 
 import hashlib
+import contextlib
 import json
 import os
 import resource
@@ -298,7 +299,8 @@ def kill_at_any_time(root: Path) -> dict[str, Any]:
                 pid = os.getpid()
                 if os.fork() == 0:  # a killer that does not know where the save is
                     time.sleep(delay)
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # the rank may be through by then
+                        os.kill(pid, signal.SIGKILL)
                     os._exit(0)
             return try_save(place / "checkpoints", rank, "at once")
 
