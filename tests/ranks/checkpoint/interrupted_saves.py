@@ -5,8 +5,8 @@ Torch is imported once; the ranks of each trial are forked from here and end for
 
 from __future__ import annotations
 
-import hashlib
 import contextlib
+import hashlib
 import json
 import os
 import resource
