@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,20 @@ def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(tmp_path: Pa
     assert wrong >= {"layers.0.moe.router.weight", "layers.1.moe.router.weight"}
     assert "layers.1.moe.experts.down" not in wrong  # behind the last router
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"routing", "replicas"}
+
+
+def test_ranks_of_a_users_own_torchrun_run_them_too(tmp_path: Path) -> None:
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "moeverify",
+        "run",
+    ]
+    words = [str(ROOT / "cases" / "megablocks-ep2.yaml"), "--device", "cpu", "--cache", str(tmp_path)]
+    done = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 case: 1 pass" in done.stdout
