@@ -16,12 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moeverify.checkpoint.safetensors_index import DTYPES, INDEX, SINGLE, read_index
+from moeverify.checkpoint.dtypes import DTYPE_NAMES
+from moeverify.checkpoint.safetensors_index import INDEX, SINGLE, read_index
 from moeverify.checkpoint.slabs import Box, Shape, Slabs, find_windows
 from moeverify.checkpoint.source import PIECE_BYTES, Piece, Read, Spec
 from moeverify.errors import FormatError
-
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # How much is read through one mapping of a file: its pages count as this process's memory until it is closed.
 _MAPPED_BYTES = PIECE_BYTES
@@ -138,7 +137,7 @@ class SafetensorsSink:
         for key in keys:
             spec = self._stored[key]
             span = [at, at + spec.num_bytes]
-            header[key] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+            header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
             at = span[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them

@@ -11,26 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moeverify.checkpoint.dtypes import DTYPES
 from moeverify.checkpoint.slabs import Shape, Slabs
 from moeverify.errors import FormatError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 # Frequencies that old checkpoints hold although they follow from the configuration.
 _REDUNDANT = ("*.rotary_emb.inv_freq",)

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.box import split_region
-from moeverify.checkpoint.manifest import DTYPE_NAMES, MANIFEST
+from moeverify.checkpoint.dtypes import DTYPE_NAMES
+from moeverify.checkpoint.manifest import MANIFEST
 from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.holding import Holding

@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.dtypes import DTYPE_NAMES
 from moeverify.checkpoint.manifest import (
-    DTYPE_NAMES,
     MANIFEST,
     Manifest,
     Stored,
