@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 # torch 2.13 renamed these two and warns about the names that 2.11 has.
-_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def check_contiguous(tensor: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _Finish(Function):
 
 def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _GATHER(parts, check_contiguous(x.contiguous()), group=group)
+    GATHER(parts, check_contiguous(x.contiguous()), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim=dim)
 
 
@@ -157,7 +157,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     # `torch.cat` of what lies in another order of memory (channels last) gives that order again.
     parts = (x if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))).contiguous()
     part = x.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
-    _REDUCE_SCATTER(part, check_contiguous(parts), group=group)
+    REDUCE_SCATTER(part, check_contiguous(parts), group=group)
     return part
 
 

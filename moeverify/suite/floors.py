@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeverify.case.schema import Case, ReferenceModel
 from moeverify.model.experts import BACKENDS, ExpertWeights
+from moeverify.parallel.collectives import GATHER, REDUCE_SCATTER
 from moeverify.report.measurement import Floors
 from moeverify.suite.profile import bus_factor
 from moeverify.train.program import compute_dtype_of
@@ -21,9 +22,6 @@ from moeverify.train.program import compute_dtype_of
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 _COLLECTIVE_BYTES = {"cuda": 2**28, "cpu": 2**22}
 _REPEATS = 10
-# torch 2.13 renamed these two and warns about the names that 2.11 has.
-_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def measure_floors(case: Case, device: torch.device) -> Floors:
@@ -80,8 +78,8 @@ def measure_collectives(device: torch.device) -> dict[str, float]:
     other, part = torch.empty_like(whole), torch.empty(len(whole) // num_ranks, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "all_gather": lambda: _GATHER(whole, part),
-        "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole),
+        "all_gather": lambda: GATHER(whole, part),
+        "reduce_scatter": lambda: REDUCE_SCATTER(part, whole),
         "all_reduce": lambda: dist.all_reduce(whole),
     }
     found = {}
