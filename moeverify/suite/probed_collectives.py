@@ -32,6 +32,15 @@ def _attempt(work: Callable[[], Tensor], expected: Tensor) -> str:
     return "right" if _agree(torch.equal(actual, expected)) else "wrong"
 
 
+def _judge_order(answer: str, what: str, wrong: Answer) -> Answer:
+    """Return what an attempt says of tensors that do not lie in memory in the order of their dims."""
+    if answer == "right":
+        return Answer("right", "")
+    if answer != "wrong":
+        return Answer(f"refused: {answer}", f"a {what} is an error, never a wrong number")
+    return wrong
+
+
 def probe_sums(context: RankContext) -> Answer:
     """Sum contiguous tensors of every dtype that is used."""
     wrong = []
@@ -103,13 +112,9 @@ def probe_strided(context: RankContext) -> Answer:
         dist.all_reduce(view)
         return mine
 
-    answer = _attempt(total, expected)
-    if answer == "right":
-        return Answer("right", "")
-    if answer != "wrong":
-        return Answer(f"refused: {answer}", "a strided tensor is an error, never a wrong number")
     meaning = f"{_OWN}a user's code that reduces a strided tensor gets wrong numbers (pytorch #192920)"
-    return Answer("sums other elements than the view's", meaning, "warn")
+    found = Answer("sums other elements than the view's", meaning, "warn")
+    return _judge_order(_attempt(total, expected), "strided tensor", found)
 
 
 def probe_layouts(context: RankContext) -> Answer:
@@ -121,13 +126,9 @@ def probe_layouts(context: RankContext) -> Answer:
         dist.all_reduce(mine)
         return mine
 
-    answer = _attempt(total, 2 * values)
-    if answer == "right":
-        return Answer("right", "")
-    if answer != "wrong":
-        return Answer(f"refused: {answer}", "a permuted gradient is an error, never a wrong number")
     meaning = f"{_OWN}a user's hook that reduces gradients as they come may add wrong elements"
-    return Answer("sums in the order of memory", meaning, "warn")
+    found = Answer("sums in the order of memory", meaning, "warn")
+    return _judge_order(_attempt(total, 2 * values), "permuted gradient", found)
 
 
 def probe_scatter_layouts(context: RankContext) -> Answer:
@@ -141,13 +142,9 @@ def probe_scatter_layouts(context: RankContext) -> Answer:
         return part
 
     expected = 3 * torch.arange(48.0, device=context.device).view(4, 3, 2, 2).chunk(2)[context.rank]
-    answer = _attempt(total, expected)
-    if answer == "right":
-        return Answer("right", "")
-    if answer != "wrong":
-        return Answer(f"refused: {answer}", "a permuted gradient is an error, never a wrong number")
     meaning = f"{_OWN}a user's code that reduces gradients as they come gets elements in another order"
-    return Answer("scatters in the order of memory", meaning, "warn")
+    found = Answer("scatters in the order of memory", meaning, "warn")
+    return _judge_order(_attempt(total, expected), "permuted gradient", found)
 
 
 def probe_gather_backward(context: RankContext) -> Answer:
