@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -40,14 +41,15 @@ OnOutcome = Callable[[JobOutcome], None]
 def serve_external(
     jobs: Sequence[Job],
     folder: Path,
-    run_job: RunJob,
+    entry: str,
     on_outcome: OnOutcome,
     *,
     device: Device = "cpu",
 ) -> None:
     """Run the jobs in this rank and its peers; rank 0 calls `on_outcome` for every job, in order.
 
-    Every rank must call it with the same jobs. It returns when all jobs are done. Ranks that someone else
+    `entry` is a module with `run_job`, imported here: what it imports reads variables that are set first. Every
+    rank must call it with the same jobs. It returns when all jobs are done. Ranks that someone else
     started cannot be started anew: when a job fails or hangs, rank 0 calls `on_outcome` for it and, as
     `unstarted`, for all that come after it, perhaps from another thread; then every rank ends with status 3.
     A job for more ranks than there are is `unstarted` too, and the others go on.
@@ -58,6 +60,7 @@ def serve_external(
     set_interpreter(device)
     if world is None:
         raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
+    run_job: RunJob = importlib.import_module(entry).run_job
     session = _Session(world, jobs, Path(folder).resolve(), on_outcome, device)
     session.run(run_job)
 

@@ -14,7 +14,7 @@ from moeverify.case.schema import Case
 from moeverify.compare.result import Event
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
-from moeverify.launch.world import external_world, set_interpreter
+from moeverify.launch.world import external_world
 from moeverify.report.measurement import BenchResult, Measurement
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.packages import find_obstacle
@@ -93,11 +93,9 @@ class _Bench:
         if not jobs:
             return
         if external_world() is not None:
-            set_interpreter(self.device)  # before anything imports Triton
             from moeverify.launch.external import serve_external
-            from moeverify.suite.worker import run_job
 
-            serve_external(jobs, folder, run_job, self._take, device=self.device)
+            serve_external(jobs, folder, ENTRY, self._take, device=self.device)
             return
         for outcome in run_jobs(
             jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch

@@ -16,7 +16,7 @@ from moeverify.case.schema import Case
 from moeverify.compare.result import BLIND, CaseResult, CheckResult, Event, Finding, RunResult, Verdict
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
-from moeverify.launch.world import external_world, set_interpreter
+from moeverify.launch.world import external_world
 from moeverify.suite.declared import settle
 from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
@@ -121,11 +121,9 @@ class CaseRun:
         )
 
     def _execute_external(self, jobs: Sequence[Job], folder: Path) -> None:
-        set_interpreter(self.device)  # before anything imports Triton
         from moeverify.launch.external import serve_external
-        from moeverify.suite.worker import run_job
 
-        serve_external(jobs, folder, run_job, self._take, device=self.device)
+        serve_external(jobs, folder, ENTRY, self._take, device=self.device)
 
     def _skip_unrunnable(self) -> None:
         limit, why = most_ranks(self.device)

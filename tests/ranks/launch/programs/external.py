@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import jobs as programs
-
 from moeverify.launch.external import serve_external
 from moeverify.launch.plan import Job, JobOutcome
 
@@ -19,4 +17,4 @@ def tell(outcome: JobOutcome) -> None:
 
 if __name__ == "__main__":
     plan = [Job.model_validate(each) for each in json.loads(sys.argv[2])]
-    serve_external(plan, Path(sys.argv[1]), programs.run_job, tell)
+    serve_external(plan, Path(sys.argv[1]), "jobs", tell)
