@@ -50,4 +50,27 @@ JunitFile = Annotated[
 ]
 HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page.")]
 
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
+    ),
+]
+Fault = Annotated[
+    str | None,
+    typer.Option("--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."),
+]
+RequireGoldens = Annotated[
+    bool | None,
+    typer.Option(
+        "--require-goldens/--no-require-goldens",
+        help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
+        show_default=False,
+    ),
+]
+
 DEFAULT_GOLDENS = Path("golden")

@@ -13,6 +13,7 @@ from moeverify.cli.arguments import (
     Cases,
     Device,
     DeviceOption,
+    Fault,
     GoldenFolder,
     HtmlFile,
     JsonFile,
@@ -20,10 +21,13 @@ from moeverify.cli.arguments import (
     Overrides,
     Pattern,
     Quiet,
+    Ranks,
+    RequireGoldens,
+    Timeout,
 )
 from moeverify.cli.door import is_continuous_integration, open_door
 from moeverify.cli.outputs import Outputs
-from moeverify.cli.run import Fault, Ranks, Timeout, deliver
+from moeverify.cli.run import deliver
 
 
 def reshard(
@@ -42,14 +46,7 @@ def reshard(
     ranks: Ranks = None,
     timeout: Timeout = None,
     fault: Fault = None,
-    require_goldens: Annotated[
-        bool | None,
-        typer.Option(
-            "--require-goldens/--no-require-goldens",
-            help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
-            show_default=False,
-        ),
-    ] = None,
+    require_goldens: RequireGoldens = None,
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
     quiet: Quiet = False,

@@ -16,6 +16,7 @@ from moeverify.cli.arguments import (
     Cases,
     Device,
     DeviceOption,
+    Fault,
     GoldenFolder,
     HtmlFile,
     JsonFile,
@@ -23,6 +24,9 @@ from moeverify.cli.arguments import (
     Overrides,
     Pattern,
     Quiet,
+    Ranks,
+    RequireGoldens,
+    Timeout,
 )
 from moeverify.cli.door import BAD_INPUT, EXIT_CODES, Door, is_continuous_integration, open_door
 from moeverify.cli.outputs import Outputs
@@ -31,21 +35,6 @@ if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.compare.result import RunResult
     from moeverify.suite.options import RunOptions
-
-Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
-    ),
-]
-Fault = Annotated[
-    str | None,
-    typer.Option("--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."),
-]
 
 
 def run(
@@ -64,14 +53,7 @@ def run(
     ranks: Ranks = None,
     timeout: Timeout = None,
     fault: Fault = None,
-    require_goldens: Annotated[
-        bool | None,
-        typer.Option(
-            "--require-goldens/--no-require-goldens",
-            help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
-            show_default=False,
-        ),
-    ] = None,
+    require_goldens: RequireGoldens = None,
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
     follow_up: Annotated[
