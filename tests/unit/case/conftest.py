@@ -38,3 +38,62 @@ def find_problems() -> FindProblems:
         return []
 
     return do
+
+
+@pytest.fixture
+def compose() -> Callable[[str, str], str]:
+    """Return a function that makes a case file; fields of the recipe are given by their names alone."""
+    return _compose
+
+
+@pytest.fixture
+def check_broken(write: Write, find_problems: FindProblems) -> Callable[..., None]:
+    """Return a function that makes sure that a case is refused once for a path, with this message and remedy."""
+
+    def do(layout: str, recipe: str, path: str, message: str, remedy: str) -> None:
+        text = _compose(layout, recipe)
+        file = write("case.yaml", text)
+        found = [
+            problem for problem in find_problems(file) if problem.path == path and message in problem.message
+        ]
+        assert len(found) == 1, find_problems(file)
+        assert remedy in found[0].remedy
+        assert found[0].file == str(file)
+        section = {"layout": "layout:", "checks": "checks:"}.get(path.split(".", maxsplit=1)[0])
+        other = next((name for name in ("optimizer", "precision") if name in path), "model")
+        start = section or f"  {other}:"
+        assert text.splitlines()[found[0].line - 1].startswith(start)
+
+    return do
+
+
+def _compose(layout: str, recipe: str) -> str:
+    """Return a case file with these fields; those of the recipe are given by their names alone."""
+    model, data, other, checks = [], [], [], []
+    for field in _split(recipe):
+        name = field.partition(":")[0]
+        if name in {"optimizer", "precision"}:
+            other.append(f"  {field}\n")
+        elif name == "seq_len":
+            data.append(field)
+        elif name == "tolerance":
+            checks.append(field)
+        else:
+            model.append(field)
+    return (
+        "name: a\n"
+        f"recipe:\n  model: {{{', '.join(['preset: stress', *model])}}}\n"
+        f"  data: {{{', '.join(['batch: 8', *data])}}}\n{''.join(other)}"
+        f"layout: {{{layout}}}\nchecks: {{{', '.join(checks)}}}\n"
+    )
+
+
+def _split(fields: str) -> list[str]:
+    """Return the top-level fields of a flow mapping's inside."""
+    found, depth, start = [], 0, 0
+    for index, letter in enumerate(fields + ","):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            found.append(fields[start:index].strip())
+            start = index + 1
+    return [field for field in found if field]
