@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from moeverify.compare.batch import Differences, Fingerprints
 from moeverify.compare.checks import UNCOMPARED_KINDS, ZERO_KINDS
-from moeverify.compare.difference import Difference
+from moeverify.compare.difference import Difference, Measured
 from moeverify.layout.region import Region
 
 
@@ -19,7 +21,17 @@ class Reference(Protocol):
     """Where the expected values come from: a stored golden, or anything else that reads regions."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor, or None where there is no such tensor."""
+        """Return a region of a logical tensor, on the CPU, or None where there is no such tensor.
+
+        Where a run is on GPUs, another thread calls this too.
+        """
+
+
+class _Measurer(Protocol):
+    """What compares pieces: at once, or behind the training."""
+
+    def add(self, read: Callable[[], Tensor | None], actual: Tensor) -> None: ...
+    def results(self) -> Iterator[Measured]: ...
 
 
 @dataclass(frozen=True)
@@ -45,46 +57,86 @@ class Entry:
 class Comparison:
     """Compares what it observes with a reference; `entries` gives the result once the run is over.
 
-    Nothing waits for the device while the run goes on: statistics stay in tensors until `entries`.
+    Nothing waits for a GPU while the run goes on: there pieces are compared behind it.
     """
 
     def __init__(self, reference: Reference, *, hash_bits: bool = True) -> None:
         self._reference = reference
         self._hash_bits = hash_bits
-        self._pending: list[tuple[int, str, str, Region, str, tuple[int, ...]]] = []
-        self._differences = Differences()
-        self._bits = Fingerprints()
+        self._pending: list[tuple[int, str, str, Region, bool, tuple[int, ...], _Measurer]] = []
+        self._measurers: dict[torch.device, _Measurer] = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Compare one piece; see `moeverify.layout.observer.Observer`."""
         if kind in UNCOMPARED_KINDS:
             return
-        expected = None if kind in ZERO_KINDS else self._reference.read(step, kind, name, region)
-        known = expected is not None or kind in ZERO_KINDS
-        state = "absent" if local is None else "compared" if known else "unexpected"
         if local is None:
             actual = torch.zeros(region.local_shape, dtype=torch.float64)
         else:
             actual = local.detach().reshape(region.local_shape)
-        self._differences.add(expected, actual)
-        if self._hash_bits:
-            self._bits.add(actual)
-        self._pending.append((step, kind, name, region, state, tuple(actual.shape)))
+        measurer = self._measurers.get(actual.device)
+        if measurer is None:
+            measurer = self._measurers[actual.device] = _choose_measurer(actual.device, self._hash_bits)
+        read = _nothing if kind in ZERO_KINDS else partial(self._reference.read, step, kind, name, region)
+        measurer.add(read, actual)
+        self._pending.append((step, kind, name, region, local is None, tuple(actual.shape), measurer))
 
     def begin_step(self, step: int) -> None:
         """Do nothing: steps are told apart by what is observed."""
 
     def entries(self) -> Iterator[Entry]:
         """Yield one entry a piece, in the order of observation."""
-        if not self._pending:
-            return
-        rows = self._differences.rows().tolist()
-        bits = self._bits.values().tolist() if self._hash_bits else [0] * len(rows)
-        for (step, kind, name, region, state, local_shape), row, hashed in zip(
-            self._pending, rows, bits, strict=True
-        ):
-            difference = Difference.from_statistics(row)
+        found = {id(measurer): measurer.results() for measurer in self._measurers.values()}
+        for step, kind, name, region, absent, local_shape, measurer in self._pending:
+            measured = next(found[id(measurer)])
+            known = measured.known or kind in ZERO_KINDS
+            state = "absent" if absent else "compared" if known else "unexpected"
+            difference = Difference.from_statistics(measured.statistics)
             index = region.global_index(int(difference.position)) if difference.max_error > 0 else ()
             yield Entry(
-                step, kind, name, region.key, region.shape, local_shape, state, int(hashed), difference, index
+                step,
+                kind,
+                name,
+                region.key,
+                region.shape,
+                local_shape,
+                state,
+                measured.bits,
+                difference,
+                index,
             )
+
+
+def _nothing() -> None:
+    """Return what is expected of a kind that is zero by definition."""
+
+
+def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
+    # Triton comes with torch for GPUs; its launcher is compiled where it runs.
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from moeverify.compare.follower import Follower
+
+        return Follower(device)  # there a hash costs next to nothing
+    return _AtOnce(hash_bits)
+
+
+class _AtOnce:
+    """Compares each piece when it is added."""
+
+    def __init__(self, hash_bits: bool) -> None:
+        self._differences = Differences()
+        self._bits = Fingerprints() if hash_bits else None
+        self._known: list[bool] = []
+
+    def add(self, read: Callable[[], Tensor | None], actual: Tensor) -> None:
+        expected = read()
+        self._known.append(expected is not None)
+        self._differences.add(expected, actual)
+        if self._bits is not None:
+            self._bits.add(actual)
+
+    def results(self) -> Iterator[Measured]:
+        rows = self._differences.rows().tolist()
+        bits = [0] * len(rows) if self._bits is None else self._bits.values().tolist()
+        for row, hashed, known in zip(rows, bits, self._known, strict=True):
+            yield Measured(row, hashed, known)

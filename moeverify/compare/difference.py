@@ -19,7 +19,7 @@ NUM_STATISTICS = 10
 # Elements worked on at a time: on a CPU few enough to stay in its cache, elsewhere enough to fill the device.
 _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
 LARGEST = torch.finfo(torch.float64).max
-_STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at different places apart
+STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at different places apart
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,15 @@ class Difference:
         return self.sum_product / norms if norms > 0.0 else None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What came out for one piece: the fields of a `Difference`, the hash of its bits, whether the golden knew it."""
+
+    statistics: list[float]
+    bits: int
+    known: bool
+
+
 def measure(expected: Tensor, actual: Tensor) -> Tensor:
     """Return the statistics of `actual` against `expected`.
 
@@ -142,6 +151,28 @@ def _merge_statistics(parts: Tensor) -> Tensor:
     return total
 
 
+def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the statistics of `count` tensors from those of their parts.
+
+    Shapes: `numbers` (N,) int64, the tensor of each part, and `rows` (N, NUM_STATISTICS), the parts of one tensor in
+    their order; returns (count, NUM_STATISTICS). A tensor without parts has zeros.
+    """
+    merged = torch.zeros((count, NUM_STATISTICS), dtype=torch.float64)
+    if not len(numbers):
+        return merged
+    order = torch.argsort(numbers, stable=True)
+    rows = rows[order]
+    present, sizes = torch.unique_consecutive(numbers[order], return_counts=True)
+    largest = torch.where(rows[:, 5] <= LARGEST, rows[:, 5], torch.inf)
+    most = torch.segment_reduce(largest, "max", lengths=sizes).repeat_interleave(sizes)
+    place = torch.where(largest == most, torch.arange(len(rows)), len(rows)).to(torch.float64)
+    worst = torch.segment_reduce(place, "min", lengths=sizes).to(torch.int64)
+    total = torch.segment_reduce(rows, "sum", lengths=sizes, axis=0)
+    total[:, 5:9] = rows[worst, 5:9]
+    merged[present] = total
+    return merged
+
+
 def fingerprint_bits(local: Tensor) -> Tensor:
     """Return a 64-bit hash of the exact values, for the bitwise comparison of replicas and repeats.
 
@@ -151,10 +182,10 @@ def fingerprint_bits(local: Tensor) -> Tensor:
     words, rest = as_words(local)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = _chunk_size(words)
-    places = torch.arange(min(size, words.numel()), device=words.device).mul_(_STRIDE)
+    places = torch.arange(min(size, words.numel()), device=words.device).mul_(STRIDE)
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
-        keyed = torch.mul(part, GOLDEN_RATIO).add_(places[: part.numel()]).add_(_wrap(start * _STRIDE))
+        keyed = torch.mul(part, GOLDEN_RATIO).add_(places[: part.numel()]).add_(_wrap(start * STRIDE))
         total += _scramble(keyed).sum()
     if rest.numel():
         places = torch.arange(words.numel(), words.numel() + rest.numel(), device=words.device)
@@ -164,7 +195,7 @@ def fingerprint_bits(local: Tensor) -> Tensor:
 
 def hash_words(words: Tensor, places: Tensor) -> Tensor:
     """Return the addend of each word (int64) at its place to the hash of its tensor."""
-    return _scramble(torch.mul(words, GOLDEN_RATIO).add_(places * _STRIDE))
+    return _scramble(torch.mul(words, GOLDEN_RATIO).add_(places * STRIDE))
 
 
 def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
