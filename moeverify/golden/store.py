@@ -11,14 +11,14 @@ import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeverify.errors import FormatError
+from moeverify.golden.mapped import MappedFile
 from moeverify.layout.region import Region
 
 _INDEX = "golden.json"
@@ -78,6 +78,18 @@ class GoldenWriter:
         self._flush()
         return self._partial
 
+    def narrow(self) -> None:
+        """Keep float32 in place of float64 of all tensors that are no single numbers, in every step.
+
+        For runs whose own rounding is far above that of float32: half as much is read beside a training then.
+        """
+        self._flush()
+        for path in self._partial.glob("step*.safetensors"):
+            tensors = {key: _narrow(tensor) for key, tensor in load_file(path).items()}
+            narrowed = path.with_suffix(".narrow")
+            save_file(tensors, narrowed)
+            narrowed.replace(path)
+
     def finish(self, noise: dict[str, float], summary: dict[str, Any]) -> None:
         """Write the index and give the folder its final name, replacing an older golden."""
         self._flush()
@@ -100,6 +112,11 @@ class GoldenWriter:
         self._tensors = {}
 
 
+def _narrow(tensor: Tensor) -> Tensor:
+    wide = tensor.dtype is torch.float64 and tensor.numel() > 1
+    return tensor.to(torch.float32) if wide else tensor
+
+
 def is_stored(folder: Path) -> bool:
     """Return whether the folder holds a complete golden."""
     return (folder / _INDEX).is_file()
@@ -113,7 +130,7 @@ class StoredGolden:
 
     def __init__(self, folder: Path, *, finished: bool = True) -> None:
         self.folder = folder
-        self._files: dict[int, Any] = {}
+        self._files: dict[int, MappedFile] = {}
         self.noise: dict[str, float] = {}
         self.summary: dict[str, Any] = {}
         if finished:
@@ -122,43 +139,27 @@ class StoredGolden:
 
     def keys(self, step: int) -> list[str]:
         """Return the keys of a step."""
-        return sorted(self._file(step).keys())
+        return self._file(step).keys()
 
     def whole(self, step: int, key: str) -> Tensor:
         """Return a whole logical tensor by its key."""
-        tensor: Tensor = self._file(step).get_tensor(key)
-        return tensor
+        return self._file(step).whole(key)
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
         """Return a region of a logical tensor, or None where the golden has no such tensor."""
-        key = tensor_key(kind, name)
-        if key not in self._keys(step):
+        file, key = self._file(step), tensor_key(kind, name)
+        if key not in file:
             return None
-        file = self._file(step)
-        contiguous = region.flat is None and all(isinstance(indices, range) for indices in region.dims)
-        if not contiguous or not region.dims or region.numel == 0:
-            return region.take(file.get_tensor(key))
-        window = tuple(slice(indices.start, indices.stop) for indices in region.dims)  # type: ignore[union-attr]
-        part: Tensor = file.get_slice(key)[window]
-        return part
+        if region.flat is None and all(isinstance(indices, range) for indices in region.dims):
+            return file.box(key, cast(tuple[range, ...], region.dims))
+        return region.take(file.whole(key))
 
-    def _keys(self, step: int) -> set[str]:
-        known: set[str] = self._known(step)[1]
-        return known
-
-    def _file(self, step: int) -> Any:
-        return self._known(step)[0]
-
-    def _known(self, step: int) -> Any:
+    def _file(self, step: int) -> MappedFile:
         if step not in self._files:
-            path = self.folder / f"step{step}.safetensors"
             try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise FormatError(
-                    f"{path}: cannot be read as part of a golden ({error}); delete {self.folder}"
-                ) from error
-            self._files[step] = (file, set(file.keys()))  # type: ignore[no-untyped-call]
+                self._files[step] = MappedFile(self.folder / f"step{step}.safetensors")
+            except FormatError as error:
+                raise FormatError(f"{error}, as part of a golden; delete {self.folder}") from error
         return self._files[step]
 
 

@@ -128,3 +128,26 @@ def test_an_index_that_is_none(content: str | None, tmp_path: Path, weight: Tens
         path.write_text(content)
     with pytest.raises(FormatError, match=r"golden\.json: .*delete the folder, it is made again"):
         StoredGolden(tmp_path / "g")
+
+
+def test_a_narrowed_golden_keeps_single_numbers_and_integers(tmp_path: Path, weight: Tensor) -> None:
+    loss, ids = torch.tensor(0.1, dtype=torch.float64), torch.arange(5)
+    with GoldenWriter(tmp_path / "g") as writer:
+        for step in range(2):
+            writer.observe(step, "gradient", "w", weight, Region.whole(SHAPE))
+            writer.observe(step, "loss", "total", loss, Region.whole(()))
+            writer.observe(step, "router_ids", "r", ids, Region.whole((5,)))
+        writer.narrow()
+        writer.finish({}, {})
+    golden = StoredGolden(tmp_path / "g")
+    for step in range(2):
+        assert torch.equal(golden.whole(step, "gradient/w"), weight.to(torch.float32))
+        assert golden.whole(step, "gradient/w").dtype is torch.float32
+        assert torch.equal(golden.whole(step, "loss/total"), loss)
+        assert golden.whole(step, "loss/total").dtype is torch.float64
+        assert torch.equal(golden.whole(step, "router_ids/r"), ids)
+    assert sorted(path.suffix for path in (tmp_path / "g").iterdir()) == [
+        ".json",
+        ".safetensors",
+        ".safetensors",
+    ]

@@ -1,0 +1,82 @@
+"""The tensors of a safetensors file as views of the file: nothing is read before it is looked at.
+
+The library gives such views too, by way of several of torch's operations each. Whoever reads many tensors beside a
+training pays for every operation, since each lets go of the interpreter's lock and waits to have it back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moeverify.errors import FormatError
+
+# NumPy has no bfloat16; its bits pass as integers.
+_DTYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
+    "F64": (np.float64, torch.float64),
+    "F32": (np.float32, torch.float32),
+    "F16": (np.float16, torch.float16),
+    "BF16": (np.int16, torch.bfloat16),
+    "I64": (np.int64, torch.int64),
+    "I32": (np.int32, torch.int32),
+    "I16": (np.int16, torch.int16),
+    "I8": (np.int8, torch.int8),
+    "U8": (np.uint8, torch.uint8),
+    "BOOL": (np.bool_, torch.bool),
+}
+
+
+class MappedFile:
+    """Views of a file's tensors; writing to one changes neither the file nor another reader's view.
+
+    Raises: FormatError where the file is missing or not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="numpy"):  # checks the header against the size of the file
+                pass
+        except (OSError, SafetensorError) as error:
+            raise FormatError(f"{path}: cannot be read ({error})") from error
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        self._start = 8 + size
+        self._places = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="c")
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return sorted(self._places)
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether the file has a tensor of this name."""
+        return key in self._places
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor."""
+        return self.box(key, [range(size) for size in self._places[key]["shape"]])
+
+    def box(self, key: str, dims: Sequence[range]) -> Tensor:
+        """Return the part of a tensor within these indices of every dim, each a range of step 1."""
+        entry = self._places[key]
+        numbers, dtype = _DTYPES[entry["dtype"]]
+        stride = np.dtype(numbers).itemsize
+        offset = self._start + entry["data_offsets"][0]
+        strides = []
+        for size, indices in zip(reversed(entry["shape"]), reversed(dims), strict=True):
+            strides.append(stride)
+            offset += indices.start * stride
+            stride *= size
+        shape = [len(indices) for indices in dims]
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        array = np.ndarray(shape, numbers, self._bytes, offset, strides[::-1])
+        tensor = torch.from_numpy(array)
+        return tensor if tensor.dtype is dtype else tensor.view(dtype)
