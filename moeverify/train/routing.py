@@ -54,9 +54,9 @@ def _find_flips(
     margin = golden.read(step, "router_margin", name, tokens)
     if expected is None or margin is None:
         raise KeyError(f"the golden has no routing of {name} at step {step}")
-    expected = expected.to(record.ids.device)
+    expected, margin = (send(values, record.ids.device) for values in (expected, margin))
     flipped = (record.ids.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
-    return torch.where(flipped, margin.to(record.ids.device), 0.0)
+    return torch.where(flipped, margin, 0.0)
 
 
 def replay(
@@ -74,7 +74,14 @@ def replay(
         ids = golden.read(step, "router_ids", router.name, region)
         if ids is None:
             raise KeyError(f"the golden has no routing of {router.name} at step {step}")
-        router.module.replay = ids.to(device)
+        router.module.replay = send(ids, device)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Return values that are on the CPU on a device, without waiting for what the device still has to do."""
+    if device.type == "cpu":
+        return values
+    return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 @torch.no_grad()
