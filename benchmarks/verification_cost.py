@@ -5,7 +5,7 @@
         --precision bfloat16 --experts grouped_mm --attention fused [--only gradient]
 
 Ranks (two, or --ranks) under FSDP2 with experts over all of them, one process group for everything. After a
-warm-up, runs without an observer, runs with the comparison and repeats of the first step take turns; the ratios
+warm-up, runs that only train, runs with the comparison and repeats of the first step take turns; the ratios
 are medians. `all checks` is the compared run and the repeat, against the run alone, over all steps. Then the peak
 of anonymous memory beside the size of the local shard; on GPUs that of what torch allocated, and there a run waits
 for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else.
@@ -25,16 +25,24 @@ import time
 from pathlib import Path
 
 SETTLE = 1  # the first step makes the optimizer's state and is left out of the per-step figures
+LARGE = {
+    "initial_weight",
+    "weight",
+    "gradient",
+    "update",
+    "optimizer_state",
+}  # kinds of the size of the model
 
 
 class Clock:
-    """An observer that passes on to another what that one wants, and notes when each step begins."""
+    """An observer that passes on to another what that one wants, and notes when the steps begin and end."""
 
     def __init__(self, inner=None, synchronize=None, only=None):
         self._inner = inner
         self._synchronize = synchronize
         self._only = only
-        self.times = []
+        self._times = []
+        self._num_steps = 0
 
     def observe(self, step, kind, name, local, region):
         """Pass on."""
@@ -42,23 +50,44 @@ class Clock:
             self._inner.observe(step, kind, name, local, region)
 
     def begin_step(self, step):
-        """Note the time."""
-        self.note()
+        """Note the time where it is needed: between other steps nothing waits for the device."""
+        self._num_steps += 1
+        if step in (0, SETTLE):
+            self.note()
 
     def note(self):
         """Note the time, when the device has done what it was given."""
         if self._synchronize is not None:
             self._synchronize()
-        self.times.append((time.perf_counter(), time.process_time()))
+        self._times.append((time.perf_counter(), time.process_time()))
 
     def per_step(self, which):
         """Return the mean seconds of a step after the first; `which` is 0 for wall time, 1 for CPU time."""
-        times = [found[which] for found in self.times[SETTLE:]]
-        return (times[-1] - times[0]) / (len(times) - 1)
+        return (self._times[2][which] - self._times[1][which]) / (self._num_steps - SETTLE)
+
+    def rest(self, which):
+        """Return the seconds after the last step, until the result is there."""
+        return self._times[3][which] - self._times[2][which]
 
     def total(self, which):
         """Return the seconds of all steps."""
-        return self.times[-1][which] - self.times[0][which]
+        return self._times[-1][which] - self._times[0][which]
+
+
+class Sieve:
+    """An observer that keeps from another the kinds of the size of the model that nobody asks for."""
+
+    def __init__(self, inner, only):
+        self._inner, self._only = inner, only
+
+    def begin_step(self, step):
+        """Pass on."""
+        self._inner.begin_step(step)
+
+    def observe(self, step, kind, name, local, region):
+        """Pass on."""
+        if self._only in (None, kind) or kind not in LARGE:
+            self._inner.observe(step, kind, name, local, region)
 
 
 class AllocatedPeak:
@@ -141,7 +170,7 @@ def make_benchmark_case(options):
         "num_dense_layers": 1,
     }
     moe = {"num_experts": 8, "top_k": 2, "expert_hidden": 2 * hidden, "shared_hidden": 0, "idle_experts": 0}
-    moe |= {"num_groups": 1, "top_groups": 1}
+    moe |= {"num_groups": 1, "top_groups": 1, "balance_scope": "sequence"}
     return make_case(
         "verification-cost",
         optimizer="adamw",
@@ -168,22 +197,29 @@ class Bench:
         self.golden = StoredGolden(folder)
 
     def run(self, observer, num_steps=None):
-        """Train once under the layout; return the clock and the bytes of parameters that this rank holds."""
+        """Train once under the layout; return the clock and the bytes of parameters that this rank holds.
+
+        Without an observer each step is what a production run would do, with nothing to show; its routing is that
+        of the golden too where the other's is, so that both do the same work.
+        """
         import torch.distributed as dist
 
         from moeverify.suite.verification import replays_routing
         from moeverify.train.assemble import assemble_parallel
         from moeverify.train.loop import train
 
-        program = assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
-        replayed = replays_routing(self.case)
+        recipe = self.case.recipe
+        program = assemble_parallel(recipe, self.case.layout, self.meshes, self.device)
         clock = Clock(observer, choose_synchronize(self.device), None if observer is None else self.only)
         dist.barrier()
-        train(
-            self.case.recipe, program, clock, golden=self.golden, replay_routing=replayed, num_steps=num_steps
-        )
+        replayed = replays_routing(self.case)
+        if observer is None:
+            train_alone(recipe, program, clock, self.golden if replayed else None)
+        else:
+            train(recipe, program, clock, golden=self.golden, replay_routing=replayed, num_steps=num_steps)
+        clock.note()
         if hasattr(observer, "entries"):
-            list(observer.entries())  # its numbers are on the device until somebody asks
+            list(observer.entries())  # on a GPU the comparison follows behind the training
         clock.note()
         return clock, sum(held.local().nbytes for held in program.holdings)
 
@@ -194,6 +230,23 @@ class Bench:
         return Comparison(self.golden)
 
 
+def train_alone(recipe, program, clock, ids):
+    """Train for the recipe's steps and show nothing; with `ids` the routers use those of a golden."""
+    from moeverify.train.loop import make_batches
+    from moeverify.train.routing import replay
+    from moeverify.train.state import TrainingState
+    from moeverify.train.step import take_step
+
+    state = TrainingState.begin(recipe, program)
+    for step in range(recipe.steps):
+        clock.begin_step(step)
+        [batch] = make_batches(recipe, program, step)
+        if ids is not None:
+            replay(recipe, program.routers, batch, ids, step, program.device)
+        take_step(recipe, program, state.optimizer, [batch])
+        state.advance()
+
+
 def choose_synchronize(device):
     """Return what waits for the device, or nothing for a CPU."""
     import torch
@@ -201,7 +254,7 @@ def choose_synchronize(device):
     return torch.cuda.synchronize if device.type == "cuda" else None
 
 
-def record(case, folder, device):
+def record(case, folder, device, only):
     """Write the golden of the case: one run on one device in float64."""
     import torch
 
@@ -210,7 +263,13 @@ def record(case, folder, device):
     from moeverify.train.loop import train
 
     with GoldenWriter(folder) as writer:
-        train(case.recipe, assemble_single(case.recipe, torch.device(device), compute="float64"), writer)
+        program = assemble_single(case.recipe, torch.device(device), compute="float64")
+        program.num_micro_batches = max(
+            case.recipe.data.batch // 16, 1
+        )  # float64 of all rows takes much memory
+        train(case.recipe, program, Sieve(writer, only))
+        if case.recipe.precision == "bfloat16":
+            writer.narrow()
         writer.finish({}, {})
 
 
@@ -231,33 +290,37 @@ def work(options):
     bench = Bench(case, folder, device, options.only)
     bench.run(None)
     bench.run(bench.compare())
-    alone, compared, repeated = [], [], []
+    alone, shown, compared, repeated = [], [], [], []
     for _ in range(options.pairs):
         alone.append(bench.run(None)[0])
+        shown.append(bench.run(Clock())[0])
         compared.append(bench.run(bench.compare())[0])
         repeated.append(bench.run(BitRecorder(), num_steps=1)[0])
     peaks, allocated = {}, {}
     for name, make in (("alone", lambda: None), ("compared", bench.compare)):
-        with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:
-            _, shard = bench.run(make())
-        peaks[name] = memory.peak
+        seen = []
+        for _ in range(options.pairs):  # what is freed when differs from run to run
+            with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:
+                _, shard = bench.run(make())
+            seen.append(memory.peak)
+        peaks[name] = seen
         if options.device == "cpu":
             with AllocatedPeak() as memory:
                 bench.run(make())
-            allocated[name] = memory.peak
+            allocated[name] = [memory.peak]
     if options.profile:
         profile = cProfile.Profile()
         profile.runcall(bench.run, bench.compare())
     rows = [None] * options.ranks
     dist.all_gather_object(rows, (peaks, allocated or peaks, shard))
     if dist.get_rank() == 0:
-        report(options, alone, compared, repeated, rows)
+        report(options, alone, shown, compared, repeated, rows)
         if options.profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     dist.destroy_process_group()
 
 
-def report(options, alone, compared, repeated, rows):
+def report(options, alone, shown, compared, repeated, rows):
     """Print seconds, ratios and memory."""
     print(f"{options}; load {os.getloadavg()[0]:.1f}")
     for which, name in ((0, "wall"), (1, "CPU")):
@@ -266,18 +329,24 @@ def report(options, alone, compared, repeated, rows):
         ratio = [b / a for a, b in zip(plain, seen, strict=True)]
         totals = [[clock.total(which) for clock in clocks] for clocks in (alone, compared, repeated)]
         all_checks = [(b + c) / a for a, b, c in zip(*totals, strict=True)]
+        idle = [clock.per_step(which) for clock in shown]
+        rest = statistics.median(clock.rest(which) for clock in compared)
         print(
-            f"{name:4} per step: alone {statistics.median(plain):.3f} s, compared {statistics.median(seen):.3f} s: "
-            f"{statistics.median(ratio):.2f} x ({min(ratio):.2f} to {max(ratio):.2f}); all checks over "
-            f"{options.steps} steps: {statistics.median(all_checks):.2f} x "
+            f"{name:4} per step: alone {statistics.median(plain):.3f} s, shown to nobody "
+            f"{statistics.median(idle):.3f} s, compared {statistics.median(seen):.3f} s: "
+            f"{statistics.median(ratio):.2f} x ({min(ratio):.2f} to {max(ratio):.2f}), and {rest:.3f} s at the end; "
+            f"all checks over {options.steps} steps: {statistics.median(all_checks):.2f} x "
             f"({min(all_checks):.2f} to {max(all_checks):.2f})"
         )
     for rank, (resident, allocated, shard) in enumerate(rows):
         for name, peak in (("resident", resident), ("allocated by torch", allocated)):
-            extra = peak["compared"] - peak["alone"]
+            plain, seen = (statistics.median(peak[which]) for which in ("alone", "compared"))
+            low, high = min(peak["alone"]), max(peak["alone"])
+            extra = seen - plain
             print(
                 f"rank {rank}: peak memory {name} {extra / 2**20:+.1f} MiB beside the training's "
-                f"{peak['alone'] / 2**20:.1f} ({100 * extra / peak['alone']:+.1f}%); "
+                f"{plain / 2**20:.1f} ({100 * extra / plain:+.1f}%; its own runs differ by "
+                f"{100 * (high - low) / plain:.1f}%); "
                 f"parameters of its shard {shard / 2**20:.1f} MiB: {extra / shard:.2f} x"
             )
 
@@ -307,11 +376,11 @@ def main():
         work(options)
         return
     if options.record:
-        record(make_benchmark_case(options), Path(options.record) / "golden", options.device)
+        record(make_benchmark_case(options), Path(options.record) / "golden", options.device, options.only)
         return
     with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        own = [str(Path(__file__)), *sys.argv[1:]]
+        own = [sys.argv[0], *sys.argv[1:]]
         # In a process of its own, so that no rank keeps memory of it.
         subprocess.run([sys.executable, *own, "--record", folder], env=environ, check=True)
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
