@@ -63,9 +63,7 @@ def names(pattern: str, parameter: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts)))
 
 
-def judge_precision(
-    by_rank: Sequence[Sequence[Seen]], wanted: Wanted, coordinates: Coordinates
-) -> Judgement:
+def judge_precision(by_rank: Sequence[Sequence[Seen]], wanted: Wanted, coordinates: Coordinates) -> Judgement:
     """Return whether everything was in its dtype, with a finding for each largest part of the model that was not."""
     places: dict[Use, set[str]] = {}
     wrong: dict[tuple[Use, str, str], dict[str, dict[int, Seen]]] = {}

@@ -110,14 +110,14 @@ class DtypeTap:
                     wide[local_part(used).data_ptr()] = slot.name
             if wide and module not in self._watched:
                 self._watched[module] = _Casts(wide, self._narrow)
-                self._watched[module].__enter__()
+                self._watched[module].__enter__()  # type: ignore[no-untyped-call]
 
         return hook
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         mode = self._watched.pop(module, None)
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _narrow(self, name: str, dtype: torch.dtype) -> None:
         if dtype == self._compute:
@@ -142,17 +142,18 @@ class DtypeTap:
                 self._note("reduces", slot.name, record["dtype"], f"{record['op']}{over}")
 
         self._awaited.add(id(slot.stored))
-        self._handles.append(slot.stored.register_post_accumulate_grad_hook(hook))
+        handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
 
     def _note(self, use: Use, name: str, dtype: torch.dtype | str, how: str = "") -> None:
         self._seen[use, name, how] = Seen(use, name, str(dtype).removeprefix("torch."), how)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches for casts of some tensors, by the address of their values, and tells the names and new dtypes."""
 
     def __init__(self, names: Mapping[int, str], tell: Callable[[str, torch.dtype], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._tell = tell
 
@@ -170,7 +171,9 @@ def _list_slots(prefix: str, module: nn.Module) -> Iterator[_Slot]:
     if isinstance(module, _CONTAINERS):
         return
     owners = [("", module)]
-    owners += [(f"{name}.", child) for name, child in module.named_children() if isinstance(child, _CONTAINERS)]
+    owners += [
+        (f"{name}.", child) for name, child in module.named_children() if isinstance(child, _CONTAINERS)
+    ]
     for inner, owner in owners:
         for attribute, parameter in owner.named_parameters(recurse=False):
             if parameter.is_floating_point():

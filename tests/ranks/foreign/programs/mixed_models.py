@@ -1,10 +1,15 @@
-"""A small mixture of experts, and functions that divide it in mixed precision: right ones, and one of each mistake."""
+"""A small mixture of experts, and functions that divide it in mixed precision, right ones and wrong ones."""
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in the dtype of the arithmetic
@@ -30,7 +35,9 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         outputs = [(x.to(weight.dtype) @ weight).to(x.dtype) for weight in self.weights]
-        return torch.stack([share * out for share, out in zip(shares.split(1, dim=-1), outputs, strict=True)]).sum(0)
+        return torch.stack(
+            [share * out for share, out in zip(shares.split(1, dim=-1), outputs, strict=True)]
+        ).sum(0)
 
 
 class Block(nn.Module):
@@ -77,7 +84,9 @@ def right(model, mesh):
 def wide_norms(model, mesh):
     """Leave norms and routers in float32, as some recipes do on purpose."""
     wide = MixedPrecisionPolicy()
-    return shard(model, mesh, POLICY, [(part, wide) for each in model.layers for part in (each.norm, each.router)])
+    return shard(
+        model, mesh, POLICY, [(part, wide) for each in model.layers for part in (each.norm, each.router)]
+    )
 
 
 def autocast(model, mesh):
