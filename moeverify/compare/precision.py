@@ -73,7 +73,7 @@ def judge_precision(by_rank: Sequence[Sequence[Seen]], wanted: Wanted, coordinat
             if seen.dtype != wanted.of(seen):
                 by_name = wrong.setdefault((seen.use, seen.dtype, wanted.of(seen)), {})
                 by_name.setdefault(seen.parameter, {})[rank] = seen
-    known = set().union(*places.values())
+    known: set[str] = set().union(*places.values())
     findings = [
         _make_finding(use, dtype, right, where, members, len(places[use]), wanted.kept, coordinates)
         for (use, dtype, right), by_name in wrong.items()
@@ -86,9 +86,21 @@ def judge_precision(by_rank: Sequence[Sequence[Seen]], wanted: Wanted, coordinat
         verdict="mismatch" if findings else "pass",
         tensors=sum(map(len, places.values())),
         worst=Worst(tensor=worst.tensor, error=worst.error, bound=0.0, step=worst.step) if worst else None,
+        unseen=_describe_unseen(known - places.get("computes", set()), len(known)),
         note=f"computes in {wanted.compute}, reduces and keeps in {wanted.kept}",
     )
     return Judgement((check,), tuple(findings))
+
+
+def _describe_unseen(names: Collection[str], num_known: int) -> str:
+    """Return what is not known of parameters whose modules are compiled, or are never called themselves."""
+    if not names:
+        return ""
+    first = min(names)
+    return (
+        f"{len(names)} of {num_known} parameters, such as {first}, were not seen to compute: "
+        "whether they are narrowed, and in what they are reduced, was not verified"
+    )
 
 
 def _join(

@@ -216,6 +216,7 @@ class CaseRun:
         findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
         verdict, notes = settle(case.checks, checks)
         notes += tuple(note for check in checks if (note := describe_blind(check)))
+        notes += tuple(check.unseen for check in checks if check.unseen)
         notes += (state.message,) if state.status == "missing" else ()
         notes += (state.nearness,) if state.nearness else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])

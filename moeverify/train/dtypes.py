@@ -2,8 +2,9 @@
 
 What a module computes with is its parameter at the moment when its forward pass begins: FSDP has gathered it then.
 One that is wide there may still be narrowed in the forward pass, by the module itself or by autocast; so its casts
-are watched. What a gradient was reduced in is the dtype of the collectives that FSDP2 issued last when it hands over
-the reduced gradient; DDP and FSDP1 hand over theirs at other times, so of those nothing is said.
+are watched. Inside of what is compiled nothing is watched, since that would compile something else. What a gradient
+was reduced in is the dtype of the collectives that FSDP2 issued last when it hands over the reduced gradient; DDP and
+FSDP1 hand over theirs at other times, so of those nothing is said.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class DtypeTap:
 
     def _make_pre_hook(self, slots: Sequence[_Slot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # what is compiled with the module must be as it is when nobody watches
             wide: dict[int, str] = {}
             for slot in slots:
                 if ("computes", slot.name, "") in self._seen:
@@ -115,6 +118,8 @@ class DtypeTap:
         return hook
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         mode = self._watched.pop(module, None)
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

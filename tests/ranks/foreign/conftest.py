@@ -108,6 +108,8 @@ MIXED = {
     "wide-undeclared": f"{FSDP}, parallelize: 'mixed_models:wide_norms'",
     "narrow-declared": f"{FSDP}, parallelize: 'mixed_models:right', {WIDE}",
     "autocast": f"{FSDP}, parallelize: 'mixed_models:autocast', in_float32: ['layers.*.norm', embed]",
+    "compiled": f"{FSDP}, parallelize: 'mixed_models:compiled'",
+    "compiled-without": f"{FSDP}, parallelize: 'mixed_models:compiled_without'",
     "forgotten": f"{FSDP}, parallelize: 'mixed_models:forgotten'",
     "experts-without": f"{FSDP}, parallelize: 'mixed_models:experts_without'",
     "narrow-reduction": f"{FSDP}, parallelize: 'mixed_models:narrow_reduction'",

@@ -63,6 +63,14 @@ def test_only_the_dtype_tells(mixed: Any, name: str, expected: dict[str, str]) -
     assert {finding.code for finding in case.findings} == {"precision"}
 
 
+def test_what_is_compiled_is_left_alone_and_counted(mixed: Any) -> None:
+    case = mixed.results["compiled"]
+    assert (case.verdict, case.findings) == ("pass", ())
+    assert any("10 of 12 parameters" in note and "were not seen to compute" in note for note in case.notes)
+    named = {finding.tensor for finding in mixed.results["compiled-without"].findings}
+    assert named == {"embed", "head"}
+
+
 def test_narrow_weights_are_seen_where_they_are_kept(mixed: Any) -> None:
     causes = {f.cause for f in mixed.results["narrow-storage"].findings if f.check == "precision"}
     assert causes == {

@@ -110,6 +110,17 @@ def test_declared_modules_compute_as_they_are_kept() -> None:
     assert finding.cause == "layers.0.norm computes with parameters in bfloat16 instead of float32"
 
 
+def test_parameters_that_were_not_seen_to_compute_are_counted() -> None:
+    kept = see("weight", "float32")
+    computed = [seen for seen in see("computes", "bfloat16") if seen.parameter != "embed.weight"]
+    judgement = judge_precision([[*kept, *computed]], WANTED, COORDINATES)
+    assert judgement.findings == ()
+    assert judgement.checks[0].unseen.startswith("1 of 4 parameters, such as embed.weight, were not seen")
+    assert (
+        judge_precision([[*kept, *see("computes", "bfloat16")]], WANTED, COORDINATES).checks[0].unseen == ""
+    )
+
+
 def test_a_pattern_without_a_module_is_told() -> None:
     [finding] = judge(see("computes", "bfloat16"), wanted=Wanted("bfloat16", "float32", ("layers.*.rooter",)))
     assert finding.tensor == "layers.*.rooter"

@@ -99,6 +99,21 @@ def autocast(model, mesh):
     return model
 
 
+def compiled(model, mesh):
+    compile_blocks(model)
+    return shard(model, mesh, POLICY)
+
+
+def compiled_without(model, mesh):
+    compile_blocks(model)
+    return shard(model, mesh, MixedPrecisionPolicy())
+
+
+def compile_blocks(model):
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
 def forgotten(model, mesh):
     return shard(model, mesh, MixedPrecisionPolicy())
 
