@@ -27,6 +27,7 @@ CHECK_NAMES = (
     "sharding",
     "repeat",
     "trace",
+    "precision",
     "experts",
     "resumed",
 )

@@ -184,6 +184,7 @@ class Layout(Section):
     recompute: bool = False
     optimizer: Literal["foreach", "fused", "loop"] = "foreach"
     parallelize: Target | None = None
+    in_float32: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -86,6 +86,19 @@ def mixed_precision(case: Case) -> Iterator[Problem]:
         yield blame(path, message, "write `experts: grouped_mm`, or the precision float32 or bfloat16")
 
 
+@reading("layout.in_float32", "layout.parallelize", "recipe.precision")
+def wide_modules(case: Case) -> Iterator[Problem]:
+    """Only a function of the user's may leave modules in float32, and only where the rest is narrower."""
+    path = "layout.in_float32"
+    if not case.layout.in_float32:
+        return
+    if case.recipe.precision != "mixed":
+        yield blame(path, f"in_float32 has no effect on the precision {case.recipe.precision}", "remove it")
+    elif case.layout.parallelize is None:
+        message = "no module of a built-in layout is left in float32"
+        yield blame(path, message, "remove it, or divide the model by `parallelize`")
+
+
 @reading("layout.experts", "recipe.precision", "recipe.model.moe")
 def grouped_precision(case: Case) -> Iterator[Problem]:
     """The grouped matmul of torch has no float64."""
@@ -286,6 +299,7 @@ SUPPORT_RULES = (
     first_fsdp,
     tensor_parts,
     mixed_precision,
+    wide_modules,
     grouped_precision,
     torch_context,
     grouped_alignment,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -20,6 +22,16 @@ BAD_INPUT = 2
 FAILED = 3
 INTERRUPTED = 130
 READER_GONE = 141  # what a shell shows for a process that SIGPIPE has ended
+
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun, srun
+
+
+class Ended(KeyboardInterrupt):
+    """A signal other than that of Ctrl-C asks the command to end, and it cleans up in the same way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -51,13 +63,18 @@ def open_door() -> Iterator[Door]:
     for stream in (sys.stdout, sys.stderr):
         _print_anything(stream)
     try:
-        yield door
-        door.out.file.flush()
+        with _ends_on_signals():
+            yield door
+            door.out.file.flush()
     except typer.Exit:
         raise
     except MoeverifyError as error:
         render_error(error, door.err)
         raise typer.Exit(FAILED if isinstance(error, RankFailure) else BAD_INPUT) from None
+    except Ended as error:
+        with suppress(OSError):  # the terminal is gone
+            door.err.print(str(error))
+        raise typer.Exit(128 + error.number) from None
     except KeyboardInterrupt:
         door.err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -70,12 +87,43 @@ def open_door() -> Iterator[Door]:
         raise typer.Exit(FAILED) from None
 
 
+@contextmanager
+def _ends_on_signals() -> Iterator[None]:
+    """Raise `Ended` where SIGTERM or SIGHUP would end the process at once, without its files and with its folders.
+
+    Ranks of another launcher are left to that launcher, and a signal that is ignored (`nohup`) to be ignored.
+    """
+    numbers = [
+        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    if threading.current_thread() is not threading.main_thread() or _is_one_of_several():
+        numbers = []
+
+    def end(number: int, frame: Any) -> None:
+        for each in numbers:
+            signal.signal(each, lambda *_: None)  # one is enough: do not end the cleaning up
+        raise Ended(number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def find_rank() -> int:
     """Return this process's rank where torchrun or srun started several, else 0."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if _read_integer(size) > 1 and rank in os.environ:
-            return _read_integer(rank)
-    return 0
+    return next((_read_integer(rank) for rank, size in _LAUNCHERS if _has_launched(rank, size)), 0)
+
+
+def _is_one_of_several() -> bool:
+    return any(_has_launched(rank, size) for rank, size in _LAUNCHERS)
+
+
+def _has_launched(rank: str, size: str) -> bool:
+    return _read_integer(size) > 1 and rank in os.environ
 
 
 def is_continuous_integration() -> bool:

@@ -42,7 +42,8 @@ class Keeper:
         """Return the run as far as it came; the cases that did not finish are skipped, with the reason."""
         from moeverify.case.describe import describe_layout
 
-        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"the run ended early: {error}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        why = str(error) or "interrupted" if interrupted else f"the run ended early: {error}"
         results = [
             self.results.get(case.name)
             or CaseResult(

@@ -27,7 +27,7 @@ from moeverify.cli.arguments import (
 )
 from moeverify.cli.door import is_continuous_integration, open_door
 from moeverify.cli.outputs import Outputs
-from moeverify.cli.run import deliver
+from moeverify.cli.run import check_fault, deliver
 
 
 def reshard(
@@ -61,11 +61,14 @@ def reshard(
         if door.is_first:
             outputs.check()
         from moeverify.case.load import load_cases
+
+        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+        check_fault(loaded, fault)
         from moeverify.report.progress import open_progress
         from moeverify.suite.options import RunOptions
         from moeverify.suite.reshard import make_pairs, run_pairs
 
-        pairs = make_pairs(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern))
+        pairs = make_pairs(loaded)
         options = RunOptions(
             device=device.value,
             num_ranks=ranks,

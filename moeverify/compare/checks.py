@@ -52,9 +52,10 @@ CHECKS = (
 
 # Checks that compare a run with itself or with its layout, and have their own code.
 REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE = "replicas", "coverage", "sharding", "repeat", "trace"
+PRECISION = "precision"
 # Of a checkpoint: the identity of each expert, and the steps after a load under the layout that saved.
 EXPERTS, RESUMED = "experts", "resumed"
-OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE, EXPERTS, RESUMED)
+OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE, PRECISION, EXPERTS, RESUMED)
 
 # In goldens for other uses: forced steps (an update says the same more sharply), replayed routing.
 UNCOMPARED_KINDS = frozenset({"weight", "router_margin"})

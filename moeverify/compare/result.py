@@ -40,7 +40,7 @@ class Worst(Record):
 class CheckResult(Record):
     """One check of one case: how many logical tensors were compared, and the worst of them.
 
-    `blind` of them have a bound so wide that the comparison says nothing.
+    `blind` of them have a bound so wide that the comparison says nothing. `unseen` says what else was not looked at.
     """
 
     name: str
@@ -49,6 +49,7 @@ class CheckResult(Record):
     worst: Worst | None = None
     blind: int = 0
     note: str = ""
+    unseen: str = ""
 
 
 class Trial(Record):

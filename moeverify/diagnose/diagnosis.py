@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moeverify.compare.checks import COVERAGE, REPEAT, REPLICAS, SHARDING, TRACE, check_of
+from moeverify.compare.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE, check_of
 from moeverify.compare.result import Finding, Place, Trial
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.cause import Cause
@@ -32,8 +32,8 @@ from moeverify.diagnose.verdict import Verdict
 
 _FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
 _GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
-_APART = (COVERAGE, SHARDING, REPEAT, TRACE)
-_ORIGINS = (COVERAGE, SHARDING, TRACE)  # of these none follows from anything else
+_APART = (COVERAGE, SHARDING, REPEAT, TRACE, PRECISION)
+_ORIGINS = (COVERAGE, SHARDING, TRACE, PRECISION)  # of these none follows from anything else
 MOST_EXPLAINED = 20
 
 
@@ -168,6 +168,8 @@ def _name_apart(finding: Finding) -> Finding:
         return finding.model_copy(update={"cause": sentence, "code": Cause.NONDETERMINISM.value})
     if finding.check == SHARDING:
         return finding.model_copy(update={"code": Cause.LAYOUT.value})
+    if finding.check == PRECISION:
+        return finding.model_copy(update={"code": Cause.PRECISION.value})
     return finding
 
 

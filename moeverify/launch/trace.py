@@ -130,6 +130,12 @@ class CollectiveTrace:
         self.poll()
         return [collective.to_dict() for collective in list(self._collectives)]
 
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Return the records of what came after the collective of this number, oldest first."""
+        if self._number == number:
+            return []  # asked often
+        return [collective.to_dict() for collective in list(self._collectives) if collective.number > number]
+
     def last(self) -> dict[str, Any] | None:
         """Return the newest record."""
         self.poll()

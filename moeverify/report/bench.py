@@ -27,6 +27,8 @@ def render_bench(result: BenchResult, console: Console) -> None:
             console.print(Text(clean(f"{case.name}: not measured: {case.reason}")), soft_wrap=True)
     told = ", ".join(f"{key} {value}" for key, value in result.environment.items())
     console.print(Text(clean(told), style="dim"), soft_wrap=True)
+    if not measured:
+        return
     legend = (
         f"{result.warmup} steps of warm-up, then {result.steps} measured: median (least to most). TFLOP/s and "
         "memory are a rank's; peak is one large matrix product in the same run; comm is the part of a profiled "

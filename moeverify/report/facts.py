@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeverify.compare.checks import PRECISION
 from moeverify.compare.result import Finding, FollowUp
 from moeverify.report.numbers import format_excess, format_ranks
 
@@ -19,7 +20,9 @@ def name_finding(finding: Finding) -> str:
 
 def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     """Return (label, text) for everything that the finding knows, the numbers first."""
-    facts = [("error", format_excess(finding.error, finding.bound)), ("rank", _describe_rank(finding))]
+    # Of a dtype there is nothing to measure.
+    measured = [] if finding.check == PRECISION else [("error", format_excess(finding.error, finding.bound))]
+    facts = [*measured, ("rank", _describe_rank(finding))]
     if finding.scale is not None or finding.cosine is not None:
         facts.append(("scale", _describe_scale(finding)))
     if finding.index or finding.expected is not None or finding.actual is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from moeverify.launch.world import external_world
 from moeverify.report.measurement import BenchResult, Measurement
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.packages import find_obstacle
+from moeverify.suite.scratch import scratch_folder
 from moeverify.suite.search import search_path
 
 ENTRY = "moeverify.suite.worker"
@@ -40,8 +40,8 @@ def bench_cases(
     """
     bench = _Bench(cases, choose_device(device), num_ranks, warmup, steps, timeout, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="moeverify-bench-") as folder:
-        bench.execute(Path(folder))
+    with scratch_folder() as folder:
+        bench.execute(folder)
     if not bench.is_first:
         return None
     return BenchResult(

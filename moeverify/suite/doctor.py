@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 from moeverify.errors import MoeverifyError
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome
 from moeverify.suite.machine import count_gpus, describe_environment, most_ranks
 from moeverify.suite.probe import Probe, Status
+from moeverify.suite.scratch import scratch_folder
 
 ENTRY = "moeverify.suite.probing"
 PROBE_TIMEOUTS: dict[Device, float] = {"cpu": 8.0, "cuda": 15.0}
@@ -95,8 +94,8 @@ def _run_probes(probes: Sequence[tuple[str, int]], device: Device, deadline: flo
     num_told = 0
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="moeverify-") as folder,
-            closing(run_jobs(jobs, entry=ENTRY, folder=Path(folder), device=device)) as outcomes,
+            scratch_folder() as folder,
+            closing(run_jobs(jobs, entry=ENTRY, folder=folder, device=device)) as outcomes,
         ):
             for outcome in outcomes:
                 num_told += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from moeverify.suite.goldens import GoldenSet
 from moeverify.suite.machine import choose_device
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import ENTRY
+from moeverify.suite.scratch import scratch_folder
 
 _MOST_DEEP = 4
 
@@ -56,9 +56,9 @@ def record_goldens(
             on_event(Event(kind=kind, num_total=total, detail=f"{total} recipes"))
 
     job = goldens.job(min(2, total), fresh=True)
-    with tempfile.TemporaryDirectory(prefix="moeverify-") as name:
+    with scratch_folder() as folder:
         outcome = next(
-            iter(list(run_jobs([job], entry=ENTRY, folder=Path(name), device=device, on_event=on_launch)))
+            iter(list(run_jobs([job], entry=ENTRY, folder=folder, device=device, on_event=on_launch)))
         )
     if outcome.state != "done" or outcome.result is None:
         raise RankFailure(f"the goldens could not be made: {outcome.summary}\n{_first_stack(outcome)}")

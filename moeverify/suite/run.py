@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from moeverify.suite.goldens import GoldenSet, GoldenState
 from moeverify.suite.machine import choose_device, describe_environment, most_ranks
 from moeverify.suite.options import RunOptions
 from moeverify.suite.packages import find_obstacle
+from moeverify.suite.scratch import scratch_folder
 from moeverify.suite.search import search_path
 from moeverify.suite.separation import propose
 
@@ -61,8 +61,8 @@ def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) 
 def run_folder(wanted: Path | None) -> Iterator[Path]:
     """Give the folder to keep, with old logs removed, or a temporary one that is gone afterwards."""
     if wanted is None:
-        with tempfile.TemporaryDirectory(prefix="moeverify-") as name:
-            yield Path(name)
+        with scratch_folder() as folder:
+            yield folder
         return
     logs = wanted / "logs"
     world = external_world()
@@ -216,6 +216,7 @@ class CaseRun:
         findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
         verdict, notes = settle(case.checks, checks)
         notes += tuple(note for check in checks if (note := describe_blind(check)))
+        notes += tuple(check.unseen for check in checks if check.unseen)
         notes += (state.message,) if state.status == "missing" else ()
         notes += (state.nearness,) if state.nearness else ()
         losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])

@@ -16,16 +16,18 @@ from moeverify.compare.checks import UNCOMPARED_KINDS
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
+from moeverify.compare.precision import Seen
 from moeverify.compare.result import Finding
 from moeverify.faults.restore import restored
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.trace import CollectiveTrace
 from moeverify.layout.mesh import MeshPlan
-from moeverify.layout.observer import INITIAL
+from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.suite.axes import says_something
 from moeverify.suite.claims import axis_claims
+from moeverify.suite.dtypes import judge_dtypes, tap_dtypes
 from moeverify.suite.investigation import conclude, gather_material
 from moeverify.suite.tracing import judge_trace
 from moeverify.train.assemble import assemble_parallel
@@ -85,17 +87,15 @@ def _observe(
 ) -> _Observed | None:
     """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     comparison = Comparison(golden)
-    _train(case, golden, assemble, comparison)
+    seen = _train(case, golden, assemble, comparison, trace)
     entries = list(comparison.entries())
-    differing = None if case.checks.repeat == "never" else _repeat(case, golden, assemble, entries)
+    differing = None if case.checks.repeat == "never" else _repeat(case, golden, assemble, entries, trace)
     traced = judge_trace(case, trace)
-    gathered = gather_on_first((entries, differing))
+    gathered = gather_on_first((entries, differing, seen))
     if gathered is None or traced is None:
         return None
-    judgement = judge_all(
-        case, golden, [found for found, _ in gathered], [odd for _, odd in gathered], traced
-    )
-    return _Observed(judgement, _losses([found for found, _ in gathered]))
+    found, odd, used = (list(part) for part in zip(*gathered, strict=True))
+    return _Observed(judge_all(case, golden, found, odd, traced, used), _losses(found))
 
 
 def _losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
@@ -109,17 +109,30 @@ def _losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
 
 
 def _train(
-    case: Case, golden: StoredGolden, assemble: _Assembly, observer: Any, *, num_steps: int | None = None
-) -> None:
+    case: Case,
+    golden: StoredGolden,
+    assemble: _Assembly,
+    observer: Observer,
+    trace: CollectiveTrace,
+    *,
+    num_steps: int | None = None,
+) -> list[Seen] | None:
+    """Train, and return which dtypes were seen on this rank; None where the recipe has only one."""
+    program = assemble()
+    tap = tap_dtypes(case, program, observer, trace)
     train(
         case.recipe,
-        assemble(),
-        observer,
+        program,
+        observer if tap is None else tap,
         golden=golden,
         replay_routing=replays_routing(case),
         forced=case.checks.steps == "forced",
         num_steps=num_steps,
     )
+    if tap is None:
+        return None
+    tap.close()
+    return tap.seen
 
 
 def replays_routing(case: Case) -> bool:
@@ -153,11 +166,13 @@ class BitRecorder:
             yield key, None if empty else next(values)
 
 
-def _repeat(case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry]) -> list[Key]:
+def _repeat(
+    case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry], trace: CollectiveTrace
+) -> list[Key]:
     """Train once more, over the steps that are repeated, and return what came out with other bits on this rank."""
     recorder = BitRecorder()
     num_steps = _num_repeated(case)
-    _train(case, golden, assemble, recorder, num_steps=num_steps)
+    _train(case, golden, assemble, recorder, trace, num_steps=num_steps)
     before = [entry for entry in first if entry.step < num_steps]
     differing = []
     for entry, (key, bits) in zip(before, recorder.hashes(), strict=True):
@@ -183,6 +198,7 @@ def judge_all(
     by_rank: Sequence[Sequence[Entry]],
     repeats: Sequence[Sequence[Key] | None],
     traced: Judgement,
+    used: Sequence[Sequence[Seen] | None],
 ) -> Judgement:
     """Return the verdicts of all checks that the case does not skip, in the order of a training step."""
     plan = MeshPlan.of(case.layout)
@@ -201,6 +217,8 @@ def judge_all(
         num_repeated = sum(step < _num_repeated(case) for step, _, _ in assembled)
         parts.append(judge_repeat(num_repeated, differing, coordinates))
     parts.append(traced)
+    dtypes = judge_dtypes(case, used, coordinates)
+    parts += [dtypes] if dtypes is not None else []
     skipped = set(case.checks.skip)
 
     def narrow(finding: Finding) -> Finding:

@@ -85,3 +85,10 @@ def test_bad_usage_is_refused_before_anything_runs(
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert "starting ranks" not in done.stdout
+
+
+def test_where_nothing_was_measured_nothing_is_explained(case_file: Path, invoke: Callable[..., Any]) -> None:
+    done = invoke("bench", case_file, "--device", "cpu", "--ranks", 1)
+    assert done.exit_code == 3, done.output
+    assert "fsdp2-2: not measured: needs 2 ranks; --ranks 1" in done.stdout
+    assert "median" not in done.stdout

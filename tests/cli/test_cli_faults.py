@@ -42,7 +42,7 @@ def test_faults_are_chosen_by_number_by_class_and_by_words(invoke: Any) -> None:
         return [line.split()[0] for line in lines]
 
     assert len(numbers()) >= 100
-    assert numbers("m") == ["M01", "M02", "M03"]
+    assert numbers("m") == ["M01", "M02", "M03", "M04", "M05"]
     assert numbers("b01", "M02") == ["B01", "M02"]
     assert "B01" in numbers("-k", "router and tp")
     assert "B05" not in numbers("-k", "router and tp")
@@ -59,10 +59,13 @@ def test_faults_are_chosen_by_number_by_class_and_by_words(invoke: Any) -> None:
         ("broken:f", "broken.py:1: "),
     ],
 )
-def test_a_function_that_is_not_there(invoke: Any, case_file: Path, fault: str, text: str) -> None:
+@pytest.mark.parametrize("command", ["run", "reshard"])
+def test_a_function_that_is_not_there(
+    invoke: Any, case_file: Path, command: str, fault: str, text: str
+) -> None:
     (case_file.parent / "own.py").write_text("def break_it():\n    pass\n")
     (case_file.parent / "broken.py").write_text("def (:\n")
-    result = invoke("run", case_file, "--fault", fault)
+    result = invoke(command, case_file, "--set", "recipe.steps=4", "--fault", fault)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert text in flat(result.stderr)

@@ -84,7 +84,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     path = os.pathsep.join(
         [str(tmp_path), str(Path(moeverify.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     )
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "scratch").mkdir()
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
     started: list[subprocess.Popen[str]] = []
 
     def do(*words: str) -> subprocess.Popen[str]:
@@ -146,7 +147,17 @@ def test_missing_golden_fails_where_it_is_required(start: Start, tmp_path: Path)
     assert read_run(tmp_path / "r.json").verdict == "error"
 
 
-def test_interrupt_keeps_the_files_and_leaves_no_rank(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "word", "code"),
+    [
+        (signal.SIGINT, "interrupted", 130),
+        (signal.SIGTERM, "ended by SIGTERM", 143),  # a server's time limit, `timeout`
+        (signal.SIGHUP, "ended by SIGHUP", 129),  # a terminal that is closed
+    ],
+)
+def test_an_early_end_keeps_the_files_and_leaves_nothing_else(
+    start: Start, tmp_path: Path, number: signal.Signals, word: str, code: int
+) -> None:
     child = start("--fault", "faults_of_tests:stall", "--json", "r.json")
     assert child.stdout is not None
     for line in child.stdout:
@@ -154,13 +165,14 @@ def test_interrupt_keeps_the_files_and_leaves_no_rank(start: Start, tmp_path: Pa
             break
     ranks = psutil.Process(child.pid).children(recursive=True)
     assert ranks
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
+    if number != signal.SIGINT:
+        child.send_signal(number)  # a shell and the kernel both tell of a terminal that is closed
     _, errors = child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted"
-    assert [case.reason for case in read_run(tmp_path / "r.json").cases] == [
-        "interrupted while this case ran"
-    ]
+    assert child.returncode == code
+    assert errors.splitlines()[-1] == word
+    assert [case.reason for case in read_run(tmp_path / "r.json").cases] == [f"{word} while this case ran"]
+    assert [path.name for path in (tmp_path / "scratch").glob("moeverify-*")] == []
     end = time.monotonic() + 20
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < end, ranks

@@ -25,5 +25,5 @@ def test_the_matrix_has_at_least_300_runs_of_every_kind():
         assert any(getattr(layout, axis) > 1 for layout in layouts), axis
     assert any(layout.expert_tp not in (1, layout.tp) for layout in layouts)
     assert any(layout.tp > 1 and layout.expert_tp == 1 for layout in layouts)
-    assert {case.recipe.precision for _, case, _ in runs} == {"float64", "float32", "bfloat16"}
+    assert {case.recipe.precision for _, case, _ in runs} == {"float64", "float32", "bfloat16", "mixed"}
     assert sum(group.startswith("null") for group, _, _ in runs) >= 100

@@ -11,7 +11,7 @@ from moeverify.suite.options import RunOptions
 # Of every class at least one, and of every way in which a diagnosis names a cause; all on two ranks.
 SELECTION = (
     "A01", "B05", "B14", "C07", "C12", "D05", "E01", "F01", "G02", "H03",
-    "I02", "J07", "K01", "L07", "M01", "N02", "O11",
+    "I02", "J07", "K01", "L07", "M01", "M05", "N02", "O11",
 )  # fmt: skip
 
 

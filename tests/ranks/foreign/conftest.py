@@ -56,6 +56,7 @@ def _ignore(event: Event) -> None:
 
 SMALL = "factory: 'own_models:make', vocab_size: 32"
 FSDP = "dp_shard: 2"
+WIDE = "in_float32: ['layers.*.norm', 'layers.*.router']"
 
 # Each: (model, layout). The recipe is the same otherwise.
 CASES = {
@@ -93,6 +94,41 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         (folder / f"{name}.yaml").write_text(
             f"recipe:\n  name: {name}\n  model: {{{model}}}\n  data: {{batch: 4, seq_len: 8, min_valid: 0.5}}\n"
             f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{repeat: never, timeout: 60.0}}\n"
+        )
+    return _run([folder], folder)
+
+
+# Each a layout of a model of `mixed_models`, which is divided in mixed precision.
+MIXED = {
+    "sequence": "tp: 2, parallelize: 'mixed_models:divide_sequence'",
+    "built-in": "dp_shard: 2",
+    "right": f"{FSDP}, parallelize: 'mixed_models:right'",
+    "micro-batches": f"{FSDP}, micro_batches: 2, parallelize: 'mixed_models:right'",
+    "wide-norms": f"{FSDP}, parallelize: 'mixed_models:wide_norms', {WIDE}",
+    "wide-undeclared": f"{FSDP}, parallelize: 'mixed_models:wide_norms'",
+    "narrow-declared": f"{FSDP}, parallelize: 'mixed_models:right', {WIDE}",
+    "autocast": f"{FSDP}, parallelize: 'mixed_models:autocast', in_float32: ['layers.*.norm', embed]",
+    "compiled": f"{FSDP}, parallelize: 'mixed_models:compiled'",
+    "compiled-without": f"{FSDP}, parallelize: 'mixed_models:compiled_without'",
+    "forgotten": f"{FSDP}, parallelize: 'mixed_models:forgotten'",
+    "experts-without": f"{FSDP}, parallelize: 'mixed_models:experts_without'",
+    "narrow-reduction": f"{FSDP}, parallelize: 'mixed_models:narrow_reduction'",
+    "narrow-reduction-of-one": f"{FSDP}, parallelize: 'mixed_models:narrow_reduction_of_one'",
+    "narrow-storage": f"{FSDP}, parallelize: 'mixed_models:narrow_storage'",
+}
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Return the outcomes of `MIXED`."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "mixed_models.py").write_text((PROGRAMS / "mixed_models.py").read_text())
+    for name, layout in MIXED.items():
+        model = "Sequence" if name == "sequence" else "Mixture"
+        (folder / f"{name}.yaml").write_text(
+            f"recipe:\n  name: {model}\n  model: {{factory: 'mixed_models:{model}', vocab_size: 32}}\n"
+            "  data: {batch: 8, seq_len: 8, min_valid: 0.5}\n  precision: mixed\n"
+            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0}}\n"
         )
     return _run([folder], folder)
 

@@ -296,6 +296,20 @@ BROKEN = [
         "`experts: grouped_mm`",
     ),
     (
+        "dp_shard: 2, parallelize: 'mine:divide', in_float32: [norm]",
+        "precision: float32",
+        "layout.in_float32",
+        "in_float32 has no effect on the precision float32",
+        "remove it",
+    ),
+    (
+        "dp_shard: 2, in_float32: [norm]",
+        "precision: mixed",
+        "layout.in_float32",
+        "no module of a built-in layout is left in float32",
+        "divide the model by `parallelize`",
+    ),
+    (
         "micro_batches: 2",
         "moe: {balance_scope: batch}",
         "layout.micro_batches",
@@ -332,6 +346,7 @@ KEPT = [
     ("dp_replicate: 2", "precision: mixed"),
     ("cp: 2, tp: 2", "precision: mixed"),
     ("parallelize: 'mine:divide', tp: 2, data_parallel: ddp", "precision: mixed"),
+    ("parallelize: 'mine:divide', dp_shard: 2, in_float32: [norm]", "precision: mixed"),
     ("tp: 2", "num_dense_layers: 0, ffn_hidden: 33"),
     ("tp: 2", "moe: null"),
     ("tp: 2, ep: 1", "moe: null, seq_len: 9"),

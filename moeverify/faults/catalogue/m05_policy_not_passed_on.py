@@ -1,0 +1,35 @@
+"""Everything is computed in the dtype of the parameters: the policy of mixed precision does not arrive."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from moeverify.diagnose.cause import Cause
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.setting import make_case
+from moeverify.parallel import plan
+
+
+def inject() -> None:
+    """Give FSDP2 the policy that changes nothing."""
+
+    def choose(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy()
+
+    plan.choose_policy = choose
+
+
+FAULT = Fault(
+    number="M05",
+    title="the policy of mixed precision is not passed on",
+    source="pytorch/pytorch PR #80869",
+    mechanism="the wrapper never sees the policy, and computes with parameters as they are stored",
+    trigger="FSDP or HSDP in mixed precision",
+    case=make_case("m05", dp_shard=2, ep=2, recipe={"precision": "mixed"}),
+    expected=Expected(where=r"^the model$", causes=(Cause.PRECISION,)),
+    inject=inject,
+    is_moe=False,
+    notes="the results are nearer to the golden than they should be, so no bound can see it",
+)

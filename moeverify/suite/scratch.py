@@ -1,0 +1,44 @@
+"""Folders for the length of one command. What a command that was killed has left, the next one removes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "moeverify-"
+_HELD = "held"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Give a new folder that is gone afterwards."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _hold(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    """Lock a file in the folder; the kernel takes the lock back when this process ends, however it ends."""
+    with (folder / "unheld").open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Under its name only now: nobody sees the file without its lock.
+            (folder / "unheld").rename(folder / _HELD)
+        yield
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user whose process is no more."""
+    for held in place.glob(f"{_PREFIX}*/{_HELD}"):
+        with suppress(OSError):  # another user's, or gone by now, or held
+            if held.stat().st_uid != os.getuid():
+                continue
+            with held.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(held.parent, ignore_errors=True)

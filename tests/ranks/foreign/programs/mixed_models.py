@@ -1,0 +1,165 @@
+"""A small mixture of experts, and functions that divide it in mixed precision, right ones and wrong ones."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in the dtype of the arithmetic
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return (self.weight.to(wide.dtype) * scaled).to(x.dtype)
+
+
+class Experts(nn.Module):
+    """Two experts in one list, weighted by a soft router; they take their inputs in whatever they are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        outputs = [(x.to(weight.dtype) @ weight).to(x.dtype) for weight in self.weights]
+        return torch.stack(
+            [share * out for share, out in zip(shares.split(1, dim=-1), outputs, strict=True)]
+        ).sum(0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.router = nn.Linear(16, 2)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.norm(x)
+        shares = self.router(inside.to(self.router.weight.dtype)).softmax(-1).to(inside.dtype)
+        return x + self.experts(inside, shares)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def shard(model, mesh, policy, others=()):
+    """Give every block a wrapper of its own, and before that each of `others`: (module, policy)."""
+    for module, own in others:
+        fully_shard(module, mesh=mesh["dp_shard"], mp_policy=own)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp_shard"], mp_policy=policy)
+    return model
+
+
+def right(model, mesh):
+    return shard(model, mesh, POLICY)
+
+
+def wide_norms(model, mesh):
+    """Leave norms and routers in float32, as some recipes do on purpose."""
+    wide = MixedPrecisionPolicy()
+    return shard(
+        model, mesh, POLICY, [(part, wide) for each in model.layers for part in (each.norm, each.router)]
+    )
+
+
+def autocast(model, mesh):
+    """Narrow nothing that is gathered, and let autocast narrow it for each product."""
+    shard(model, mesh, MixedPrecisionPolicy())
+    model.embed.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+    context = torch.autocast(mesh.device_type, torch.bfloat16)
+    model.register_forward_pre_hook(lambda module, inputs: context.__enter__() and None)
+    model.register_forward_hook(lambda module, inputs, output: context.__exit__(None, None, None) or None)
+    return model
+
+
+def compiled(model, mesh):
+    compile_blocks(model)
+    return shard(model, mesh, POLICY)
+
+
+def compiled_without(model, mesh):
+    compile_blocks(model)
+    return shard(model, mesh, MixedPrecisionPolicy())
+
+
+def compile_blocks(model):
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def forgotten(model, mesh):
+    return shard(model, mesh, MixedPrecisionPolicy())
+
+
+def experts_without(model, mesh):
+    return shard(model, mesh, POLICY, [(model.layers[1].experts, MixedPrecisionPolicy())])
+
+
+def narrow_reduction(model, mesh):
+    return shard(model, mesh, NARROW)
+
+
+def narrow_reduction_of_one(model, mesh):
+    return shard(model, mesh, POLICY, [(model.layers[0].experts, NARROW)])
+
+
+def narrow_storage(model, mesh):
+    """Keep everything in bfloat16, optimizer state too."""
+    return shard(model.to(torch.bfloat16), mesh, MixedPrecisionPolicy())
+
+
+class Sequence(nn.Module):
+    """A norm between two products that tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32, bias=False)
+        self.down = nn.Linear(32, 16, bias=False)
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.down(nn.functional.silu(self.up(self.norm(x)))))
+
+
+def divide_sequence(model, mesh):
+    """Apply tensor parallelism with sequence parallelism around the norm, and FSDP2 over what is left."""
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp_shard"], mp_policy=POLICY)
+    return model
