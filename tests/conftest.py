@@ -16,6 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
+from moeverify.suite.machine import count_gpus
+
+# Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
+# or a rank that a test starts turns it on itself.
+if count_gpus() == 0:
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # A shell that starts pytest in the background has switched SIGINT off, for what the tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -57,7 +64,7 @@ class Project:
 
     def start(self, *words: str, module: str = "moeverify") -> subprocess.Popen[str]:
         """Start a command in the folder, with a folder for temporary files of its own."""
-        left_out = ("CI", "COLUMNS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
+        left_out = ("CI", "COLUMNS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "TRITON_INTERPRET")
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         environment |= {
             "TMPDIR": str(self.scratch),

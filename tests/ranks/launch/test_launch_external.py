@@ -16,7 +16,7 @@ import moeverify
 from moeverify.launch.plan import Job, JobOutcome
 
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+    **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_"))},
     "PYTHONPATH": os.pathsep.join(
         [str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     ),

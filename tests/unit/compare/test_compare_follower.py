@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -12,12 +11,6 @@ import torch
 from torch import Tensor
 
 from moeverify.compare.difference import Measured, fingerprint_bits, measure
-
-INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
-if INTERPRETED:  # must be on when Triton is imported, and when a kernel runs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        importlib.import_module("moeverify.compare.kernels")
 
 SHAPES = [(), (1,), (0, 3), (7,), (33, 5), (6, 500), (3, 1501), (9000,), (513,)]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -30,10 +23,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def module() -> ModuleType:
     pytest.importorskip("triton")
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     return importlib.import_module("moeverify.compare.follower")
 
 
