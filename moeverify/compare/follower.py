@@ -31,8 +31,8 @@ Values = np.ndarray[Any, Any]
 _ROOM = 1 << 25  # bytes of a batch on its way: values and tables
 _MOST = 512  # parts of a batch
 _TABLES = 1 << 18  # bytes that the tables of a batch fit into: a row for each full span and each part, twice
-_BATCH = (_ROOM - _TABLES) // 8  # elements of a batch, whatever their dtype
-_HANDED = 64  # pieces that are handed over at once
+_VALUES = _ROOM - _TABLES  # bytes of expected values in a batch; those that are zero count too
+_HANDED, _ENOUGH = 64, 1 << 22  # pieces, or elements, that are handed over at once
 _READERS = 6  # threads; one alone reads 5 to 10 GB/s from the system's cache of files
 _WAYS = 8  # batches that are on their way at a time
 # Bytes that copies may take on the GPU before the training has to wait: of what its own peak has been, and at least.
@@ -76,7 +76,7 @@ class _Batch:
     @property
     def room(self) -> int:
         """Return how many elements it can still take."""
-        return _BATCH - self.num_elements if len(self.parts) < _MOST else 0
+        return _capacity(self.expected_dtype) - self.num_elements if len(self.parts) < _MOST else 0
 
     def add(self, part: _Part) -> None:
         self.places.append(-1 if part.expected is None else self.num_expected)
@@ -169,7 +169,7 @@ class Follower:
         with self._lock:
             self._copied += copy.nbytes
             full = self._copied > self._limit
-        if full or self._num_gathered >= _BATCH or len(self._gathered) >= _HANDED:
+        if full or self._num_gathered >= _ENOUGH or len(self._gathered) >= _HANDED:
             self._hand_over()
         if full:
             self._wait_for_room()
@@ -215,7 +215,7 @@ class Follower:
             else:
                 values, dtype = _as_array(expected)
                 first = 0
-                for some in _divide(values):
+                for some in _divide(values, _capacity(dtype)):
                     self._put(piece, first, some.size, some, dtype, ready)
                     first += some.size
 
@@ -329,14 +329,19 @@ def _as_array(values: Tensor) -> tuple[Values, torch.dtype]:
     return values.numpy(), values.dtype
 
 
-def _divide(values: Values) -> Iterator[Values]:
-    """Yield parts that fit into a batch or can be divided anywhere, in row-major order, as views."""
-    if values.size <= _BATCH or values.flags.c_contiguous:
+def _capacity(dtype: torch.dtype) -> int:
+    """Return how many elements a batch takes whose expected values have this dtype."""
+    return _VALUES // max(dtype.itemsize, 2)  # more would not leave enough room for tables
+
+
+def _divide(values: Values, most: int) -> Iterator[Values]:
+    """Yield parts that have at most `most` elements or can be divided anywhere, in row-major order, as views."""
+    if values.size <= most or values.flags.c_contiguous:
         yield values
         return
-    rows = _BATCH // max(values[0].size, 1)
+    rows = most // max(values[0].size, 1)
     for first in range(0, len(values), max(rows, 1)):
-        yield from _divide(values[first : first + rows] if rows else values[first])
+        yield from _divide(values[first : first + rows] if rows else values[first], most)
 
 
 def _tabulate_values(batch: _Batch) -> Integers:

@@ -28,12 +28,12 @@ def module() -> ModuleType:
     return importlib.import_module("moeverify.compare.follower")
 
 
-@pytest.fixture(params=[1 << 11, 1 << 20], ids=["small batches", "one batch"])
+@pytest.fixture(params=[1 << 14, 1 << 23], ids=["small batches", "one batch"])
 def follow(
     request: pytest.FixtureRequest, module: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Measured]]:
     """Return a function that compares pairs on the device; what was added is spoiled at once."""
-    monkeypatch.setattr(module, "_BATCH", request.param)
+    monkeypatch.setattr(module, "_VALUES", request.param)
 
     def do(pairs: list[tuple[Tensor | None, Tensor]]) -> list[Measured]:
         follower = module.Follower(device)
