@@ -58,6 +58,12 @@ class Keeper:
             )
             for case in cases
         ]
+        names = {case.name for case in cases}
+        results += [  # such as the save for several loads
+            result
+            for name, result in self.results.items()
+            if name not in names and result.verdict not in ("pass", "skipped")
+        ]
         return RunResult(
             verdict="error",
             environment={"python": platform.python_version(), "platform": platform.platform()},

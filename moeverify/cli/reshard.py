@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,11 @@ from moeverify.cli.arguments import (
 )
 from moeverify.cli.door import is_continuous_integration, open_door
 from moeverify.cli.outputs import Outputs
-from moeverify.cli.run import check_fault, deliver
+from moeverify.cli.run import check_fault, run_and_report
+
+if TYPE_CHECKING:
+    from moeverify.compare.result import RunResult
+    from moeverify.suite.run import OnEvent
 
 
 def reshard(
@@ -64,7 +68,6 @@ def reshard(
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         check_fault(loaded, fault)
-        from moeverify.report.progress import open_progress
         from moeverify.suite.options import RunOptions
         from moeverify.suite.reshard import make_pairs, run_pairs
 
@@ -79,6 +82,9 @@ def reshard(
             timeout=timeout,
             fault=fault,
         )
-        with open_progress(door.out, quiet=quiet) as progress:
-            result = run_pairs(pairs, options, progress.on_event)
-        raise typer.Exit(0 if result is None else deliver(result, outputs, door, quiet=quiet))
+
+        def go(on_event: OnEvent, _: OnEvent) -> RunResult | None:
+            return run_pairs(pairs, options, on_event)
+
+        named = [pair.case for pair in pairs]
+        raise typer.Exit(run_and_report(go, named, outputs, door, quiet=quiet))

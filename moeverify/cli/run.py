@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +35,7 @@ from moeverify.cli.outputs import Outputs
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.compare.result import RunResult
-    from moeverify.suite.options import RunOptions
+    from moeverify.suite.run import OnEvent
 
 
 def run(
@@ -85,8 +86,17 @@ def run(
             timeout=timeout,
             fault=fault,
         )
-        code = _run_and_report(loaded, options, outputs, door, follows=follow_up, quiet=quiet)
-        raise typer.Exit(code)
+
+        def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
+            from moeverify.suite.follow_up import follow_up as run_follow_up
+            from moeverify.suite.run import run_cases
+
+            result = run_cases(loaded, options, on_event)
+            return (
+                run_follow_up(loaded, result, options, show) if follow_up and result is not None else result
+            )
+
+        raise typer.Exit(run_and_report(go, loaded, outputs, door, quiet=quiet))
 
 
 def check_fault(cases: list[Case], fault: str | None) -> None:
@@ -105,24 +115,26 @@ def check_fault(cases: list[Case], fault: str | None) -> None:
             raise CaseError(problems[:1])
 
 
-def _run_and_report(
-    cases: list[Case], options: RunOptions, outputs: Outputs, door: Door, *, follows: bool, quiet: bool
+def run_and_report(
+    go: Callable[[OnEvent, OnEvent], RunResult | None],
+    cases: Sequence[Case],
+    outputs: Outputs,
+    door: Door,
+    *,
+    quiet: bool,
 ) -> int:
-    """Run the cases, write and print what came of them, and return the exit code.
+    """Run, write and print what came of the cases, and return the exit code.
 
-    When the run ends early, what is there is written and printed before the reason is raised again.
+    `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
+    is there is written and printed before the reason is raised again.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
-    from moeverify.suite.follow_up import follow_up
-    from moeverify.suite.run import run_cases
 
     keeper = Keeper()
     try:
         with open_progress(door.out, quiet=quiet) as progress:
-            result = run_cases(cases, options, keeper.watch(progress.on_event))
-            if follows and result is not None:
-                result = follow_up(cases, result, options, progress.on_event)
+            result = go(keeper.watch(progress.on_event), progress.on_event)
     except BaseException as error:
         if door.is_first:
             deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)

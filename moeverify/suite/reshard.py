@@ -35,6 +35,11 @@ class Pair:
         """Return what reports call the pair."""
         return f"{self.saver.name} -> {self.loader.name}"
 
+    @property
+    def case(self) -> Case:
+        """Return the case that loads, under the pair's name."""
+        return self.loader.model_copy(update={"name": self.name, "checkpoint": self.saver.checkpoint})
+
 
 def make_pairs(cases: Sequence[Case]) -> list[Pair]:
     """Return all ordered pairs of the cases of each recipe, a single device included.
@@ -119,8 +124,7 @@ def _plan(pairs: Sequence[Pair], faults: Mapping[str, str]) -> dict[str, _Task]:
         label = f"save {name}" if fault is None else f"save {members[0].name}"
         tasks[label] = _Task(members[0].saver.model_copy(update={"name": label}), place, None, fault)
         for pair in members:
-            case = pair.loader.model_copy(update={"name": pair.name, "checkpoint": pair.saver.checkpoint})
-            tasks[pair.name] = _Task(case, place, pair, fault)
+            tasks[pair.name] = _Task(pair.case, place, pair, fault)
     return tasks
 
 

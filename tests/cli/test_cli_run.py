@@ -52,6 +52,13 @@ def fail():
 
 def stall():
     time.sleep(600)
+
+
+def stall_in_pairs():
+    import torch.distributed as dist
+
+    if dist.get_world_size() == 2:
+        stall()
 """
 
 DDP = """\
@@ -77,7 +84,7 @@ Start = Any
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts `moeverify run` on a tiny case; what still runs at the end is ended."""
+    """Return a function that starts a command on a tiny case; what still runs at the end is ended."""
     (tmp_path / "ddp.yaml").write_text(DDP)
     (tmp_path / "faults_of_tests.py").write_text(FAULTS)
     environment = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
@@ -88,9 +95,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
     started: list[subprocess.Popen[str]] = []
 
-    def do(*words: str) -> subprocess.Popen[str]:
+    def do(*words: str, command: str = "run") -> subprocess.Popen[str]:
         child = subprocess.Popen(
-            [sys.executable, "-c", CODE, "run", "ddp.yaml", "--cache", "cache", *words],
+            [sys.executable, "-c", CODE, command, "ddp.yaml", "--cache", "cache", *words],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
@@ -177,3 +184,20 @@ def test_an_early_end_keeps_the_files_and_leaves_nothing_else(
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < end, ranks
         time.sleep(0.1)
+
+
+def test_an_early_end_of_a_reshard_keeps_the_pairs_that_are_done(start: Start, tmp_path: Path) -> None:
+    steps = ("--set", "recipe.steps=3", "--set", "checkpoint.after=1")
+    child = start(*steps, "--fault", "faults_of_tests:stall_in_pairs", "--json", "r.json", command="reshard")
+    for line in child.stdout:
+        if line.startswith("running single -> ddp"):
+            break
+    child.send_signal(signal.SIGINT)
+    out, errors = child.communicate(timeout=60)
+    assert (child.returncode, errors.splitlines()[-1]) == (130, "interrupted")
+    cases = {case.name: case for case in read_run(tmp_path / "r.json").cases}
+    assert list(cases) == ["single -> single", "single -> ddp", "ddp -> single", "ddp -> ddp"]
+    assert cases["single -> single"].verdict == "pass"
+    assert cases["single -> ddp"].reason == "interrupted while this case ran"
+    assert cases["ddp -> ddp"].reason == "interrupted"
+    assert "1 pass" in out
