@@ -33,7 +33,8 @@ def follow(
     request: pytest.FixtureRequest, module: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Measured]]:
     """Return a function that compares pairs on the device; what was added is spoiled at once."""
-    monkeypatch.setattr(module, "_VALUES", request.param)
+    staging = importlib.import_module("moeverify.compare.staging")
+    monkeypatch.setattr(staging, "_VALUES", request.param)
 
     def do(pairs: list[tuple[Tensor | None, Tensor]]) -> list[Measured]:
         follower = module.Follower(device)
