@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -112,12 +113,16 @@ def _nothing() -> None:
 
 
 def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
-    # Triton comes with torch for GPUs; its launcher is compiled where it runs.
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if device.type == "cuda" and _can_compile():
         from moeverify.compare.follower import Follower
 
         return Follower(device)  # there a hash costs next to nothing
     return _AtOnce(hash_bits)
+
+
+def _can_compile() -> bool:
+    """Return whether kernels can be compiled here. Triton comes with torch for GPUs; its launcher is C."""
+    return find_spec("triton") is not None and any(shutil.which(name) for name in ("gcc", "clang"))
 
 
 class _AtOnce:
