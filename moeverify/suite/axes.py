@@ -21,7 +21,7 @@ def list_groups(case: Case) -> dict[str, list[list[int]]]:
     """
     plan = MeshPlan.of(case.layout)
     found = {axis: plan.data.groups(axis) for axis, size in plan.data.axes.items() if size > 1}
-    if case.layout.ep > 1:
+    if cuts_experts_apart(case):
         found |= {axis: plan.sparse.groups(axis) for axis in EXPERT_AXES if plan.sparse.axes.get(axis, 1) > 1}
     for name, view, axis in (("fsdp", plan.dense, "fsdp"), ("loss ranks", plan.loss, "loss")):
         groups = view.groups(axis)
@@ -33,13 +33,13 @@ def list_groups(case: Case) -> dict[str, list[list[int]]]:
 def list_degrees(case: Case) -> dict[str, int]:
     """Return the sizes that a factor may come from; those of expert axes only where there are experts."""
     plan = MeshPlan.of(case.layout)
-    model = case.recipe.model
-    has_experts = isinstance(model, ForeignModel) or model.moe is not None
-    axes = {**(plan.sparse.axes if has_experts and case.layout.ep > 1 else {}), **plan.data.axes}
+    axes = {**(plan.sparse.axes if cuts_experts_apart(case) else {}), **plan.data.axes}
     degrees = {axis: size for axis, size in axes.items() if size > 1}
+    named = set(plan.data.axes.values())  # an expert axis of the size says nothing of other tensors
     for name, size in (("loss ranks", plan.loss.axes["loss"]), ("all ranks", plan.world_size)):
-        if size not in degrees.values():
+        if size not in named:
             degrees[name] = size
+            named.add(size)
     degrees["micro-batches"] = case.layout.micro_batches
     return {name: size for name, size in degrees.items() if size > 1}
 

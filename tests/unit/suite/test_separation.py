@@ -110,6 +110,15 @@ def test_axes_of_a_layout_without_experts_are_those_of_the_data() -> None:
     assert set(list_degrees(case)) == {"dp_shard", "tp", "all ranks"}
 
 
+def test_experts_that_are_cut_over_other_ranks_have_axes_without_ep() -> None:
+    case = make_case("a", dp_shard=2, tp=2, etp=4)
+    assert list_groups(case)["etp"] == [[0, 1, 2, 3]]
+    assert list_degrees(case) == {"etp": 4, "dp_shard": 2, "tp": 2, "all ranks": 4}
+    case = make_case("a", dp_shard=2, tp=2, etp=1)
+    assert list_groups(case)["efsdp"] == [[0, 1, 2, 3]]
+    assert "etp" not in list_degrees(case)
+
+
 def test_axes_of_one_layout_are_named_by_their_ranks() -> None:
     case = make_case("a", dp_shard=2, cp=2, ep=2)
     assert name_ranks(case, [0, 2]) == "dp_shard"
