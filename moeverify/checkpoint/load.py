@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moeverify.checkpoint.dtypes import DTYPE_NAMES
 from moeverify.checkpoint.manifest import Manifest, read_manifest
 from moeverify.checkpoint.reader import BoxLoadPlanner, SafeReader, check_files
 from moeverify.checkpoint.save import gather, list_parts
+from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
 from moeverify.layout.holding import Holding
 

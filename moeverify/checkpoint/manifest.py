@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.checkpoint.box import Box
-from moeverify.checkpoint.dtypes import DTYPES
+from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
 MANIFEST = "checkpoint.json"

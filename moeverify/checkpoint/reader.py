@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from moeverify.checkpoint.dtypes import DTYPES
 from moeverify.checkpoint.manifest import Manifest, Stored, StoredTensor
 from moeverify.checkpoint.writer import Part
+from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
 _CHUNK = 1 << 24

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moeverify.checkpoint.dtypes import DTYPE_NAMES
 from moeverify.checkpoint.safetensors_index import INDEX, SINGLE, read_index
 from moeverify.checkpoint.slabs import Box, Shape, Slabs, find_windows
 from moeverify.checkpoint.source import PIECE_BYTES, Piece, Read, Spec
+from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
 
 # How much is read through one mapping of a file: its pages count as this process's memory until it is closed.

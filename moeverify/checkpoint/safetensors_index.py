@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeverify.checkpoint.dtypes import DTYPES
 from moeverify.checkpoint.slabs import Shape, Slabs
+from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
 SINGLE = "model.safetensors"

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.box import split_region
-from moeverify.checkpoint.dtypes import DTYPE_NAMES
 from moeverify.checkpoint.manifest import MANIFEST
 from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
+from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.holding import Holding
 

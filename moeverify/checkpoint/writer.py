@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from moeverify.checkpoint.box import Box
-from moeverify.checkpoint.dtypes import DTYPE_NAMES
 from moeverify.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -48,6 +47,7 @@ from moeverify.checkpoint.manifest import (
     StoredTensor,
     write_manifest,
 )
+from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import MachineError
 
 _CHUNK = 1 << 24  # bytes that are hashed while they are in the cache, then written

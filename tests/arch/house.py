@@ -30,6 +30,7 @@ FLOORS: Mapping[str, int] = {
     "layout": 1,
     "case": 0,
     # Beneath the house: they import nothing of ours.
+    "dtype_names": -1,
     "errors": -1,
     "hashing": -1,
     "multiprocessing_pdb": -1,
