@@ -14,8 +14,16 @@ from typing import Literal
 from moeverify.errors import MachineError
 
 _BYTES_PER_RANK = 700 * 2**20  # torch imported, a tiny model trained: about 400 MiB, seen on Linux
-# What the answer of a golden depends on; the rest of the package only compares.
-_ANSWER_PACKAGES = ("model", "train", "layout", "hashing.py", "golden")
+# What a stored golden depends on, its noise too; the rest of the package only compares.
+_ANSWER_PACKAGES = (
+    "model",
+    "train",
+    "layout",
+    "hashing.py",
+    "golden",
+    "compare/difference.py",
+    "suite/recording.py",
+)
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
