@@ -14,6 +14,7 @@ CPU seconds are those of rank 0's process (all threads), which a busy machine di
 
 import argparse
 import cProfile
+import gc
 import os
 import pstats
 import statistics
@@ -208,6 +209,7 @@ class Bench:
         from moeverify.train.assemble import assemble_parallel
         from moeverify.train.loop import train
 
+        gc.collect()  # models are in cycles of references: else the memory of earlier runs counts too
         recipe = self.case.recipe
         program = assemble_parallel(recipe, self.case.layout, self.meshes, self.device)
         clock = Clock(observer, choose_synchronize(self.device), None if observer is None else self.only)
@@ -296,18 +298,19 @@ def work(options):
         shown.append(bench.run(Clock())[0])
         compared.append(bench.run(bench.compare())[0])
         repeated.append(bench.run(BitRecorder(), num_steps=1)[0])
-    peaks, allocated = {}, {}
-    for name, make in (("alone", lambda: None), ("compared", bench.compare)):
-        seen = []
-        for _ in range(options.pairs):  # what is freed when differs from run to run
+    ways = {"alone": lambda: None, "compared": bench.compare}
+    peaks, allocated = {name: [] for name in ways}, {}
+    for _ in range(
+        options.pairs
+    ):  # in turns: what is freed when, and what a process keeps, differs from run to run
+        for name, make in ways.items():
             with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:
                 _, shard = bench.run(make())
-            seen.append(memory.peak)
-        peaks[name] = seen
-        if options.device == "cpu":
-            with AllocatedPeak() as memory:
-                bench.run(make())
-            allocated[name] = [memory.peak]
+            peaks[name].append(memory.peak)
+    for name, make in ways.items() if options.device == "cpu" else ():
+        with AllocatedPeak() as memory:
+            bench.run(make())
+        allocated[name] = [memory.peak]
     if options.profile:
         profile = cProfile.Profile()
         profile.runcall(bench.run, bench.compare())

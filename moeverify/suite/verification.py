@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ class _Assembly:
     meshes: Meshes
 
     def __call__(self) -> Program:
+        gc.collect()  # a model is in cycles of references: else that of the run before would stay beside this one
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moeverify.model.transformer import Transformer
+from moeverify.suite import verification
 from moeverify.train import state
 
 
@@ -38,6 +41,18 @@ def stray_from_step_0() -> None:
 def stray_from_step_1() -> None:
     """The same, but for the first update of a run."""
     _stray(1)
+
+
+def count_models() -> None:
+    """Fail where the model of an earlier run is still there when another is made."""
+    inner = verification.assemble_parallel
+
+    def assemble(*arguments: Any) -> Any:
+        if any(isinstance(thing, Transformer) for thing in gc.get_objects()):
+            raise RuntimeError("the model of the run before is still there")
+        return inner(*arguments)
+
+    verification.assemble_parallel = assemble
 
 
 def _stray(first: int) -> None:

@@ -35,3 +35,15 @@ def test_updates_that_differ_from_run_to_run(
     assert [checks.get("repeat", {}).get("verdict") for checks in found] == verdicts
     assert {checks["update"]["verdict"] for checks in found} == {"pass"}
     assert found[0]["repeat"]["tensors"] < found[1]["repeat"]["tensors"]
+
+
+def test_a_second_run_does_not_hold_the_model_of_the_first(
+    tmp_path: Path, make_project: Callable[..., Any]
+) -> None:
+    project = make_project(tmp_path)
+    project.write_case("a", "recipe: tiny\nlayout: {dp_shard: 2}\n")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    project.variables["PYTHONPATH"] = path
+    _, cases = project.run("cases", "--fault", "suite_faults:count_models")
+    assert cases["a"]["verdict"] == "pass", cases["a"]["reason"]
+    assert any(check["name"] == "repeat" for check in cases["a"]["checks"])
