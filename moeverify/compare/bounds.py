@@ -50,6 +50,16 @@ def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
     return f"{'forced/' if forced and step > 0 else ''}{step}/{kind}/{name}"
 
 
+def moved_key(step: int, name: str, *, forced: bool = False) -> str:
+    """Return the key of how far the noise of gradients moves an update, by an adaptive optimizer below float64."""
+    return noise_key(step, "moved", name, forced=forced)
+
+
+def turned_key(step: int, name: str, *, forced: bool = False) -> str:
+    """Return the key of the part of `moved_key` that elements have which turn their sign."""
+    return noise_key(step, "turned", name, forced=forced)
+
+
 @dataclass
 class Bounds:
     """The bounds of one case. `noise` is what calibration measured, by `noise_key`; `forced` says of which steps."""
@@ -77,6 +87,8 @@ class Bounds:
             return self.tolerance.rtol + slack
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
         measured = max(own, self._typical_noise(step, kind))
+        if kind == "update":
+            measured = self._propagated(step, name, own, measured)
         if not math.isfinite(measured):
             measured = 0.0  # an unusable measurement allows nothing
         if check.metric == "largest":
@@ -87,6 +99,20 @@ class Bounds:
                 0.0  # it was measured: below float64 one unit of the whole kind would hide small tensors
             )
         return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
+
+    def _propagated(self, step: int, name: str, own: float, measured: float) -> float:
+        """Return the noise of an update, given what was measured and what the noise of gradients does to it.
+
+        A few runs miss most elements that may turn, so what turning does is added to what they showed. Nor is more
+        allowed than what all of the gradients' noise does: that is known of each tensor, so the median of all is no
+        help.
+        """
+        moved = self.noise.get(moved_key(step, name, forced=self.forced))
+        if moved is None:
+            return measured
+        shown = own / self.tolerance.factor
+        turned = self.noise[turned_key(step, name, forced=self.forced)]
+        return min(max(measured, turned + shown), moved + shown)
 
     def zero_bound(self) -> float:
         """Return what a tensor that should be zero may be, relative to all tensors of its kind and step."""

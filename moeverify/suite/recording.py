@@ -18,6 +18,7 @@ from moeverify.golden.proximity import Fingerprint
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.hashing import hash_counter, key_of
 from moeverify.layout.observer import INITIAL
+from moeverify.suite.propagation import GradientNoise, is_adaptive, propagate
 from moeverify.suite.soundness import check_soundness
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
@@ -54,9 +55,13 @@ def calibrate(recipe: Recipe, reference: StoredGolden, device: torch.device) -> 
     noise: dict[str, float] = {}
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
     for forced in kinds:
+        gradients = GradientNoise(reference) if is_adaptive(recipe) else None
         for program in perturbed_programs(recipe, device):
-            for key, error in measure_noise(recipe, program, reference, forced=forced).items():
+            measured = measure_noise(recipe, program, reference, forced=forced, gradients=gradients)
+            for key, error in measured.items():
                 noise[key] = max(noise.get(key, 0.0), error)
+        if gradients is not None:
+            noise |= propagate(recipe, reference, gradients, device, forced=forced)
     return noise
 
 
@@ -100,12 +105,21 @@ def _nudge(program: Program, epsilon: float, seed: int) -> None:
 
 
 def measure_noise(
-    recipe: Recipe, program: Program, reference: StoredGolden, *, forced: bool = False
+    recipe: Recipe,
+    program: Program,
+    reference: StoredGolden,
+    *,
+    forced: bool = False,
+    gradients: GradientNoise | None = None,
 ) -> dict[str, float]:
-    """Return how far a single-device run is from the golden, for each logical tensor."""
+    """Return how far a single-device run is from the golden, for each logical tensor.
+
+    `gradients` keeps how far the gradients are, element by element.
+    """
     comparison = Comparison(reference, hash_bits=False)
+    observer = comparison if gradients is None else gradients.before(comparison)
     low = recipe.precision != "float64" and bool(program.routers)
-    train(recipe, program, comparison, golden=reference, replay_routing=low, forced=forced)
+    train(recipe, program, observer, golden=reference, replay_routing=low, forced=forced)
     totals: dict[str, Any] = {}
     for entry in comparison.entries():
         if entry.step == INITIAL:
