@@ -83,8 +83,7 @@ def clean_cases(num_seeds: int) -> Iterator[CleanRun]:
                 yield from _make("float64", f"{recipe}, {layout}", seed, options, degrees)
                 if recipe in ("stress adamw", "mixtral sgd"):
                     yield from _make("float32", f"{recipe}, {layout}", seed, options, degrees)
-                # Not under AdamW at this eps: its first update is a sign, and not every one that turns is foreseen.
-                if recipe in ("stress sgd", "mixtral sgd"):
+                if recipe in ("stress sgd", "stress adamw", "mixtral sgd"):
                     yield from _make("mixed", f"{recipe}, {layout}", seed, options, degrees)
                 if recipe == "stress adamw":
                     yield from _make("bfloat16", f"{recipe}, {layout}", seed, options, degrees)
