@@ -22,6 +22,7 @@ _ANSWER_PACKAGES = (
     "hashing.py",
     "golden",
     "compare/difference.py",
+    "suite/propagation.py",
     "suite/recording.py",
 )
 

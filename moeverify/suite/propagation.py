@@ -18,7 +18,7 @@ from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import SCALAR, load_state
-from moeverify.train.program import Program, dtype_of
+from moeverify.train.program import Program
 from moeverify.train.state import TrainingState
 
 PUSH = Tolerance().factor
@@ -110,10 +110,11 @@ def _replay(
     *,
     forced: bool,
 ) -> dict[tuple[int, str], Tensor]:
-    """Return how far each update is from the golden's after an optimizer in this precision got the golden's gradients.
+    """Return how far each update is from the golden's, after an optimizer in this precision got its gradients.
 
     With `noise` they are pushed. With `forced` each step has the golden's moments, else its own. Shape: (2,), the
-    error of the whole tensor and that of the `MANY` elements that move most of those whose sign turned, relative to the norm of the golden's.
+    error of the whole tensor, and of those elements whose sign turned the `MANY` that moved most, both relative to
+    the norm of the golden's.
     """
     program = assemble_single(recipe, device, compute=precision)
     state = TrainingState.begin(recipe, program)

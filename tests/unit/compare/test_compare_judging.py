@@ -188,6 +188,25 @@ def test_a_forced_step_has_bounds_of_its_own_from_the_second_on() -> None:
     assert forced.bound(1, "gradient", "a", 1.0, 1.0) == pytest.approx(0.16)
 
 
+def test_the_bound_of_an_update_holds_what_turning_signs_do_and_no_more_than_all_noise_does() -> None:
+    noise = {f"0/update/{name}": 0.08 for name in "abcd"}
+    noise |= {"0/update/small": 0.001, "forced/1/update/small": 0.001, "1/update/small": 0.001}
+    known = noise | {"0/turned/small": 0.09, "0/moved/small": 0.1, "0/turned/a": 0.01, "0/moved/a": 0.02}
+    known |= {"forced/1/turned/small": 0.05, "forced/1/moved/small": 0.07}
+    before, after = (Bounds(Tolerance(), "mixed", found) for found in (noise, known))
+    assert before.bound(0, "update", "small", 1.0, 1.0) == pytest.approx(8 * 0.08)  # the median
+    assert after.bound(0, "update", "small", 1.0, 1.0) == pytest.approx(8 * 0.09 + 0.001)
+    assert after.bound(0, "update", "a", 1.0, 1.0) == pytest.approx(8 * 0.02 + 0.08)
+    assert after.bound(0, "update", "b", 1.0, 1.0) == pytest.approx(
+        8 * 0.08
+    )  # nothing known of it: as before
+    assert after.bound(0, "gradient", "small", 1.0, 1.0) == before.bound(0, "gradient", "small", 1.0, 1.0)
+    forced = Bounds(Tolerance(), "mixed", known, forced=True)
+    assert forced.bound(1, "update", "small", 1.0, 1.0) == pytest.approx(8 * 0.05 + 0.001)
+    sharper = Bounds(Tolerance(factor=2.0), "mixed", known)
+    assert sharper.bound(0, "update", "small", 1.0, 1.0) == pytest.approx(2 * 0.09 + 0.001)
+
+
 def test_mixed_bounds_have_the_floor_of_bfloat16_and_the_epsilon_of_float32() -> None:
     bounds = Bounds(Tolerance(), "mixed", {noise_key(0, "gradient", "a"): 1e-2})
     assert bounds.bound(0, "gradient", "a", 1.0, 1.0) == pytest.approx(8e-2)

@@ -14,7 +14,14 @@ ROOT = Path(machine.__file__).parents[1]
 
 @pytest.mark.parametrize(
     "place",
-    ["model/router.py", "train/loop.py", "golden/store.py", "compare/difference.py", "suite/recording.py"],
+    [
+        "model/router.py",
+        "train/loop.py",
+        "golden/store.py",
+        "compare/difference.py",
+        "suite/propagation.py",
+        "suite/recording.py",
+    ],
 )
 def test_a_golden_of_other_code_is_another_golden(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = answer_version()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,9 @@ def record(folder: Path, recipe: Recipe) -> None:
 
 
 @pytest.fixture
-def golden(tmp_path: Path) -> Iterator[StoredGolden]:
+def golden(tmp_path: Path) -> StoredGolden:
     record(tmp_path / "golden", make_recipe())
-    yield StoredGolden(tmp_path / "golden")
+    return StoredGolden(tmp_path / "golden")
 
 
 def show_noise(golden: StoredGolden, size: float = NOISE) -> GradientNoise:
