@@ -154,13 +154,20 @@ def test_each_row_is_pushed_by_its_own_noise_and_a_zero_is_not() -> None:
     assert push(gradient, None) is gradient
 
 
-def test_the_largest_noise_of_all_runs_is_kept_row_by_row(golden: StoredGolden) -> None:
-    gradients = show_noise(golden, 0.02)
-    for size in (0.03, 0.01):
-        gradients.observe(0, "gradient", "far", make_gradient("far", 0) + size, Region.whole((64,)))
-    rows = gradients.of(0, "far")
+def test_the_largest_noise_of_all_runs_is_kept_row_by_row(tmp_path: Path) -> None:
+    gradient, whole = torch.ones(2, 4, dtype=torch.float64), Region.whole((2, 4))
+    with GoldenWriter(tmp_path / "golden") as writer:
+        writer.observe(0, "gradient", "matrix", gradient, whole)
+        writer.finish({}, {})
+    gradients = GradientNoise(StoredGolden(tmp_path / "golden"))
+    for sizes in ([0.02, 0.001], [0.03, 0.0], [0.01, 0.002]):
+        error = torch.tensor(sizes).unsqueeze(1) * torch.tensor([1.0, -1.0, 0.0, 0.0])
+        gradients.observe(0, "gradient", "matrix", gradient + error, whole)
+    gradients.observe(0, "update", "matrix", gradient + 1.0, whole)
+    rows = gradients.of(0, "matrix")
     assert rows is not None
-    torch.testing.assert_close(rows, torch.tensor([0.03], dtype=torch.float64))
+    expected = torch.tensor([[0.03], [0.002]], dtype=torch.float64) / math.sqrt(2.0)
+    torch.testing.assert_close(rows, expected, rtol=1e-6, atol=0.0)
     assert gradients.of(0, "elsewhere") is None
 
 
