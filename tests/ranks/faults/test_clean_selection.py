@@ -15,6 +15,17 @@ def test_clean_runs_raise_no_alarm(tmp_path):
     assert all(row.worst < 1 for row in rows)
 
 
+def test_a_sign_that_rounding_turns_under_adamw_is_no_alarm(tmp_path):
+    # One of the 8 elements of a norm's first update has the other sign here, which no run of calibration showed.
+    name = "mixed, seed 0, stress adamw, fsdp2-tp"
+    chosen = [run for run in clean.choose_clean(1) if run[1].name == name]
+    options = RunOptions(device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"))
+    (row,) = clean.run_clean(chosen, options, lambda event: None)
+    assert (row.verdict, row.detail) == ("pass", "")
+    assert row.worst < 1.0
+    assert row.blind < 75, "what has a bound above 0.5 in both steps is less than the updates of the first"
+
+
 def test_the_matrix_has_at_least_300_runs_of_every_kind():
     runs = clean.choose_clean(1)
     assert len(runs) >= 300
