@@ -18,7 +18,6 @@ from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import SCALAR, load_state
-from moeverify.train.program import Program
 from moeverify.train.state import TrainingState
 
 PUSH = Tolerance().factor
@@ -84,7 +83,7 @@ def propagate(
 ) -> dict[str, float]:
     """Return how far each update moves by the gradients' noise, and how far by its elements that turn, by their keys.
 
-    The optimizer's own rounding is part of the first. Weights are the golden's in every step.
+    The optimizer's own rounding is part of the first.
     """
     moved = _replay(recipe, reference, noise, device, "float64", forced=True)
     if not forced:
@@ -112,9 +111,9 @@ def _replay(
 ) -> dict[tuple[int, str], Tensor]:
     """Return how far each update is from the golden's, after an optimizer in this precision got its gradients.
 
-    With `noise` they are pushed. With `forced` each step has the golden's moments, else its own. Shape: (2,), the
-    error of the whole tensor, and of those elements whose sign turned the `MANY` that moved most, both relative to
-    the norm of the golden's.
+    With `noise` they are pushed. With `forced` each step starts from the golden's state, else from its own. Shape:
+    (2,), the error of the whole tensor, and of those elements whose sign turned the `MANY` that moved most, both
+    relative to the norm of the golden's.
     """
     program = assemble_single(recipe, device, compute=precision)
     state = TrainingState.begin(recipe, program)
@@ -122,8 +121,6 @@ def _replay(
     for step in range(recipe.steps):
         if step > 0 and forced:
             load_state(program, state.optimizer, reference, step - 1)
-        elif step > 0:
-            _load_weights(program, reference, step - 1)
         clip = reference.read(step, "gradient_norm", "clip_coefficient", SCALAR)
         for held in program.holdings:
             gradient = reference.read(step, "gradient", held.name, held.region)
@@ -160,10 +157,3 @@ def _errors(expected: Tensor, actual: Tensor) -> Tensor:
     # An update of exactly zero is judged absolutely, so nobody asks for its noise.
     sizes = torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(turned)])
     return torch.where(norm > 0.0, sizes / norm, 0.0)
-
-
-def _load_weights(program: Program, reference: StoredGolden, step: int) -> None:
-    for held in program.holdings:
-        weight = reference.read(step, "weight", held.name, held.region)
-        assert weight is not None
-        held.local().copy_(weight.reshape(held.local().shape))
