@@ -50,7 +50,8 @@ def calibrate(recipe: Recipe, reference: StoredGolden, device: torch.device) -> 
     """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
 
     That of forced steps is measured on its own below float64, where rounding grows from step to step: an
-    error that a free run may have by then is no noise of a step that starts from the golden's state.
+    error that a free run may have by then is no noise of a step that starts from the golden's state. What the
+    noise of gradients does to the updates of an adaptive optimizer comes with it, by `moved_key` and `turned_key`.
     """
     noise: dict[str, float] = {}
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
