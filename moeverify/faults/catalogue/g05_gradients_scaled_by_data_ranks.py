@@ -20,9 +20,14 @@ def inject() -> None:
     """Scale the finished gradients by dp / world."""
 
     def parallelize(
-        model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+        model: Transformer,
+        layout: Layout,
+        meshes: Meshes,
+        device: torch.device,
+        fill: Fill,
+        compute: torch.dtype | None = None,
     ) -> Parallelized:
-        done = original(model, layout, meshes, device, fill)
+        done = original(model, layout, meshes, device, fill, compute)
 
         def finalize() -> None:
             done.finalize()

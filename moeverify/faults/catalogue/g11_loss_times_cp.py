@@ -20,9 +20,14 @@ def inject() -> None:
     """Scale the loss before the backward pass by cp once more."""
 
     def parallelize(
-        model: Transformer, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+        model: Transformer,
+        layout: Layout,
+        meshes: Meshes,
+        device: torch.device,
+        fill: Fill,
+        compute: torch.dtype | None = None,
     ) -> Parallelized:
-        done = original(model, layout, meshes, device, fill)
+        done = original(model, layout, meshes, device, fill, compute)
         return replace(done, num_loss_ranks=done.num_loss_ranks * meshes.size("cp"))
 
     original = assemble.parallelize

@@ -1,5 +1,7 @@
 """What a fault replaces must be there: a name that has moved would be added, and break nothing."""
 
+import inspect
+
 import pytest
 
 from moeverify.faults.fault import load_faults
@@ -13,13 +15,28 @@ def test_a_fault_replaces_only_what_is_there(number):
     with restored():
         before = {id(holder): (holder, dict(vars(holder))) for holder in list_holders()}
         FAULTS[number].inject()
-        added, replaced = [], []
+        added, replaced = [], {}
         for holder, names in before.values():
             now = dict(vars(holder))
             added += [f"{holder.__name__}.{name}" for name in now.keys() - names.keys()]
-            replaced += [name for name in now.keys() & names.keys() if now[name] is not names[name]]
+            changed = [name for name in now.keys() & names.keys() if now[name] is not names[name]]
+            replaced |= {f"{holder.__name__}.{name}": (names[name], now[name]) for name in changed}
     assert added == []
     assert replaced
+    assert [name for name, (old, new) in replaced.items() if not takes_the_arguments_of(old, new)] == []
+
+
+def takes_the_arguments_of(old, new):
+    """Return whether what replaces a function of ours takes all that it is called with in order."""
+    if not inspect.isfunction(old) or not callable(new) or not old.__module__.startswith("moeverify"):
+        return True
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in inspect.signature(old).parameters.values() if each.kind in kinds]
+    try:
+        inspect.signature(new).bind(*positional)
+    except TypeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("number", FAULTS)
