@@ -27,13 +27,19 @@ def test_a_fault_replaces_only_what_is_there(number):
 
 
 def takes_the_arguments_of(old, new):
-    """Return whether what replaces a function of ours takes all that it is called with in order."""
+    """Return whether what replaces a function of ours takes all in order, and by name what has no default."""
     if not inspect.isfunction(old) or not callable(new) or not old.__module__.startswith("moeverify"):
         return True
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [each for each in inspect.signature(old).parameters.values() if each.kind in kinds]
+    parameters = inspect.signature(old).parameters.values()
+    positional = [each for each in parameters if each.kind in kinds]
+    named = {
+        each.name: each
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    }
     try:
-        inspect.signature(new).bind(*positional)
+        inspect.signature(new).bind(*positional, **named)
     except TypeError:
         return False
     return True
