@@ -7,6 +7,7 @@ import hashlib
 from torch import Tensor
 
 GOLDEN_RATIO = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+FACTORS = (-4658895280553007687, -7723592293110705685)  # of splitmix64's finalizer, likewise
 
 
 def mix(values: Tensor) -> Tensor:
@@ -15,8 +16,8 @@ def mix(values: Tensor) -> Tensor:
     Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
     2014), in wrapping signed arithmetic.
     """
-    values = (values ^ _shift(values, 30)) * -4658895280553007687
-    values = (values ^ _shift(values, 27)) * -7723592293110705685
+    values = (values ^ _shift(values, 30)) * FACTORS[0]
+    values = (values ^ _shift(values, 27)) * FACTORS[1]
     return values ^ _shift(values, 31)
 
 

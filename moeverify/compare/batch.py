@@ -16,6 +16,7 @@ from moeverify.compare.difference import (
     LARGEST,
     NUM_STATISTICS,
     as_words,
+    find_worst,
     fingerprint_bits,
     hash_words,
     measure,
@@ -151,15 +152,9 @@ def _measure_many(data: Tensor, sizes: Tensor) -> Tensor:
     e, a = data
     error = a - e
     size = error.abs()
-    finite = size <= LARGEST
-    sums = torch.stack([e * e, a * a, e * a, error * error, (~finite).to(torch.float64)], dim=1)
+    sums = torch.stack([e * e, a * a, e * a, error * error, (~(size <= LARGEST)).to(torch.float64)], dim=1)
     sums = torch.segment_reduce(sums, "sum", lengths=sizes, axis=0)
-    # What is no number counts as the worst.
-    rated = torch.where(finite, size, torch.inf)
-    largest = torch.segment_reduce(rated, "max", lengths=sizes)
-    place = torch.arange(len(size), device=size.device)
-    behind = torch.where(rated == largest.repeat_interleave(sizes), place, len(size)).to(torch.float64)
-    worst = torch.segment_reduce(behind, "min", lengths=sizes).to(torch.int64)
+    worst = find_worst(size, sizes)
     starts = sizes.cumsum(0) - sizes
     columns = [sizes.to(torch.float64), *sums.unbind(1)[:4], size[worst], (worst - starts).to(torch.float64)]
     return torch.stack([*columns, e[worst], a[worst], sums[:, 4]], dim=1)

@@ -95,9 +95,8 @@ class Bounds:
             return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
         rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
         if self.precision != "float64" and own > 0.0:
-            rounding = (
-                0.0  # it was measured: below float64 one unit of the whole kind would hide small tensors
-            )
+            # It was measured: below float64 one unit of the whole kind would hide small tensors.
+            rounding = 0.0
         return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
 
     def _propagated(self, step: int, name: str, own: float, measured: float) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+Part = Literal["all", "experts", "others"]
+
 EXPERTS = ".experts."
 """What the names of experts' parameters have in them."""
 
@@ -20,7 +22,7 @@ class Claim:
 
     kind: str
     groups: Sequence[Sequence[int]]
-    part: Literal["all", "experts", "others"] = "all"
+    part: Part = "all"
 
     def covers(self, key: tuple[int, str, str]) -> bool:
         """Return whether the claim is about this tensor."""

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.hashing import GOLDEN_RATIO
+from moeverify.hashing import FACTORS, GOLDEN_RATIO
 
 NUM_STATISTICS = 10
 # Elements worked on at a time: on a CPU few enough to stay in its cache, elsewhere enough to fill the device.
 _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
 LARGEST = torch.finfo(torch.float64).max
+# As which integers the bits of an element are read, by its bytes.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at different places apart
 
 
@@ -151,6 +153,18 @@ def _merge_statistics(parts: Tensor) -> Tensor:
     return total
 
 
+def find_worst(values: Tensor, sizes: Tensor) -> Tensor:
+    """Return the place of the first largest value in each segment of values (M,), `sizes` (N,) elements each.
+
+    What is no number counts as the largest. Shape: (N,) int64.
+    """
+    rated = torch.where(values <= LARGEST, values, torch.inf)
+    largest = torch.segment_reduce(rated, "max", lengths=sizes).repeat_interleave(sizes)
+    place = torch.arange(len(values), device=values.device)
+    behind = torch.where(rated == largest, place, len(values)).to(torch.float64)
+    return torch.segment_reduce(behind, "min", lengths=sizes).to(torch.int64)
+
+
 def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
     """Return the statistics of `count` tensors from those of their parts.
 
@@ -163,10 +177,7 @@ def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
     order = torch.argsort(numbers, stable=True)
     rows = rows[order]
     present, sizes = torch.unique_consecutive(numbers[order], return_counts=True)
-    largest = torch.where(rows[:, 5] <= LARGEST, rows[:, 5], torch.inf)
-    most = torch.segment_reduce(largest, "max", lengths=sizes).repeat_interleave(sizes)
-    place = torch.where(largest == most, torch.arange(len(rows)), len(rows)).to(torch.float64)
-    worst = torch.segment_reduce(place, "min", lengths=sizes).to(torch.int64)
+    worst = find_worst(rows[:, 5], sizes)
     total = torch.segment_reduce(rows, "sum", lengths=sizes, axis=0)
     total[:, 5:9] = rows[worst, 5:9]
     merged[present] = total
@@ -214,14 +225,13 @@ def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
     packed, rest = flat[:num_packed], flat[num_packed:]
     if packed.storage_offset() % per_word or packed.data_ptr() % 8:
         packed = packed.clone()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return packed.view(torch.int64), rest.clone().view(integer).to(torch.int64)
+    return packed.view(torch.int64), rest.clone().view(INTEGERS[flat.element_size()]).to(torch.int64)
 
 
 def _scramble(values: Tensor) -> Tensor:
     """Do what `mix` does in place, with one temporary: the hash is as fast as these passes over memory."""
     shifted = torch.empty_like(values)
-    for by, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+    for by, factor in ((30, FACTORS[0]), (27, FACTORS[1]), (31, 1)):
         torch.bitwise_right_shift(values, by, out=shifted)
         values.bitwise_xor_(shifted.bitwise_and_((1 << (64 - by)) - 1))
         if factor != 1:

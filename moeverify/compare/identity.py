@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moeverify.compare.checks import EXPERTS
+from moeverify.compare.difference import INTEGERS, STRIDE
 from moeverify.compare.judging import Judgement
 from moeverify.compare.result import CheckResult, Finding, Worst
 from moeverify.hashing import GOLDEN_RATIO, mix
 from moeverify.layout.region import Region
 
-_STRIDE = -4417276706812531889  # odd: tells equal values at different places apart
 _MASK = (1 << 64) - 1
 
 Shares = Mapping[str, tuple[str, list[int]]]  # tensor: (key of the region, a share of each expert's hash)
@@ -34,15 +34,14 @@ def hash_experts(local: Tensor, region: Region) -> Tensor:
     place = region.flat_index(device=local.device).reshape(-1)
     size = max(math.prod(region.shape[1:]), 1)
     expert = torch.div(place, size, rounding_mode="floor")
-    hashes = mix(mix(_bits(local) * GOLDEN_RATIO + (place - expert * size) * _STRIDE) + _STRIDE)
+    hashes = mix(mix(_bits(local) * GOLDEN_RATIO + (place - expert * size) * STRIDE) + STRIDE)
     return torch.zeros(num_experts, dtype=torch.int64, device=local.device).index_add_(0, expert, hashes)
 
 
 def _bits(local: Tensor) -> Tensor:
     """Return the bits of each element, as int64."""
     flat = local.detach().contiguous().reshape(-1)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return flat.view(integer).to(torch.int64)
+    return flat.view(INTEGERS[flat.element_size()]).to(torch.int64)
 
 
 def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeverify.compare.difference import NUM_STATISTICS, STRIDE
-from moeverify.hashing import GOLDEN_RATIO
+from moeverify.hashing import FACTORS, GOLDEN_RATIO
 
 # Elements, and words of eight bytes, that a program reads: enough programs for a GPU in some megabytes.
 SPAN, WORDS = 1 << 13, 1 << 13
@@ -27,8 +27,7 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
 _FAR = tl.constexpr(1 << 62)
 _GOLDEN_RATIO = tl.constexpr(GOLDEN_RATIO)
 _STRIDE = tl.constexpr(STRIDE)
-_FIRST_FACTOR = tl.constexpr(-4658895280553007687)
-_SECOND_FACTOR = tl.constexpr(-7723592293110705685)
+_FIRST_FACTOR, _SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
 _TYPES = {
     torch.float64: tl.float64,
