@@ -12,7 +12,6 @@ from typing import Any
 
 from moeverify.case.schema import Case
 from moeverify.diagnose.cause import Cause
-from moeverify.errors import CaseError, Problem
 from moeverify.faults import catalogue
 
 
@@ -77,14 +76,3 @@ def load_faults() -> dict[str, Fault]:
             raise ValueError(f"two faults have the number {fault.number}")
         found[fault.number] = fault
     return dict(sorted(found.items()))
-
-
-def find_fault(number: str) -> Fault:
-    """Return the fault with a number.
-
-    Raises: CaseError where there is none.
-    """
-    faults = load_faults()
-    if number.upper() not in faults:
-        raise CaseError([Problem(f"no fault `{number}`", remedy="`moeverify faults list` shows all")])
-    return faults[number.upper()]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from moeverify.case.schema import Layout
 from moeverify.diagnose.cause import Cause
@@ -12,22 +11,15 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.meshes import Meshes
-from moeverify.parallel.plan import Fill, Parallelized
+from moeverify.parallel.plan import Parallelized
 from moeverify.train import assemble
 
 
 def inject() -> None:
     """Scale the loss before the backward pass by cp once more."""
 
-    def parallelize(
-        model: Transformer,
-        layout: Layout,
-        meshes: Meshes,
-        device: torch.device,
-        fill: Fill,
-        compute: torch.dtype | None = None,
-    ) -> Parallelized:
-        done = original(model, layout, meshes, device, fill, compute)
+    def parallelize(model: Transformer, layout: Layout, meshes: Meshes, *rest: Any) -> Parallelized:
+        done = original(model, layout, meshes, *rest)
         return replace(done, num_loss_ranks=done.num_loss_ranks * meshes.size("cp"))
 
     original = assemble.parallelize

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.faults.fault import find_fault, load_faults
+from moeverify.faults.fault import load_faults
 from moeverify.suite.faults import run_faults
 from moeverify.suite.options import RunOptions
 
+FAULTS = load_faults()
 # Of every class at least one, and of every way in which a diagnosis names a cause; all on two ranks.
 SELECTION = (
     "A01", "B05", "B14", "C07", "C12", "D05", "E01", "F01", "G02", "H03",
@@ -20,7 +21,7 @@ def rows(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     options = RunOptions(device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"))
     return {
-        row.number: row for row in run_faults([find_fault(n) for n in SELECTION], options, lambda event: None)
+        row.number: row for row in run_faults([FAULTS[n] for n in SELECTION], options, lambda event: None)
     }
 
 
@@ -34,9 +35,7 @@ def test_the_fault_is_detected_located_and_named(rows, number):
 
 def test_the_selection_has_every_class_and_every_fault_of_it_two_ranks():
     assert {number[0] for number in SELECTION} == set("ABCDEFGHIJKLMNO")
-    cases = [
-        case for n in SELECTION for case in (find_fault(n).case, find_fault(n).saver) if case is not None
-    ]
+    cases = [case for n in SELECTION for case in (FAULTS[n].case, FAULTS[n].saver) if case is not None]
     assert {case.layout.world_size for case in cases} == {2}
 
 

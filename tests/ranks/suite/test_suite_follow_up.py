@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.faults.fault import find_fault
+from moeverify.faults.fault import load_faults
 from moeverify.suite.follow_up import follow_up
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import run_cases
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
     # Gradients of experts become as many times too large as there are ranks in all.
-    fault = find_fault("A01")
+    fault = load_faults()["A01"]
     options = RunOptions(
         device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
     )
