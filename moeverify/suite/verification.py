@@ -89,9 +89,9 @@ def _observe(
 ) -> _Observed | None:
     """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     comparison = Comparison(golden)
-    seen = _train(case, golden, assemble, comparison, trace)
+    seen = _train_watched(case, golden, assemble(), comparison, trace)
     entries = list(comparison.entries())
-    differing = None if case.checks.repeat == "never" else _repeat(case, golden, assemble, entries, trace)
+    differing = None if case.checks.repeat == "never" else _repeat(case, golden, assemble, entries)
     traced = judge_trace(case, trace)
     gathered = gather_on_first((entries, differing, seen))
     if gathered is None or traced is None:
@@ -110,31 +110,31 @@ def _losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
     return [found[step] for step in sorted(found)]
 
 
-def _train(
-    case: Case,
-    golden: StoredGolden,
-    assemble: _Assembly,
-    observer: Observer,
-    trace: CollectiveTrace,
-    *,
-    num_steps: int | None = None,
+def _train_watched(
+    case: Case, golden: StoredGolden, program: Program, observer: Observer, trace: CollectiveTrace
 ) -> list[Seen] | None:
     """Train, and return which dtypes were seen on this rank; None where the recipe has only one."""
-    program = assemble()
     tap = tap_dtypes(case, program, observer, trace)
+    if tap is None:
+        _train(case, golden, program, observer)
+        return None
+    _train(case, golden, program, tap)
+    tap.close()
+    return tap.seen
+
+
+def _train(
+    case: Case, golden: StoredGolden, program: Program, observer: Observer, *, num_steps: int | None = None
+) -> None:
     train(
         case.recipe,
         program,
-        observer if tap is None else tap,
+        observer,
         golden=golden,
         replay_routing=replays_routing(case),
         forced=case.checks.steps == "forced",
         num_steps=num_steps,
     )
-    if tap is None:
-        return None
-    tap.close()
-    return tap.seen
 
 
 def replays_routing(case: Case) -> bool:
@@ -168,13 +168,11 @@ class BitRecorder:
             yield key, None if empty else next(values)
 
 
-def _repeat(
-    case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry], trace: CollectiveTrace
-) -> list[Key]:
+def _repeat(case: Case, golden: StoredGolden, assemble: _Assembly, first: Sequence[Entry]) -> list[Key]:
     """Train once more, over the steps that are repeated, and return what came out with other bits on this rank."""
     recorder = BitRecorder()
     num_steps = _num_repeated(case)
-    _train(case, golden, assemble, recorder, trace, num_steps=num_steps)
+    _train(case, golden, assemble(), recorder, num_steps=num_steps)
     before = [entry for entry in first if entry.step < num_steps]
     differing = []
     for entry, (key, bits) in zip(before, recorder.hashes(), strict=True):

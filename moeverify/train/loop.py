@@ -68,7 +68,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     optimizer.zero_grad(set_to_none=True)
-    run = _accumulate_gradients if program.pipeline is None else run_pipeline
+    run = accumulate_gradients if program.pipeline is None else run_pipeline
     passed = run(recipe, program, batches, normalizers, step, ids)
     counts = _observe_passes(recipe, program, observer, step, passed, ids)
     program.finalize()
@@ -101,7 +101,7 @@ def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
     ]
 
 
-def _accumulate_gradients(
+def accumulate_gradients(
     recipe: Recipe,
     program: Program,
     batches: Sequence[Batch],
