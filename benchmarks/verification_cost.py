@@ -261,6 +261,7 @@ def record(case, folder, device, only):
     import torch
 
     from moeverify.golden.store import GoldenWriter
+    from moeverify.suite.recording import COARSE
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
 
@@ -270,7 +271,7 @@ def record(case, folder, device, only):
             case.recipe.data.batch // 16, 1
         )  # float64 of all rows takes much memory
         train(case.recipe, program, Sieve(writer, only))
-        if case.recipe.precision == "bfloat16":
+        if case.recipe.precision in COARSE:
             writer.narrow()
         writer.finish({}, {})
 

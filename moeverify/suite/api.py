@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from moeverify.report.console import open_console
 from moeverify.report.text import render_run, summarize_run
 from moeverify.suite.options import RunOptions
 from moeverify.suite.run import run_cases
+from moeverify.suite.scratch import scratch_folder
 
 Function = str | Callable[..., Any]
 
@@ -114,8 +113,8 @@ def verify(
 
 def _run(case: Case, device: Literal["auto", "cpu", "cuda"]) -> Verification:
     """Return what came of a case for which no golden is recorded."""
-    with tempfile.TemporaryDirectory(prefix="moeverify-") as nothing:
-        options = RunOptions(device=device, golden_folder=Path(nothing))
+    with scratch_folder() as nothing:
+        options = RunOptions(device=device, golden_folder=nothing)
         result = run_cases([case], options, _ignore)
     assert result is not None
     if result.cases[0].verdict == "skipped":

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from moeverify.case.schema import Case, ForeignModel
-from moeverify.compare.claim import Claim
+from moeverify.compare.claim import Claim, Part
 from moeverify.layout.mesh import MeshPlan, View
-
-Part = Literal["all", "experts", "others"]
 
 
 def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
@@ -36,8 +33,7 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
         claim(plan.sparse, "etp", "initial_weight", "experts")
     if has_experts and layout.ep > 1:
         claim(plan.sparse, "ep", "initial_weight", "experts")
-        if (
-            layout.data_ranks * layout.cp > 1
-        ):  # else nothing is sharded, and ranks of tp may hold the same experts
+        # Over one data rank nothing is sharded, and ranks of tp may hold the same experts.
+        if layout.data_ranks * layout.cp > 1:
             claim(plan.sparse, "efsdp", "initial_weight", "experts")
     return claims

@@ -89,7 +89,7 @@ def probe_fused_sgd(context: RankContext) -> Answer:
 
 def probe_triton(context: RankContext) -> Answer:
     """Import triton."""
-    without = "megablocks needs it, and nothing else here"
+    without = "megablocks needs it, and what compares behind a training on GPUs"
     if importlib.util.find_spec("triton") is None:
         return Answer("not installed", without)
     try:

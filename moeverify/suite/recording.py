@@ -26,7 +26,7 @@ from moeverify.train.loop import train
 from moeverify.train.program import Program
 
 # Precisions whose rounding, 2**-9, leaves nothing to be seen of that of float32, 2**-25.
-_COARSE = ("bfloat16", "mixed")
+COARSE = ("bfloat16", "mixed")
 
 # Kinds that the file in git has for the last step only; those of every step would only repeat them.
 _LAST_STEP_KINDS = ("gradient", "update", "optimizer_state", "buffer", "router_ids")
@@ -40,7 +40,7 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device) -> None:
         if isinstance(recipe.model, ForeignModel):
             check_soundness(recipe, reference, device)
         summary = summarize(recipe, reference)
-        if recipe.precision in _COARSE:
+        if recipe.precision in COARSE:
             writer.narrow()
             reference = StoredGolden(writer.flush(), finished=False)
         writer.finish(calibrate(recipe, reference, device), summary)
