@@ -43,12 +43,12 @@ def make_tensors(gigabytes, rank):
 
 def hold(tensors, rank):
     """Return the tensors as moeverify takes them."""
-    from moeverify.layout.holding import Holding
+    from moeverify.layout.local_shard import LocalShard
     from moeverify.layout.region import Region
 
     size = ROWS // NUM_RANKS
     region = Region.box((ROWS, COLUMNS), [range(rank * size, (rank + 1) * size), range(COLUMNS)])
-    return [Holding(name, tensor, region) for name, tensor in tensors.items()]
+    return [LocalShard(name, tensor, region) for name, tensor in tensors.items()]
 
 
 def distribute(tensors):

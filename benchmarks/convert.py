@@ -46,10 +46,10 @@ def write_weights(folder, gigabytes):
     """Write random weights as Hugging Face has them and return their bytes."""
     import torch
 
-    from moeverify.checkpoint.description import Description, write_description
-    from moeverify.checkpoint.huggingface import create_huggingface
-    from moeverify.checkpoint.slabs import list_tensors
-    from moeverify.checkpoint.source import Spec, cut
+    from moeverify.weights.description import Description, write_description
+    from moeverify.weights.huggingface import create_huggingface
+    from moeverify.weights.source import Spec, cut
+    from moeverify.weights.tensor_mapping import list_tensors
 
     described = Description(make_model(gigabytes))
     specs = {name: Spec(shape, torch.bfloat16) for name, shape in list_tensors(described.model).items()}
@@ -102,7 +102,7 @@ def read_memory(key):
 
 def convert_here(start, to, kind):
     """Convert in this process, and print seconds and bytes."""
-    from moeverify.checkpoint.stream import convert
+    from moeverify.weights.stream import convert
 
     before, begun = read_memory("VmRSS"), time.monotonic()
     convert(Path(start), Path(to), kind)

@@ -57,8 +57,8 @@ def torchrun_command(case, script):
 
 def split_alone(case, cache):
     """Return where the seconds of one case in a launch of its own go, in order."""
-    from moeverify.suite.options import RunOptions
-    from moeverify.suite.run import run_cases
+    from moeverify.controller.options import RunOptions
+    from moeverify.controller.run import run_cases
 
     options = RunOptions(device="cpu", golden_folder=ROOT / "golden", cache_folder=cache)
     begun, seen = time.monotonic(), {}
@@ -119,7 +119,7 @@ def main():
         train_plain(options.train)
         return
     from moeverify.case.load import load_cases
-    from moeverify.suite.machine import default_cache
+    from moeverify.controller.machine import default_cache
 
     cache = options.cache or default_cache()
     cases = choose(load_cases(sorted((ROOT / "cases").glob("*.yaml"))), options.cases)

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from moeverify.case.load import load_cases
+from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
-from moeverify.suite.bench import bench_cases
 
 FOLDER = Path(__file__).parent / "mixtral"
 BASELINE = "fsdp"

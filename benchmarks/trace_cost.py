@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from moeverify.launch.trace import CollectiveTrace
+from moeverify.collectives.trace import CollectiveTrace
 
 
 class RecordsAlone(CollectiveTrace):

@@ -205,9 +205,9 @@ class Bench:
         """
         import torch.distributed as dist
 
-        from moeverify.suite.verification import replays_routing
         from moeverify.train.assemble import assemble_parallel
         from moeverify.train.loop import train
+        from moeverify.worker.verify import replays_routing
 
         gc.collect()  # models are in cycles of references: else the memory of earlier runs counts too
         recipe = self.case.recipe
@@ -261,9 +261,9 @@ def record(case, folder, device, only):
     import torch
 
     from moeverify.golden.store import GoldenWriter
-    from moeverify.suite.recording import COARSE
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
+    from moeverify.worker.golden import COARSE
 
     with GoldenWriter(folder) as writer:
         program = assemble_single(case.recipe, torch.device(device), compute="float64")
@@ -281,7 +281,7 @@ def work(options):
     import torch
     import torch.distributed as dist
 
-    from moeverify.suite.verification import BitRecorder
+    from moeverify.worker.verify import BitRecorder
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

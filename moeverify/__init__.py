@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moeverify.suite.api import Verification, verify
+    from moeverify.controller.api import Verification, verify
 
 __all__ = ["Verification", "verify"]
 
@@ -13,7 +13,7 @@ __all__ = ["Verification", "verify"]
 def __getattr__(name: str) -> Any:
     """Return what this package offers; it is imported when it is first used, since every module passes here."""
     if name in __all__:
-        from moeverify.suite import api
+        from moeverify.controller import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,7 +43,7 @@ class Guest:
         self.decoder.limit = LIMIT
 
 
-class Door(threading.Thread):
+class CommandContext(threading.Thread):
     """Listens on `listeners` (unix sockets) and on `tcp` if one is given, and calls `receive` for each frame.
 
     `receive` and `leave` (a guest has gone) run in this thread and must not block.

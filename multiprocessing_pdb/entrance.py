@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing_pdb.challenge import read_token, token_path
 from multiprocessing_pdb.descriptors import above_standard
 from multiprocessing_pdb.directory import SOCKET_SUFFIX, VARIABLE, Directory
-from multiprocessing_pdb.door import Door
+from multiprocessing_pdb.door import CommandContext
 from multiprocessing_pdb.framing import Frame
 from multiprocessing_pdb.rank import Rank
 
@@ -20,7 +20,7 @@ from multiprocessing_pdb.rank import Rank
 class Entrance:
     """An open door and the file that leads to it."""
 
-    def __init__(self, door: Door, directory: Directory, name: str, port: str) -> None:
+    def __init__(self, door: CommandContext, directory: Directory, name: str, port: str) -> None:
         self.door = door
         self.port = port
         self._directory = directory
@@ -74,7 +74,7 @@ def _open(
         listeners.append(directory.listen(name))
         if tcp:
             listeners.append(_listen_tcp(tcp))
-        door = Door(listeners, receive, leave, token)
+        door = CommandContext(listeners, receive, leave, token)
     except BaseException:
         for listener in listeners:
             listener.close()

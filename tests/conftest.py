@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moeverify.suite.machine import count_gpus
+from moeverify.controller.machine import count_gpus
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
 # or a rank that a test starts turns it on itself.

@@ -9,7 +9,7 @@ from moeverify.case.schema import Case
 from moeverify.case.suggest import suggest
 from moeverify.errors import Problem
 
-# What `moeverify.compare.checks` has, which this floor cannot see; a test holds the two together.
+# What `moeverify.results.checks` has, which this floor cannot see; a test holds the two together.
 CHECK_NAMES = (
     "initial state",
     "routing",

@@ -95,7 +95,7 @@ def borrowed_ranks(case: Case) -> Iterator[Problem]:
     """Expert parallelism adds no ranks: it regroups those of other axes."""
     layout = case.layout
     asked = layout.ep * layout.expert_tp
-    if layout.lent_ranks % asked == 0:
+    if layout.expert_mesh_size % asked == 0:
         return
     lenders = {"dp_replicate": layout.dp_replicate} if layout.data_parallel == "ddp" else {}
     lenders |= {"dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
@@ -103,8 +103,12 @@ def borrowed_ranks(case: Case) -> Iterator[Problem]:
     names = [name for name, value in (("ep", layout.ep), ("etp", layout.expert_tp)) if value > 1]
     wanted = " x ".join(f"{name} {layout.ep if name == 'ep' else layout.expert_tp}" for name in names)
     verb = "do" if len(names) > 1 else "does"
-    message = f"{wanted} {verb} not divide the {layout.lent_ranks} ranks that experts borrow ({product})"
-    left = layout.lent_ranks // math.gcd(layout.lent_ranks, layout.expert_tp if "ep" in names else 1)
+    message = (
+        f"{wanted} {verb} not divide the {layout.expert_mesh_size} ranks that experts borrow ({product})"
+    )
+    left = layout.expert_mesh_size // math.gcd(
+        layout.expert_mesh_size, layout.expert_tp if "ep" in names else 1
+    )
     remedy = f"write a divisor of {left}, or raise one of {', '.join(lenders)}"
     yield blame(f"layout.{names[0]}", message, remedy)
 

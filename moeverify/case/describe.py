@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.case.schema import ForeignModel, Layout, MoE, Recipe
+from moeverify.case.schema import CustomModel, Layout, MoE, Recipe
 
 
 def describe_layout(layout: Layout) -> str:
@@ -74,7 +74,7 @@ def describe_recipe(recipe: Recipe) -> str:
 
 def _describe_model(recipe: Recipe) -> str:
     model = recipe.model
-    if isinstance(model, ForeignModel):
+    if isinstance(model, CustomModel):
         return model.factory
     head = f"{model.preset}: " if model.preset else ""
     layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"

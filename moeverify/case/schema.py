@@ -97,7 +97,7 @@ class ReferenceModel(Section):
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
 
 
-class ForeignModel(Section):
+class CustomModel(Section):
     """A user's own model: `factory(**arguments)` returns an `nn.Module` with `model(tokens) -> logits`.
 
     `loss`, if given, is called as `loss(model, tokens, targets)` and returns the loss summed over the valid
@@ -136,7 +136,7 @@ class Recipe(Section):
     """Everything that determines the right answer."""
 
     name: str
-    model: ReferenceModel | ForeignModel
+    model: ReferenceModel | CustomModel
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     precision: Precision = "float64"
@@ -215,7 +215,7 @@ class Layout(Section):
         return self.tp > 1 and self.expert_tp != self.tp
 
     @property
-    def lent_ranks(self) -> int:
+    def expert_mesh_size(self) -> int:
         """Return how many ranks `ep` and `etp` regroup, within one pipeline stage and one replica.
 
         Under DDP the replicas are what is lent.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from moeverify.case.entry import Entry, show
 from moeverify.case.expectation import Rejected, expect, find_sections, index_fields, is_nullable
-from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel, Section
+from moeverify.case.schema import CustomModel, Recipe, ReferenceModel, Section
 from moeverify.case.suggest import enumerate_names, find_nearest, suggest
 from moeverify.errors import Problem
 
@@ -83,8 +83,8 @@ def _build_field(section: type[Section], name: str, entry: Entry, path: str, led
 
 def _choose(options: tuple[type[Section], ...], entry: Entry) -> type[Section]:
     """Return which of `options` the user means: a model with a `factory` is foreign."""
-    if ForeignModel in options and "factory" in entry.fields:
-        return ForeignModel
+    if CustomModel in options and "factory" in entry.fields:
+        return CustomModel
     return options[0]
 
 

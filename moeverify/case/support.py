@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from moeverify.case.degrees import own_model
 from moeverify.case.rule import blame, experts, reading, reference_model, round_up
-from moeverify.case.schema import Case, ForeignModel
+from moeverify.case.schema import Case, CustomModel
 from moeverify.errors import Problem
 
 _DATA = ("layout.data_parallel", "layout.dp_replicate", "layout.dp_shard")
@@ -274,7 +274,7 @@ def balance_of_parts(case: Case) -> Iterator[Problem]:
 @reading("layout.experts", "recipe.model")
 def foreign_experts(case: Case) -> Iterator[Problem]:
     """The experts of a model that moeverify did not write are computed by its own code."""
-    if isinstance(case.recipe.model, ForeignModel) and case.layout.experts != "loop":
+    if isinstance(case.recipe.model, CustomModel) and case.layout.experts != "loop":
         message = f"experts `{case.layout.experts}` has no effect on a model with a `factory`"
         yield blame("layout.experts", message, "remove it; the factory chooses how experts are computed")
 
@@ -283,7 +283,7 @@ def foreign_experts(case: Case) -> Iterator[Problem]:
 def foreign_models(case: Case) -> Iterator[Problem]:
     """A model that moeverify did not write can only be replicated or sharded by parameter."""
     layout = case.layout
-    if not isinstance(case.recipe.model, ForeignModel) or layout.parallelize is not None:
+    if not isinstance(case.recipe.model, CustomModel) or layout.parallelize is not None:
         return
     for name in ("cp", "tp", "ep"):
         degree = getattr(layout, name)

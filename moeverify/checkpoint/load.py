@@ -16,7 +16,7 @@ from moeverify.checkpoint.reader import BoxLoadPlanner, SafeReader, check_files
 from moeverify.checkpoint.save import gather, list_parts
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 
 RECIPE = "recipe"
 """The fact that says for which recipe a state is: its fingerprint."""
@@ -32,7 +32,7 @@ def read_facts(folder: Path) -> Mapping[str, Any]:
 
 def load(
     folder: Path,
-    tensors: Sequence[Holding],
+    tensors: Sequence[LocalShard],
     *,
     recipe: str | None = None,
     optional: str | None = None,
@@ -75,7 +75,7 @@ def load(
 
 
 def _examine(
-    folder: Path, tensors: Sequence[Holding], recipe: str | None, group: dist.ProcessGroup | None
+    folder: Path, tensors: Sequence[LocalShard], recipe: str | None, group: dist.ProcessGroup | None
 ) -> tuple[Manifest | None, str]:
     """Return the manifest, and what is wrong with the checkpoint or with what this rank wants of it."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -91,7 +91,7 @@ def _examine(
     return manifest, ""
 
 
-def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[Holding]) -> Iterator[str]:
+def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
     for held in tensors:
         known = manifest.tensors.get(held.name)
         if known is None:

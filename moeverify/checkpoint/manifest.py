@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.hyperrect import Box
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 

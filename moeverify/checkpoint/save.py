@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moeverify.checkpoint.box import split_region
+from moeverify.checkpoint.hyperrect import split_region
 from moeverify.checkpoint.manifest import MANIFEST
 from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 
 BY_NAME = "by_name"
 """The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is held."""
@@ -28,7 +28,7 @@ BY_NAME = "by_name"
 
 def save(
     folder: Path,
-    tensors: Sequence[Holding],
+    tensors: Sequence[LocalShard],
     facts: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -46,7 +46,7 @@ def save(
 
 def save_async(
     folder: Path,
-    tensors: Sequence[Holding],
+    tensors: Sequence[LocalShard],
     facts: Mapping[str, Any],
     group: dist.ProcessGroup,
 ) -> Saving:
@@ -69,7 +69,7 @@ class Saving:
     def __init__(
         self,
         folder: Path,
-        tensors: Sequence[Holding],
+        tensors: Sequence[LocalShard],
         facts: Mapping[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -169,7 +169,7 @@ class HostCopy:
         """Do nothing: nothing is kept."""
 
 
-def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
     """Return the boxes that this rank holds, and the local tensor of each by its number.
 
     Raises: TypeError for a dtype that a checkpoint cannot hold.

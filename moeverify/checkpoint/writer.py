@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.hyperrect import Box
 from moeverify.checkpoint.manifest import (
     MANIFEST,
     Manifest,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.arguments import Cases, Device, DeviceOption, JsonFile, Overrides, Pattern, Quiet
-from moeverify.cli.door import FAILED, open_door
+from moeverify.cli.context import FAILED, open_context
 
 
 def bench(
@@ -36,12 +36,12 @@ def bench(
 
     Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right.
     """
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.case.load import load_cases
+        from moeverify.controller.bench import bench_cases
         from moeverify.report.bench import render_bench
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
-        from moeverify.suite.bench import bench_cases
 
         if json is not None and door.is_first:
             check_writable([json], None)  # before minutes of measuring

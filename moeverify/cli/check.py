@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeverify.cli.arguments import Cases, Overrides, Pattern
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 
 def check(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
@@ -11,10 +11,10 @@ def check(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None)
 
     Prints one line a case, or all problems.
     """
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.case.describe import describe_layout, describe_recipe
         from moeverify.case.load import load_cases
-        from moeverify.report.catalog import CaseLine, render_catalog
+        from moeverify.report.case_list import CaseLine, render_catalog
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         lines = [

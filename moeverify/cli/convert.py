@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import Quiet
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
-    from moeverify.checkpoint.description import Description
+    from moeverify.weights.description import Description
 
 
 class Format(StrEnum):
@@ -56,9 +56,9 @@ def convert(
 
     Streams: about one piece of 64 MiB is in memory. DESTINATION appears when it is complete, or not at all.
     """
-    with open_door() as door:
-        from moeverify.checkpoint.stream import convert as convert_weights
+    with open_context() as door:
         from moeverify.report.transfer import describe_transfer, open_transfer
+        from moeverify.weights.stream import convert as convert_weights
 
         described = _describe(preset, config)
         started = time.monotonic()
@@ -81,8 +81,8 @@ def _describe(preset: str | None, config: Path | None) -> Description | None:
     """Return the model that the options name, None for that of the source."""
     from moeverify.case.presets import PRESETS
     from moeverify.case.suggest import suggest
-    from moeverify.checkpoint.description import describe_preset, read_config_file
     from moeverify.errors import CaseError, Problem
+    from moeverify.weights.description import describe_preset, read_config_file
 
     if preset is not None and config is not None:
         raise CaseError(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 
 def diff(
@@ -22,10 +22,10 @@ def diff(
 
     Exits with 1 when verdicts differ, or when only one of the runs has a case.
     """
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.report.changes import compare_runs, same_verdicts
         from moeverify.report.changes_text import render_changes
-        from moeverify.report.machine import read_run
+        from moeverify.report.formats.json import read_run
 
         old, new = read_run(before), read_run(after)
         changes = compare_runs(old, new, factor=factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from moeverify.cli.door import BAD_INPUT, open_door
+from moeverify.cli.context import BAD_INPUT, open_context
 
 
 def doctor() -> None:
@@ -12,9 +12,9 @@ def doctor() -> None:
 
     Looks at torch, backends and their known faults, GPUs and optional packages.
     """
-    with open_door() as door:
+    with open_context() as door:
+        from moeverify.controller.doctor import examine
         from moeverify.report.probes import render_probes
-        from moeverify.suite.doctor import examine
 
         probes = examine()
         render_probes(probes, door.out)

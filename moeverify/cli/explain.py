@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 
 def explain(
@@ -23,14 +23,14 @@ def explain(
 
     Without FINDING, list the findings that follow from no other, with their numbers.
     """
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.report.explanation import (
             choose_finding,
             number_findings,
             render_explanation,
             render_list,
         )
-        from moeverify.report.machine import read_run
+        from moeverify.report.formats.json import read_run
 
         result = read_run(run)
         if not finding:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Quiet
-from moeverify.cli.door import EXIT_CODES, open_door
+from moeverify.cli.context import EXIT_CODES, open_context
 
 if TYPE_CHECKING:
-    from moeverify.suite.options import RunOptions
+    from moeverify.controller.options import RunOptions
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
@@ -44,7 +44,7 @@ Output = Annotated[
 @faults.command("list")
 def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
     """List faults, one a line."""
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.faults.choice import choose_faults, describe
 
         for fault in choose_faults(numbers or [], pattern):
@@ -54,7 +54,7 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
 @faults.command("show")
 def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> None:
     """Show where a fault comes from, what it does, and how to run a case with it."""
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.case.describe import describe_layout
         from moeverify.faults.choice import choose_faults
 
@@ -92,13 +92,13 @@ def run(
 
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
-    with open_door() as door:
+    with open_context() as door:
+        from moeverify.controller.fault_benchmark import change_precision, run_faults
+        from moeverify.controller.machine import choose_device, describe_environment
         from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.suite.faults import change_precision, run_faults
-        from moeverify.suite.machine import choose_device, describe_environment
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
@@ -145,13 +145,13 @@ def clean(
 
     Exit code 1 when there was an alarm, 3 when a rank failed.
     """
-    with open_door() as door:
+    with open_context() as door:
+        from moeverify.controller.clean_matrix import choose_clean, run_clean
+        from moeverify.controller.kept import KeptRows
+        from moeverify.controller.machine import choose_device, describe_environment
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.suite.clean import choose_clean, run_clean
-        from moeverify.suite.kept import KeptRows
-        from moeverify.suite.machine import choose_device, describe_environment
 
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])
@@ -175,7 +175,7 @@ def _conclude(verdicts: Sequence[str]) -> int:
 
 
 def _options(device: Device, cache: Path | None) -> RunOptions:
-    from moeverify.suite.options import RunOptions
+    from moeverify.controller.options import RunOptions
 
     nowhere = Path("golden", "of-faults")  # no goldens are recorded for these cases
     return RunOptions(device=device.value, cache_folder=cache, golden_folder=nowhere)

@@ -17,7 +17,7 @@ from moeverify.cli.arguments import (
     Pattern,
     Quiet,
 )
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 
 def golden(
@@ -35,14 +35,14 @@ def golden(
     quiet: Quiet = False,
 ) -> None:
     """Record or refresh the goldens of cases."""
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.case.load import load_cases
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+        from moeverify.controller.golden import record_goldens
+        from moeverify.controller.options import RunOptions
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
-        from moeverify.suite.options import RunOptions
-        from moeverify.suite.record import record_goldens
 
         options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache)
         with open_progress(door.out, quiet=quiet) as progress:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from moeverify.compare.result import CaseResult, Event, RunResult
+from moeverify.results.run import CaseResult, Event, RunResult
 
 if TYPE_CHECKING:
     from moeverify.case.schema import Case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeverify.cli.arguments import Cases, Overrides, Pattern
-from moeverify.cli.door import open_door
+from moeverify.cli.context import open_context
 
 
 def mesh(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
@@ -11,10 +11,10 @@ def mesh(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) 
 
     Its axes and groups, and each rank's coordinates and data.
     """
-    with open_door() as door:
+    with open_context() as door:
         from moeverify.case.load import load_cases
+        from moeverify.controller.mesh import make_picture
         from moeverify.report.mesh import render
-        from moeverify.suite.mesh import make_picture
 
         for position, case in enumerate(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)):
             if position:

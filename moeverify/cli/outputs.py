@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moeverify.compare.result import RunResult
+    from moeverify.results.run import RunResult
 
 Write = Callable[["RunResult", Path], None]
 
@@ -43,8 +43,8 @@ class Outputs:
 
     def _list_writers(self) -> Iterator[tuple[Path, Write]]:
         """Yield each path with the function that writes its format."""
-        from moeverify.report.junit import write_junit
-        from moeverify.report.machine import RUN_FILE, write_run
+        from moeverify.report.formats.json import RUN_FILE, write_run
+        from moeverify.report.formats.junit import write_junit
 
         if self.folder is not None:
             yield self.folder / RUN_FILE, write_run
@@ -53,6 +53,6 @@ class Outputs:
         if self.junit is not None:
             yield self.junit, write_junit
         if self.html is not None:
-            from moeverify.report.page import write_page
+            from moeverify.report.formats.html import write_page
 
             yield self.html, write_page

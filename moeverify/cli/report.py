@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.arguments import HtmlFile, JsonFile, JunitFile, Quiet
-from moeverify.cli.door import BAD_INPUT, open_door
+from moeverify.cli.context import BAD_INPUT, open_context
 from moeverify.cli.outputs import Outputs
 
 
@@ -24,8 +24,8 @@ def report(
 
     The exit code says only whether that worked.
     """
-    with open_door() as door:
-        from moeverify.report.machine import read_run
+    with open_context() as door:
+        from moeverify.report.formats.json import read_run
         from moeverify.report.text import render_run
 
         outputs = Outputs(json, junit, html)

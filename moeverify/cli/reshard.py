@@ -25,13 +25,13 @@ from moeverify.cli.arguments import (
     RequireGoldens,
     Timeout,
 )
-from moeverify.cli.door import is_continuous_integration, open_door
+from moeverify.cli.context import is_continuous_integration, open_context
 from moeverify.cli.outputs import Outputs
 from moeverify.cli.run import check_fault, run_and_report
 
 if TYPE_CHECKING:
-    from moeverify.compare.result import RunResult
-    from moeverify.suite.run import OnEvent
+    from moeverify.controller.run import OnEvent
+    from moeverify.results.run import RunResult
 
 
 def reshard(
@@ -60,7 +60,7 @@ def reshard(
     All ordered pairs of the cases that share a recipe, a single device included. The section `checkpoint` of a
     case says after which step it saves, and whether in the background.
     """
-    with open_door() as door:
+    with open_context() as door:
         outputs = Outputs(json, junit, html, out)
         if door.is_first:
             outputs.check()
@@ -68,8 +68,8 @@ def reshard(
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         check_fault(loaded, fault)
-        from moeverify.suite.options import RunOptions
-        from moeverify.suite.reshard import make_pairs, run_pairs
+        from moeverify.controller.options import RunOptions
+        from moeverify.controller.reshard import make_pairs, run_pairs
 
         pairs = make_pairs(loaded)
         options = RunOptions(

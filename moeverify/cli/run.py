@@ -29,13 +29,19 @@ from moeverify.cli.arguments import (
     RequireGoldens,
     Timeout,
 )
-from moeverify.cli.door import BAD_INPUT, EXIT_CODES, Door, is_continuous_integration, open_door
+from moeverify.cli.context import (
+    BAD_INPUT,
+    EXIT_CODES,
+    CommandContext,
+    is_continuous_integration,
+    open_context,
+)
 from moeverify.cli.outputs import Outputs
 
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
-    from moeverify.compare.result import RunResult
-    from moeverify.suite.run import OnEvent
+    from moeverify.controller.run import OnEvent
+    from moeverify.results.run import RunResult
 
 
 def run(
@@ -66,7 +72,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
-    with open_door() as door:
+    with open_context() as door:
         outputs = Outputs(json, junit, html, out)
         if door.is_first:
             outputs.check()
@@ -74,7 +80,7 @@ def run(
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         check_fault(loaded, fault)
-        from moeverify.suite.options import RunOptions
+        from moeverify.controller.options import RunOptions
 
         options = RunOptions(
             device=device.value,
@@ -88,8 +94,8 @@ def run(
         )
 
         def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
-            from moeverify.suite.follow_up import follow_up as run_follow_up
-            from moeverify.suite.run import run_cases
+            from moeverify.controller.follow_up import follow_up as run_follow_up
+            from moeverify.controller.run import run_cases
 
             result = run_cases(loaded, options, on_event)
             return (
@@ -105,8 +111,8 @@ def check_fault(cases: list[Case], fault: str | None) -> None:
     Raises: CaseError.
     """
     from moeverify.case.function import examine_function
+    from moeverify.controller.search_path import search_path
     from moeverify.errors import CaseError
-    from moeverify.suite.search import search_path
 
     if fault is not None:
         found = (examine_function(fault, search_path(case), "--fault") for case in cases)
@@ -119,7 +125,7 @@ def run_and_report(
     go: Callable[[OnEvent, OnEvent], RunResult | None],
     cases: Sequence[Case],
     outputs: Outputs,
-    door: Door,
+    door: CommandContext,
     *,
     quiet: bool,
 ) -> int:
@@ -144,7 +150,7 @@ def run_and_report(
     return deliver(result, outputs, door, quiet=quiet)
 
 
-def deliver(result: RunResult, outputs: Outputs, door: Door, *, quiet: bool) -> int:
+def deliver(result: RunResult, outputs: Outputs, door: CommandContext, *, quiet: bool) -> int:
     """Write the files first, since a reader of the console may hang up, then print; return the exit code."""
     from moeverify.report.text import render_run
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moeverify.case.schema import Precision, Tolerance
-from moeverify.compare.checks import check_of
+from moeverify.results.checks import check_of
 
 # `mixed` computes in bfloat16 and keeps parameters, gradients, moments and updates in float32. No result of its
 # arithmetic is nearer than a unit of bfloat16, so the floors are those of bfloat16. The epsilon is that of what is
@@ -50,13 +50,13 @@ def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
     return f"{'forced/' if forced and step > 0 else ''}{step}/{kind}/{name}"
 
 
-def moved_key(step: int, name: str, *, forced: bool = False) -> str:
+def update_drift_key(step: int, name: str, *, forced: bool = False) -> str:
     """Return the key of how far the noise of gradients moves an update, by an adaptive optimizer below float64."""
     return noise_key(step, "moved", name, forced=forced)
 
 
-def turned_key(step: int, name: str, *, forced: bool = False) -> str:
-    """Return the key of the part of `moved_key` that elements have which turn their sign."""
+def sign_flip_key(step: int, name: str, *, forced: bool = False) -> str:
+    """Return the key of the part of `update_drift_key` that elements have which turn their sign."""
     return noise_key(step, "turned", name, forced=forced)
 
 
@@ -106,11 +106,11 @@ class Bounds:
         allowed than what all of the gradients' noise does: that is known of each tensor, so the median of all is no
         help.
         """
-        moved = self.noise.get(moved_key(step, name, forced=self.forced))
+        moved = self.noise.get(update_drift_key(step, name, forced=self.forced))
         if moved is None:
             return measured
         shown = own / self.tolerance.factor
-        turned = self.noise[turned_key(step, name, forced=self.forced)]
+        turned = self.noise[sign_flip_key(step, name, forced=self.forced)]
         return min(max(measured, turned + shown), moved + shown)
 
     def zero_bound(self) -> float:

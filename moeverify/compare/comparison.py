@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moeverify.compare.batch import Differences, Fingerprints
-from moeverify.compare.checks import UNCOMPARED_KINDS, ZERO_KINDS
 from moeverify.compare.difference import Difference, Measured
 from moeverify.layout.region import Region
+from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
 
 
 class Reference(Protocol):
@@ -114,7 +114,7 @@ def _nothing() -> None:
 
 def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
     if device.type == "cuda" and _can_compile():
-        from moeverify.compare.follower import Follower
+        from moeverify.compare.gpu.async_compare import Follower
 
         return Follower(device)  # there a hash costs next to nothing
     return _AtOnce(hash_bits)

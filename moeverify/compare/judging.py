@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moeverify.compare.bounds import Bounds
-from moeverify.compare.checks import CHECKS, KIND_ORDER, Check, check_of
 from moeverify.compare.comparison import Entry
 from moeverify.compare.difference import Difference
-from moeverify.compare.result import BLIND, CheckResult, Finding, Worst
+from moeverify.results.checks import CHECKS, KIND_ORDER, Check, check_of
+from moeverify.results.finding import BLIND, CheckResult, Finding, Worst
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moeverify.compare.result import Trial
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import Components
 from moeverify.diagnose.fit import (
     PADDING,
@@ -24,6 +22,8 @@ from moeverify.diagnose.fit import (
     term_share_columns,
 )
 from moeverify.diagnose.verdict import Verdict, name_factor
+from moeverify.results.cause import Cause
+from moeverify.results.finding import Trial
 
 EXPLAINED = 1e-3
 """The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""

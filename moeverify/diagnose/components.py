@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeverify.axes.split import split_positions, split_rows
 from moeverify.case.schema import Case, MoE, ReferenceModel
 from moeverify.golden.store import StoredGolden
-from moeverify.layout.split import split_positions, split_rows
 from moeverify.model.router import RouterStats
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, Share, make_batch, whole_share

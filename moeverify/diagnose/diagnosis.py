@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moeverify.compare.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE, check_of
-from moeverify.compare.result import Finding, Place, Trial
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.evidence import STEP_BEFORE, Key, Suspect
+from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.gradient import Named, name_gradient_causes
-from moeverify.diagnose.place import Origin, Search
 from moeverify.diagnose.state import (
     name_forward,
     name_initial,
@@ -26,9 +23,12 @@ from moeverify.diagnose.state import (
     name_term,
     name_update,
 )
-from moeverify.diagnose.tap import BACKWARD, FORWARD
 from moeverify.diagnose.trials import describe_search, list_trials
 from moeverify.diagnose.verdict import Verdict
+from moeverify.results.cause import Cause
+from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE, check_of
+from moeverify.results.finding import Finding, Place, Trial
+from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
 _GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moeverify.compare.result import Trial
 from moeverify.diagnose.aggregation import examine_aggregation
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import Components, ComponentSource
 from moeverify.diagnose.evidence import Key, Suspect, is_value
 from moeverify.diagnose.fit import Wrong
-from moeverify.diagnose.places import examine_places
+from moeverify.diagnose.permutation import examine_places
 from moeverify.diagnose.replicas import examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.diagnose.verdict import Verdict
+from moeverify.results.cause import Cause
+from moeverify.results.finding import Trial
 
 
 @dataclass(frozen=True)

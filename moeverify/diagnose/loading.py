@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import Piece, Suspect
-from moeverify.diagnose.places import examine_places
+from moeverify.diagnose.permutation import examine_places
 from moeverify.diagnose.state import find_scale
 from moeverify.diagnose.verdict import Verdict, list_ranks
 from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
 
 _SAME = 1e-9
 _MOST_SHIFT = 4096

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import EXACT, Piece, Suspect
 from moeverify.diagnose.verdict import Verdict, name_either
+from moeverify.results.cause import Cause
 
 Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import Suspect
 from moeverify.diagnose.verdict import Verdict
+from moeverify.results.cause import Cause
 
 _UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 _WINDOW = (0.01, 8.0)  # errors of sums and products of rounded numbers, in units of rounding

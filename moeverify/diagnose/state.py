@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import EXACT, Key, Suspect, measure_factor
+from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.gradient import Named, merge_named
-from moeverify.diagnose.place import Origin
-from moeverify.diagnose.places import examine_places, match_slices
+from moeverify.diagnose.permutation import examine_places, match_slices
 from moeverify.diagnose.replicas import examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
-from moeverify.diagnose.tap import FORWARD
 from moeverify.diagnose.verdict import Verdict, list_ranks, name_factor
+from moeverify.results.cause import Cause
+from moeverify.train.module_taps import FORWARD
 
 ByKind = Mapping[str, Sequence[Suspect]]
 

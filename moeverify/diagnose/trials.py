@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from moeverify.compare.result import Trial
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.evidence import EXACT, Suspect, measure_distance, measure_factor
-from moeverify.diagnose.place import Search
-from moeverify.diagnose.places import count_matches, examine_places
+from moeverify.diagnose.first_divergence import Search
+from moeverify.diagnose.permutation import count_matches, examine_places
 from moeverify.diagnose.replicas import ReplicaSum, sum_replicas
 from moeverify.diagnose.rounding import describe_rounding, examine_rounding
-from moeverify.diagnose.tap import BACKWARD, FORWARD
 from moeverify.diagnose.verdict import list_ranks
+from moeverify.results.finding import Trial
+from moeverify.train.module_taps import BACKWARD, FORWARD
 
 
 def list_trials(

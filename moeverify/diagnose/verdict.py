@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeverify.diagnose.cause import Cause
+from moeverify.results.cause import Cause
 
 _RATIO, _PRODUCT = " / ", " * "
 _MADE_OF_OTHERS = {"efsdp", "edp"}

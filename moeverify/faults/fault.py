@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from moeverify.case.schema import Case
-from moeverify.diagnose.cause import Cause
 from moeverify.faults import catalogue
+from moeverify.results.cause import Cause
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ _PREFIXES = (
     "moeverify.train",
     "moeverify.layout",
     "moeverify.checkpoint",
-    "moeverify.suite",
+    "moeverify.axes",
+    "moeverify.checks",
+    "moeverify.worker",
 )
 _TORCH = (
     "torch",

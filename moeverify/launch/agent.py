@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeverify.launch.parent import die_with
+from moeverify.launch.die_with_parent import die_with
 from moeverify.launch.plan import Plan, write_atomically
 from moeverify.launch.world import set_interpreter
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moeverify.compare.result import RankReport
-from moeverify.launch.flight import read_flight
-from moeverify.launch.origin import find_origin
+from moeverify.collectives.flight_recorder import read_flight
+from moeverify.collectives.words import describe_record
+from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.stack import trim_stack
-from moeverify.launch.words import describe_record
+from moeverify.results.run import RankReport
 
 _TAIL = 4000
 

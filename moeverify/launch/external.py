@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.compare.result import RankReport
+from moeverify.collectives.flight_recorder import NUM_SLOTS
 from moeverify.launch.evidence import read_tail
-from moeverify.launch.flight import NUM_SLOTS
-from moeverify.launch.origin import find_origin
 from moeverify.launch.plan import Device, Job, JobOutcome, job_folder
+from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.runner import JobRunner, RunJob
 from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
+from moeverify.results.run import RankReport
 
 EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0

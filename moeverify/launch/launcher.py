@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from moeverify.launch.follower import Follower
+from moeverify.launch.monitor import Follower
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent, Plan
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from moeverify.compare.result import RankReport, Record
+from moeverify.results.finding import Record
+from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.compare.result import RankReport
 from moeverify.launch.plan import Job, Plan, write_atomically
 from moeverify.launch.runner import JobRunner, RankContext, RunJob
+from moeverify.results.run import RankReport
 
 __all__ = ["RankContext", "RunJob", "serve"]
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch.caches import clear_mesh_caches, find_caches
+from moeverify.launch.failure_reporter import FailureReporter
 from moeverify.launch.plan import Device, Job
-from moeverify.launch.trace import CollectiveTrace
 from moeverify.launch.watchdog import Watchdog
-from moeverify.launch.witness import Witness
 
 _GROUP_MARGIN = timedelta(seconds=60)
 
@@ -73,7 +73,7 @@ class JobRunner:
         self._on_raise = on_raise
         self._caches = find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
-        self.witness = Witness(folder, rank, self.trace, catch_terminate)
+        self.witness = FailureReporter(folder, rank, self.trace, catch_terminate)
 
         def tick() -> None:
             self.trace.poll()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeverify.errors import CaseError, Problem
+from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory
-from moeverify.model.view import View, identity
 
 
 class ExpertWeights(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from moeverify.case.schema import MLA, ReferenceModel
 from moeverify.model.attention import Core, causal_core
 from moeverify.model.norm import RMSNorm
+from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory
 from moeverify.model.rope import compute_rotation, magnify, rotate_neighbours
-from moeverify.model.view import View, identity
 
 LATENT_EPS = 1e-6
 """Of the norms of the latents: DeepSeek's code takes this default there, whatever the other norms have."""

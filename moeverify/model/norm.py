@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory, widen
-from moeverify.model.view import View, identity
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeverify.case.schema import MoE as MoESpec
+from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory, widen
-from moeverify.model.view import View, identity
 
 
 class RouterStats(NamedTuple):
@@ -62,7 +62,7 @@ def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order[..., :count], values[..., count - 1] - values[..., count]
 
 
-class RouterSeat:
+class RouterSlot:
     """What the training loop asks of a router, whoever wrote it."""
 
     spec: MoESpec
@@ -71,7 +71,7 @@ class RouterSeat:
     selection_bias: Tensor | None
 
 
-class Router(nn.Module, RouterSeat):
+class Router(nn.Module, RouterSlot):
     """Scores every expert for every token and chooses top_k, in at least float32.
 
     `selection_bias` (E) is added to the scores for the choice only, never to the combine weights. `replay`

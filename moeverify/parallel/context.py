@@ -1,6 +1,6 @@
 """Context parallelism: the positions of a sequence are split over the ranks of the cp axis.
 
-`moeverify.layout.split` says which positions a rank sees. Three cores:
+`moeverify.axes.split` says which positions a rank sees. Three cores:
 
 - `allgather`: every rank gathers all keys and values and attends with its own queries. Backward: the
   gradients of keys and values are summed over the ranks and each keeps its own part.
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 
-from moeverify.layout.split import ContextKind
+from moeverify.axes.split import ContextKind
 from moeverify.model.attention import Attention, Core, attend
 from moeverify.model.mla import LatentAttention
 from moeverify.parallel.collectives import all_gather_sum, exchange_rows

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moeverify.model.experts import ExpertHolder, Experts
-from moeverify.model.narrowed import narrow
+from moeverify.model.mixed_precision import narrow
+from moeverify.model.param_access import View
 from moeverify.model.transformer import Transformer
-from moeverify.model.view import View
 from moeverify.parallel.ddp import Accumulate
 
 AS_STORED = MixedPrecisionPolicy()

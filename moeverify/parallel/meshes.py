@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moeverify.axes.mesh import EXPERT_AXES, MeshPlan, View
+from moeverify.axes.stages import end_ranks
 from moeverify.case.schema import Layout
-from moeverify.layout.mesh import EXPERT_AXES, MeshPlan, View
-from moeverify.layout.stages import end_ranks
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """One mesh for each view of the layout (see `moeverify.layout.mesh`).
+    """One mesh for each view of the layout (see `moeverify.axes.mesh`).
 
     `ends` has the ranks with the first and the last pipeline stage of this rank's pipeline, if this rank is one
     of two such.

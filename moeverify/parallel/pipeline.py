@@ -31,8 +31,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from moeverify.axes.stages import split_layers, stages_of
 from moeverify.case.schema import Layout, ReferenceModel
-from moeverify.layout.stages import split_layers, stages_of
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
 
@@ -108,7 +108,7 @@ class Stage(Transformer):
 
 
 class Stages(nn.Module):
-    """The stages of one rank as one module; `moeverify.layout.holding` knows the names that it gives."""
+    """The stages of one rank as one module; `moeverify.layout.local_shard` knows the names that it gives."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

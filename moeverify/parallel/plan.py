@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moeverify.case.schema import Layout
-from moeverify.layout.holding import Holding, parameters
+from moeverify.layout.local_shard import LocalShard, parameters
 from moeverify.layout.region import Indices
 from moeverify.model.attention import CORES, Attention
 from moeverify.model.experts import ExpertHolder
@@ -50,7 +50,7 @@ class Parallelized:
     """
 
     model: nn.Module
-    holdings: Sequence[Holding]
+    holdings: Sequence[LocalShard]
     num_loss_ranks: int
     accumulate: Callable[[bool], AbstractContextManager[object]]
     loss_context: Callable[[], AbstractContextManager[object]]
@@ -58,7 +58,7 @@ class Parallelized:
     router_positions: Callable[[Indices], Indices]
     sum_over_shards: Callable[[Tensor], Tensor] | None
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
-    counted: Sequence[Holding] = ()
+    counted: Sequence[LocalShard] = ()
     pipeline: Pipeline | None = None
 
 
@@ -144,7 +144,7 @@ def parallelize_stages(
 TIED = "embed.weight"
 
 
-def _sum_tied(holdings: Sequence[Holding], meshes: Meshes) -> None:
+def _sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
     """Sum the gradients that the first and the last stage have of a tied embedding."""
     held = [holding.tensor for holding in holdings if holding.name == TIED]
     if len(held) == 2:
@@ -240,7 +240,7 @@ def _flat(layout: Layout, meshes: Meshes) -> bool:
 
 def _reductions(
     model: nn.Module,
-    holdings: Sequence[Holding],
+    holdings: Sequence[LocalShard],
     layout: Layout,
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],

@@ -14,14 +14,14 @@ import pytest
 from moeverify.case.document import read_document
 from moeverify.case.entry import Entry
 from moeverify.case.schema import Case
-from moeverify.compare.result import CaseResult, RunResult
 from moeverify.errors import CaseError, MoeverifyError
 from moeverify.pytest_plugin.session import CaseSession
 from moeverify.report.console import open_console
-from moeverify.report.facts import name_finding
+from moeverify.report.finding_rows import name_finding
 from moeverify.report.numbers import format_bound, format_excess, format_number
-from moeverify.report.order import order_findings
+from moeverify.report.sorting import order_findings
 from moeverify.report.text import render_run
+from moeverify.results.run import CaseResult, RunResult
 
 _FIELD = re.compile(r"(?<![\w./-])(?:recipe|layout|checks)(?:\.\w+)*(?![\w/-])")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.case.schema import Case
-from moeverify.compare.result import CaseResult, Event
+from moeverify.controller.golden import GoldenRow, record_goldens
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import stream_cases
 from moeverify.errors import MoeverifyError
-from moeverify.suite.options import RunOptions
-from moeverify.suite.record import GoldenRow, record_goldens
-from moeverify.suite.run import stream_cases
+from moeverify.results.run import CaseResult, Event
 
 
 class CaseRunner:

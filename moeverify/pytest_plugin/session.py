@@ -12,13 +12,13 @@ import pytest
 
 from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
-from moeverify.compare.result import CaseResult
+from moeverify.controller.golden import GoldenRow, find_unused
+from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError, Problem
 from moeverify.launch.world import external_world
 from moeverify.pytest_plugin.recognition import looks_like_case
 from moeverify.pytest_plugin.runner import CaseRunner
-from moeverify.suite.options import RunOptions
-from moeverify.suite.record import GoldenRow, find_unused
+from moeverify.results.run import CaseResult
 
 _NAME = "moeverify-session"
 

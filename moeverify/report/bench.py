@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.characters import clean
 from moeverify.report.console import choose_box
-from moeverify.report.measurement import BenchResult, Measurement
+from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
+from moeverify.results.measurement import BenchResult, Measurement
 
 _GIB = 2.0**30
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moeverify.compare.result import CaseResult, CheckResult, RunResult
 from moeverify.report.numbers import excess, format_bound, format_number, format_seconds
+from moeverify.results.finding import CheckResult
+from moeverify.results.run import CaseResult, RunResult
 
 # Errors that use less of their bound than this are noise to each other: 1e-16 against 0 is no news.
 _FLOOR = 1e-4

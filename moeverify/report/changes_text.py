@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.compare.result import RunResult
 from moeverify.report.changes import Change, Kind, same_verdicts
-from moeverify.report.characters import clean
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count, format_seconds
+from moeverify.report.sanitize import clean
+from moeverify.results.run import RunResult
 
 _TITLES: dict[Kind, str] = {
     "verdict": "verdicts",

@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.compare.result import Verdict
-from moeverify.report.characters import clean
+from moeverify.report.sanitize import clean
+from moeverify.results.finding import Verdict
 
 # A log has no width of its own; this holds a row of the table without breaking a name.
 LOG_WIDTH = 120

@@ -10,13 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult, Finding, Place, RunResult, Trial
 from moeverify.errors import CaseError, Problem
-from moeverify.report.characters import clean
 from moeverify.report.console import print_fact, print_lines, style_verdict
-from moeverify.report.facts import describe_finding, name_finding, name_tensor
+from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.numbers import format_count, format_ranks
-from moeverify.report.order import order_findings
+from moeverify.report.sanitize import clean
+from moeverify.report.sorting import order_findings
+from moeverify.results.finding import Finding, Place, Trial
+from moeverify.results.run import CaseResult, RunResult
 
 _MARKS = {"yes": "yes", "no": "no", "untried": "-"}
 _STYLES = {"yes": "bold yellow", "no": "", "untried": "dim"}

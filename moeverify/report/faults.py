@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.compare.score import CleanRow, FaultRow, lower_bound, upper_bound
-from moeverify.report.characters import clean
 from moeverify.report.console import choose_box, print_lines
+from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
+from moeverify.results.benchmark import CleanRow, FaultRow, lower_bound, upper_bound
 
 _MARKS = {True: "yes", False: "NO"}
 

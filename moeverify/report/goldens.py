@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.report.characters import clean
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count
+from moeverify.report.sanitize import clean
 
 Status = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult
-from moeverify.report.characters import clean
 from moeverify.report.console import STYLES, choose_box
 from moeverify.report.numbers import format_count
+from moeverify.report.sanitize import clean
+from moeverify.results.run import CaseResult
 
 _GAP = 2
 

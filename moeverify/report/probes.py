@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.characters import clean
 from moeverify.report.console import choose_box, print_lines
+from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from moeverify.errors import CaseError, MoeverifyError, Problem
-from moeverify.report.characters import clean
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count
+from moeverify.report.sanitize import clean
 
 
 def render_error(error: MoeverifyError, console: Console) -> None:

@@ -15,11 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult, Event
-from moeverify.report.characters import clean, elide
 from moeverify.report.console import print_lines, style_verdict
 from moeverify.report.numbers import format_bound, format_number, format_ranks, format_seconds
-from moeverify.report.order import count_tensors, find_worst_check
+from moeverify.report.sanitize import clean, elide
+from moeverify.report.sorting import count_tensors, find_worst_check
+from moeverify.results.run import CaseResult, Event
 
 _NUM_RECENT = 8
 _BAR_WIDTH = 30

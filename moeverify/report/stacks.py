@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeverify.compare.result import RankReport
+from moeverify.results.run import RankReport
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _INNERMOST_FIRST = re.compile(r"most recent call first|^ *File \".*\", line \d+ in ", re.MULTILINE)

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult
-from moeverify.report.characters import clean, elide
 from moeverify.report.console import choose_box, style_verdict
-from moeverify.report.facts import name_tensor
+from moeverify.report.finding_rows import name_tensor
 from moeverify.report.numbers import format_bound, format_number
-from moeverify.report.order import count_tensors, find_worst_check
+from moeverify.report.sanitize import clean, elide
+from moeverify.report.sorting import count_tensors, find_worst_check
+from moeverify.results.run import CaseResult
 
 # Below this a tensor's name says nothing any more, and the findings hold it in full.
 _MIN_TENSOR_WIDTH = 16

@@ -8,16 +8,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.compare.result import CaseResult, Finding, RunResult, Verdict
-from moeverify.report.advice import Kept, advise, name_rest
-from moeverify.report.characters import clean
 from moeverify.report.console import STYLES, print_fact, print_lines, style_verdict
-from moeverify.report.facts import describe_finding, name_finding
+from moeverify.report.finding_rows import describe_finding, name_finding
 from moeverify.report.matrix import render_matrices
+from moeverify.report.next_steps import Kept, advise, name_rest
 from moeverify.report.numbers import format_count, format_ranks, format_seconds
-from moeverify.report.order import count_tensors, count_verdicts, group_texts, order_findings
+from moeverify.report.sanitize import clean
+from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
 from moeverify.report.table import make_table, print_table
+from moeverify.results.finding import Finding, Verdict
+from moeverify.results.run import CaseResult, RunResult
 
 _MAX_FINDINGS = 5
 _MAX_STACK_LINES = 12

@@ -15,7 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from moeverify.report.characters import elide
+from moeverify.report.sanitize import elide
 
 OnProgress = Callable[[str, int, int], None]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.case.schema import ForeignModel, Layout, Precision, Recipe, ReferenceModel
-from moeverify.layout.holding import Holding, buffers, logical_name, parameters
+from moeverify.axes.split import split_positions, split_rows
+from moeverify.case.schema import CustomModel, Layout, Precision, Recipe, ReferenceModel
+from moeverify.layout.local_shard import LocalShard, buffers, logical_name, parameters
 from moeverify.layout.region import as_indices
-from moeverify.layout.split import split_positions, split_rows
 from moeverify.model.init import initial_values
-from moeverify.model.narrowed import Narrowed
+from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import finalize_gradients
@@ -23,8 +23,8 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
+from moeverify.train.custom_model import Divided, build_foreign, cast, divide
 from moeverify.train.data import Share, whole_share
-from moeverify.train.foreign import Divided, build_foreign, cast, divide
 from moeverify.train.objective import Sums
 from moeverify.train.program import Program, compute_dtype_of, dtype_of, find_routers
 
@@ -38,7 +38,7 @@ def assemble_single(
     recipe's in any case. `share` may reorder the rows of the batch; it must hold all of them.
     """
     dtype = dtype_of(compute or recipe.precision)
-    if isinstance(recipe.model, ForeignModel):
+    if isinstance(recipe.model, CustomModel):
         model = cast(build_foreign(recipe.model, recipe.seed, recipe.precision, device), dtype)
     else:
         model = _build_reference(recipe.model, recipe, dtype, device)
@@ -62,9 +62,9 @@ def assemble_parallel(
     `fill` gives the reference model other values than the recipe's.
 
     The reference model is divided by `moeverify.parallel.plan`; a user's model, and any model under a user's
-    `parallelize`, by `moeverify.train.foreign`.
+    `parallelize`, by `moeverify.train.custom_model`.
     """
-    if isinstance(recipe.model, ForeignModel) or layout.parallelize is not None:
+    if isinstance(recipe.model, CustomModel) or layout.parallelize is not None:
         return _assemble_foreign(recipe, layout, meshes, device)
     dtype = dtype_of(recipe.precision)
     fill = fill or partial(fill_held, recipe.model, recipe.seed, recipe.precision)
@@ -102,7 +102,7 @@ def assemble_parallel(
 
 
 def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
-    if isinstance(recipe.model, ForeignModel):
+    if isinstance(recipe.model, CustomModel):
         plain = build_foreign(recipe.model, recipe.seed, recipe.precision, device)
     else:
         plain = _build_reference(recipe.model, recipe, dtype_of(recipe.precision), device, layout.experts)
@@ -127,7 +127,7 @@ def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
     )
 
 
-def _finalize(done: Divided, holdings: Sequence[Holding]) -> None:
+def _finalize(done: Divided, holdings: Sequence[LocalShard]) -> None:
     """Complete the gradients of a user's model; a DTensor's gradient is placed as its parameter, whatever came."""
     if done.finalize is not None:
         done.finalize()
@@ -192,7 +192,7 @@ def fill_held(spec: ReferenceModel, seed: int, precision: str, model: nn.Module)
         fill_one(spec, seed, held, dtype)
 
 
-def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
     """Fill one held tensor, some millions of elements at a time."""
     local = held.local()
     index = held.region.flat_index(device=local.device)

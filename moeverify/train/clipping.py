@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.model.precision import widen
 
 SumOverShards = Callable[[Tensor], Tensor]
@@ -18,7 +18,7 @@ SumOverShards = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def gradient_norm(
-    holdings: Sequence[Holding],
+    holdings: Sequence[LocalShard],
     sum_over_shards: SumOverShards | None = None,
     sum_over_stages: SumOverShards | None = None,
 ) -> Tensor:
@@ -48,7 +48,7 @@ def gradient_norm(
 
 
 @torch.no_grad()
-def clip_gradients(holdings: Sequence[Holding], norm: Tensor, max_norm: float) -> Tensor:
+def clip_gradients(holdings: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for held in holdings:

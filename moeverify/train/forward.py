@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from moeverify.case.schema import ForeignModel, Recipe
+from moeverify.case.schema import CustomModel, Recipe
 from moeverify.errors import CaseError, Problem
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.data import IGNORED, Batch
@@ -26,7 +26,7 @@ def compute_losses(
 
     The second value is None where a user's own loss gives nothing but a sum.
     """
-    if isinstance(recipe.model, ForeignModel):
+    if isinstance(recipe.model, CustomModel):
         return _foreign_losses(recipe.model, program, batch, normalizers)
     output: ModelOutput = program.model(batch.tokens, batch.positions, batch.valid)
     token_loss = cross_entropy(output.logits, batch.targets)
@@ -54,7 +54,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _foreign_losses(
-    model: ForeignModel, program: Program, batch: Batch, normalizers: Normalizers
+    model: CustomModel, program: Program, batch: Batch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:
     """Return the losses of a user's model, and those of each token where it gives them one by one."""
     if model.loss is None:

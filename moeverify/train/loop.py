@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import ForeignModel, Recipe
+from moeverify.case.schema import CustomModel, Recipe
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
 from moeverify.train.clipping import clip_gradients, gradient_norm
@@ -79,7 +79,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     _clip(recipe, program, observer, step)
     before = [held.local().clone() for held in program.holdings]
     optimizer.step()
-    if not isinstance(recipe.model, ForeignModel) and recipe.model.moe is not None:
+    if not isinstance(recipe.model, CustomModel) and recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
     for held, old in zip(program.holdings, before, strict=True):
         new = held.local()

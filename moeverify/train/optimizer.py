@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_optimizer(spec: OptimizerSpec, holdings: Sequence[Holding], implementation: str) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], implementation: str) -> Optimizer:
     """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
 
     A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
@@ -42,7 +42,7 @@ def build_optimizer(spec: OptimizerSpec, holdings: Sequence[Holding], implementa
 
 
 def optimizer_state(
-    optimizer: Optimizer, holdings: Sequence[Holding]
+    optimizer: Optimizer, holdings: Sequence[LocalShard]
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) for every tensor of the optimizer's state.
 
@@ -58,6 +58,6 @@ def optimizer_state(
 
 
 @torch.no_grad()
-def write_state(optimizer: Optimizer, held: Holding, key: str, values: Tensor) -> None:
+def write_state(optimizer: Optimizer, held: LocalShard, key: str, values: Tensor) -> None:
     """Overwrite one entry of the optimizer's state with local values in the parameter's region."""
     held.local(optimizer.state[held.tensor][key]).copy_(values)

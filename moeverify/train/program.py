@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Indices, Region
-from moeverify.model.router import RouterSeat
+from moeverify.model.router import RouterSlot
 from moeverify.parallel.pipeline import Pipeline
 from moeverify.train.clipping import SumOverShards
 from moeverify.train.data import Batch, Share
@@ -41,7 +41,7 @@ class RouterView:
     """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
 
     name: str
-    module: RouterSeat
+    module: RouterSlot
     positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
 
 
@@ -70,8 +70,8 @@ class Program:
     """
 
     model: nn.Module
-    holdings: Sequence[Holding]
-    buffers: Sequence[Holding]
+    holdings: Sequence[LocalShard]
+    buffers: Sequence[LocalShard]
     routers: Sequence[RouterView]
     share: Share
     device: torch.device
@@ -85,7 +85,7 @@ class Program:
     sum_over_shards: SumOverShards | None = None
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
     sum_over_stages: SumOverShards | None = None
-    counted: Sequence[Holding] | None = None
+    counted: Sequence[LocalShard] | None = None
     pipeline: Pipeline | None = None
 
 
@@ -104,5 +104,5 @@ def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[Router
     return [
         RouterView(name_of(name), module)
         for name, module in model.named_modules()
-        if isinstance(module, RouterSeat)
+        if isinstance(module, RouterSlot)
     ]

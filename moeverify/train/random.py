@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeverify.hashing import key_of
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 
 PREFIX = "rng/"
@@ -25,7 +25,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(key_of(seed, "rng", step, rank))
 
 
-def read_generators(rank: int, device: torch.device) -> list[Holding]:
+def read_generators(rank: int, device: torch.device) -> list[LocalShard]:
     """Return copies of the states of torch's generators of this process, (bytes,) uint8 each."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -33,7 +33,7 @@ def read_generators(rank: int, device: torch.device) -> list[Holding]:
     return [_hold(f"{PREFIX}{rank:05d}/{name}", state) for name, state in states.items()]
 
 
-def write_generators(states: Sequence[Holding], device: torch.device) -> None:
+def write_generators(states: Sequence[LocalShard], device: torch.device) -> None:
     """Put states that `read_generators` returned, or a load has filled, into the generators."""
     for held in states:
         if held.name.endswith("/cuda"):
@@ -42,5 +42,5 @@ def write_generators(states: Sequence[Holding], device: torch.device) -> None:
             torch.set_rng_state(held.tensor)
 
 
-def _hold(name: str, state: Tensor) -> Holding:
-    return Holding(name, state, Region.whole(state.shape))
+def _hold(name: str, state: Tensor) -> LocalShard:
+    return LocalShard(name, state, Region.whole(state.shape))

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moeverify.case.schema import Recipe
 from moeverify.errors import FormatError
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.train.optimizer import build_optimizer, optimizer_state
 from moeverify.train.program import Program
 from moeverify.train.schedule import build_schedule
@@ -43,15 +43,15 @@ class TrainingState:
         optimizer = build_optimizer(recipe.optimizer, program.holdings, program.optimizer_implementation)
         return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))
 
-    def tensors(self) -> list[Holding]:
+    def tensors(self) -> list[LocalShard]:
         """Return all that this rank holds: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
-        held = [Holding(f"weight/{held.name}", held.tensor, held.region) for held in self.program.holdings]
-        held += [Holding(f"buffer/{held.name}", held.tensor, held.region) for held in self.program.buffers]
+        held = [LocalShard(f"weight/{held.name}", held.tensor, held.region) for held in self.program.holdings]
+        held += [LocalShard(f"buffer/{held.name}", held.tensor, held.region) for held in self.program.buffers]
         return held + list(self._moments())
 
-    def _moments(self) -> Iterator[Holding]:
+    def _moments(self) -> Iterator[LocalShard]:
         for name, local, region in optimizer_state(self.optimizer, self.program.holdings):
-            yield Holding(f"optimizer/{name}", local, region)
+            yield LocalShard(f"optimizer/{name}", local, region)
 
     def facts(self) -> dict[str, Any]:
         """Return what is no tensor; `by_name` has the options of each parameter's group on this rank."""

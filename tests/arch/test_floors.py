@@ -17,60 +17,61 @@ SOUND = {
     "moeverify/case/__init__.py": "",
     "moeverify/case/schema.py": "from moeverify.errors import E\n",
     "moeverify/compare/__init__.py": "",
-    "moeverify/compare/result.py": "import json\n",
-    "moeverify/layout/__init__.py": "",
-    "moeverify/layout/mesh.py": "from moeverify.case.schema import E\n",
+    "moeverify/results/run.py": "import json\n",
+    "moeverify/axes/__init__.py": "",
+    "moeverify/axes/mesh.py": "from moeverify.case.schema import E\n",
     "moeverify/golden/__init__.py": "",
-    "moeverify/golden/store.py": "import torch\nfrom moeverify.layout import mesh\n",
-    "moeverify/suite/__init__.py": "",
-    "moeverify/suite/run.py": "def f():\n    import moeverify.golden.store\n",
-    "moeverify/suite/machine.py": "import os\nHOME = os.environ['HOME']\n",
-    "moeverify/cli/__init__.py": "from moeverify.suite.run import f\n",
+    "moeverify/golden/store.py": "import torch\nfrom moeverify.axes import mesh\n",
+    "moeverify/controller/__init__.py": "",
+    "moeverify/results/__init__.py": "",
+    "moeverify/controller/run.py": "def f():\n    import moeverify.golden.store\n",
+    "moeverify/controller/machine.py": "import os\nHOME = os.environ['HOME']\n",
+    "moeverify/cli/__init__.py": "from moeverify.controller.run import f\n",
     "multiprocessing_pdb/__init__.py": "print('prompt')\n",
 }
 
 BROKEN = {
     "upwards": (
         "floors",
-        "moeverify/layout/mesh.py",
+        "moeverify/axes/mesh.py",
         "from moeverify.golden.store import x\n",
-        "moeverify/layout/mesh.py:1: `layout` (floor 1) imports `moeverify.golden.store` (floor 2)",
+        "moeverify/axes/mesh.py:1: `axes` (floor 2) imports `moeverify.golden.store` (floor 3)",
     ),
     "sideways": (
         "floors",
         "moeverify/compare/judge.py",
         "import moeverify.golden.store\n",
-        "moeverify/compare/judge.py:1: `compare` (floor 2) imports `moeverify.golden.store` (floor 2)",
+        "moeverify/compare/judge.py:1: `compare` (floor 3) imports `moeverify.golden.store` (floor 3)",
     ),
     "lazily": (
         "floors",
         "moeverify/case/schema.py",
-        "def f():\n    try:\n        from moeverify.layout import mesh\n    finally:\n        pass\n",
-        "moeverify/case/schema.py:3: `case` (floor 0) imports `moeverify.layout.mesh` (floor 1)",
+        "def f():\n    try:\n        from moeverify.axes import mesh\n    finally:\n        pass\n",
+        "moeverify/case/schema.py:3: `case` (floor 1) imports `moeverify.axes.mesh` (floor 2)",
     ),
     "for types": (
         "floors",
         "moeverify/errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moeverify.case.schema import E\n",
-        "moeverify/errors.py:3: `errors` (floor -1) imports `moeverify.case.schema` (floor 0)",
+        "moeverify/errors.py:3: `errors` (floor -1) imports `moeverify.case.schema` (floor 1)",
     ),
     "relatively": (
         "floors",
-        "moeverify/layout/__init__.py",
-        "from ..suite import run\n",
-        "moeverify/layout/__init__.py:1: `layout` (floor 1) imports `moeverify.suite.run` (floor 6)",
+        "moeverify/axes/__init__.py",
+        "from ..controller import run\n",
+        "moeverify/axes/__init__.py:1: `axes` (floor 2) imports `moeverify.controller.run` (floor 8)",
     ),
     "by a text": (
         "floors",
         "moeverify/golden/store.py",
-        "import importlib\nimportlib.import_module('moeverify.suite.run')\n",
-        "moeverify/golden/store.py:2: `golden` (floor 2) imports `moeverify.suite.run` (floor 6)",
+        "import importlib\nimportlib.import_module('moeverify.controller.run')\n",
+        "moeverify/golden/store.py:2: `golden` (floor 3) imports `moeverify.controller.run` (floor 8)",
     ),
     "the package itself": (
         "floors",
-        "moeverify/suite/machine.py",
+        "moeverify/controller/machine.py",
         "import moeverify\n",
-        "moeverify/suite/machine.py:1: `suite` (floor 6) imports `moeverify` (floor 7)",
+        "moeverify/controller/machine.py:1: `controller` (floor 8) imports `moeverify` (floor 9)",
     ),
     "the debugger": (
         "floors",
@@ -86,21 +87,21 @@ BROKEN = {
     ),
     "a module that is gone": (
         "floors",
-        "moeverify/suite/run.py",
+        "moeverify/controller/run.py",
         "from moeverify.golden.gone import x\n",
-        "moeverify/suite/run.py:1: `moeverify.golden.gone` does not exist",
+        "moeverify/controller/run.py:1: `moeverify.golden.gone` does not exist",
     ),
     "a circle in a package": (
         "circles",
-        "moeverify/suite/machine.py",
-        "def g():\n    from moeverify.suite import other\n",
-        "circle moeverify.suite.machine -> moeverify.suite.other -> moeverify.suite.machine",
+        "moeverify/controller/machine.py",
+        "def g():\n    from moeverify.controller import other\n",
+        "circle moeverify.controller.machine -> moeverify.controller.other -> moeverify.controller.machine",
     ),
     "torch directly": (
         "torch",
-        "moeverify/compare/result.py",
+        "moeverify/results/run.py",
         "import torch.nn\n",
-        "moeverify/compare/result.py:1: reaches torch by moeverify.compare.result -> torch.nn",
+        "moeverify/results/run.py:1: reaches torch by moeverify.results.run -> torch.nn",
     ),
     "torch later": (
         "torch",
@@ -110,22 +111,22 @@ BROKEN = {
     ),
     "torch behind others": (
         "torch",
-        "moeverify/suite/run.py",
-        "from moeverify.suite.machine import x\nfrom moeverify.golden import store\n",
-        "moeverify/cli/__init__.py:1: reaches torch by moeverify.cli -> moeverify.suite.run -> "
+        "moeverify/controller/run.py",
+        "from moeverify.controller.machine import x\nfrom moeverify.golden import store\n",
+        "moeverify/cli/__init__.py:1: reaches torch by moeverify.cli -> moeverify.controller.run -> "
         "moeverify.golden.store -> torch",
     ),
     "torch in a parent": (
         "torch",
-        "moeverify/layout/__init__.py",
+        "moeverify/axes/__init__.py",
         "import torch\n",
-        "moeverify/layout/mesh.py:1: reaches torch by moeverify.layout.mesh -> moeverify.layout -> torch",
+        "moeverify/axes/mesh.py:1: reaches torch by moeverify.axes.mesh -> moeverify.axes -> torch",
     ),
     "print": (
         "print",
-        "moeverify/suite/run.py",
+        "moeverify/controller/run.py",
         "def f():\n    print(1)\n",
-        "moeverify/suite/run.py:2: print",
+        "moeverify/controller/run.py:2: print",
     ),
     "environment": (
         "environment",
@@ -135,9 +136,9 @@ BROKEN = {
     ),
     "getenv": (
         "environment",
-        "moeverify/suite/run.py",
+        "moeverify/controller/run.py",
         "from os import getenv\n",
-        "moeverify/suite/run.py:1: reads the environment",
+        "moeverify/controller/run.py:1: reads the environment",
     ),
     "a name": (
         "names",
@@ -166,9 +167,9 @@ BROKEN = {
     ),
     "an umlaut in a template": (
         "characters",
-        "moeverify/report/templates/page.html",
+        "moeverify/report/formats/templates/page.html",
         "<p>\u00fc</p>\n",
-        "moeverify/report/templates/page.html:1: not ASCII",
+        "moeverify/report/formats/templates/page.html:1: not ASCII",
     ),
 }
 
@@ -201,8 +202,8 @@ def test_a_sound_tree_breaks_no_rule(rule: str, tmp_path: Path) -> None:
 def test_a_rule_catches_what_breaks_it(title: str, tmp_path: Path) -> None:
     rule, path, text, message = BROKEN[title]
     more = {
-        "moeverify/suite/other.py": "from moeverify.suite.machine import HOME\n",
-        "moeverify/layout/split.py": "",
+        "moeverify/controller/other.py": "from moeverify.controller.machine import HOME\n",
+        "moeverify/axes/split.py": "",
     }
     found = list(RULES[rule](build(tmp_path, {**SOUND, **more, path: text})))
     assert any(message in line for line in found), found
@@ -216,8 +217,8 @@ def test_long_files_raise_the_median(tmp_path: Path) -> None:
 
 def test_the_controller_does_not_import_torch() -> None:
     code = (
-        "import sys; import moeverify.cli, moeverify.suite.run, moeverify.suite.record, moeverify.suite.mesh, "
-        "moeverify.pytest_plugin.item, moeverify.report.text\n"
+        "import sys; import moeverify.cli, moeverify.controller.run, moeverify.controller.golden, "
+        "moeverify.controller.mesh, moeverify.pytest_plugin.item, moeverify.report.text\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

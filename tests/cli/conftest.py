@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeverify.cli import app
-from moeverify.compare.result import CaseResult, CheckResult, RunResult, Worst
-from moeverify.report.machine import write_run
+from moeverify.report.formats.json import write_run
+from moeverify.results.finding import CheckResult, Worst
+from moeverify.results.run import CaseResult, RunResult
 
 Invoke = Callable[..., Result]
 Keep = Callable[..., Path]

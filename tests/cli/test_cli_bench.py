@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.measurement import BenchResult
+from moeverify.results.measurement import BenchResult
 
 
 @pytest.mark.timeout(600)

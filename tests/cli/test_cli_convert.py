@@ -14,11 +14,11 @@ from typer.testing import Result
 
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ReferenceModel
-from moeverify.checkpoint.dcp_weights import DcpSink
-from moeverify.checkpoint.source import Piece, Spec, cut
 from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 from moeverify.report.transfer import describe_transfer, open_transfer
+from moeverify.weights.dcp import DcpSink
+from moeverify.weights.source import Piece, Spec, cut
 
 Invoke = Callable[..., Result]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moeverify.suite import doctor
-from moeverify.suite.probe import Probe
+from moeverify.controller import doctor
+from moeverify.results.probe import Probe
 
 
 def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import pytest
 import typer
 
 from moeverify.case.load import load_cases
-from moeverify.cli.door import find_rank, is_continuous_integration, open_door
+from moeverify.cli.context import find_rank, is_continuous_integration, open_context
 from moeverify.cli.keeper import Keeper
 from moeverify.cli.outputs import Outputs
-from moeverify.compare.result import Event
 from moeverify.errors import CaseError, FormatError, GoldenError, MachineError, Problem, RankFailure
-from moeverify.report.machine import read_run
+from moeverify.report.formats.json import read_run
+from moeverify.results.run import Event
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from moeverify.report.machine import read_run
 def test_errors_become_exit_codes(
     error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as caught, open_door():
+    with pytest.raises(typer.Exit) as caught, open_context():
         raise error
     assert caught.value.exit_code == code
     told = capsys.readouterr()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from moeverify.compare.result import CaseResult, Finding, Place, RunResult, Trial
-from moeverify.report.machine import write_run
+from moeverify.report.formats.json import write_run
+from moeverify.results.finding import Finding, Place, Trial
+from moeverify.results.run import CaseResult, RunResult
 
 TRIALS = (
     Trial(name="absent or zero", verdict="no", words="the largest value is 2, 1 expected"),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import moeverify
-from moeverify.report.machine import read_run
+from moeverify.report.formats.json import read_run
 
 # A shell that starts pytest in the background has switched SIGINT off for its children.
 CODE = """

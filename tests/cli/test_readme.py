@@ -17,17 +17,8 @@ from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Section
 from moeverify.cli import app
-from moeverify.compare.result import (
-    CaseResult,
-    CheckResult,
-    Finding,
-    FollowUp,
-    Place,
-    RankReport,
-    RunResult,
-    Trial,
-    Worst,
-)
+from moeverify.results.finding import CheckResult, Finding, FollowUp, Place, Trial, Worst
+from moeverify.results.run import CaseResult, RankReport, RunResult
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

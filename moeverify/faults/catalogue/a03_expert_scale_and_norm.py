@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -32,7 +32,7 @@ def inject() -> None:
     loop.gradient_norm = _average_norm
 
 
-def _average_norm(holdings: Sequence[Holding], *_: SumOverShards | None) -> Tensor:
+def _average_norm(holdings: Sequence[LocalShard], *_: SumOverShards | None) -> Tensor:
     squares = [
         held.local(held.tensor.grad).square().sum() for held in holdings if held.tensor.grad is not None
     ]

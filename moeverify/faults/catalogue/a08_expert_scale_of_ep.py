@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.experts import Experts
 from moeverify.parallel import fsdp2
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

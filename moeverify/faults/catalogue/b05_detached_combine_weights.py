@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.dispatcher import ExpertFunction
 from moeverify.parallel.expert import AllToAllDispatcher
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

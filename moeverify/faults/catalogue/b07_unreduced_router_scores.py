@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.dispatcher import ExpertFunction
 from moeverify.parallel.collectives import copy_to, reduce_from
 from moeverify.parallel.moe_tensor import SlicedDispatcher
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

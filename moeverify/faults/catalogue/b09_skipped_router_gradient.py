@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.experts import Experts
 from moeverify.parallel import plan
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
 from moeverify.train.objective import Normalizers, Sums, router_losses

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.moe import MoE
 from moeverify.model.router import RouterStats
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

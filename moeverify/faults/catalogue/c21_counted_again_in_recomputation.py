@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moeverify.case.schema import Recipe
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
 from moeverify.model.router import Router, Routing
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
 from moeverify.train.program import Program, Source

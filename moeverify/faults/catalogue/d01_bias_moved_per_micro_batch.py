@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moeverify.case.schema import MoE, Recipe, ReferenceModel
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
 from moeverify.train import loop, routing
 from moeverify.train.data import Batch
 from moeverify.train.program import Program, Source

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import plan
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
 
 def inject() -> None:
     """Leave the buffers out of what is saved and loaded."""
 
-    def tensors(self: TrainingState) -> list[Holding]:
+    def tensors(self: TrainingState) -> list[LocalShard]:
         return [held for held in original(self) if not held.name.startswith("buffer/")]
 
     original = TrainingState.tensors

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import moe_tensor
 from moeverify.parallel.collectives import reduce_from
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

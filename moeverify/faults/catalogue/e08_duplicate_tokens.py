@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
 from moeverify.model.moe import MoE
 from moeverify.parallel import moe_tensor
 from moeverify.parallel.collectives import gather_from, split_to
+from moeverify.results.cause import Cause
 
 
 class DuplicatingDispatcher:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import dispatcher
 from moeverify.model.dispatcher import SortedCopies
+from moeverify.results.cause import Cause
 
 
 class _Copies(Function):

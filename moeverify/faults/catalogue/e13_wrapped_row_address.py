@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import dispatcher
 from moeverify.parallel import expert
+from moeverify.results.cause import Cause
 
 ADDRESSES = 2**12
 """Elements that an address reaches: in the real kernels 2^31, scaled down as the model is."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from moeverify.case.schema import ReferenceModel
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.model.init import initial_values
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 
 def inject() -> None:
     """Draw what a rank holds of the experts from the start of the seed's stream, on every rank."""
 
-    def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+    def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
         if ".experts." not in held.name:
             original(spec, seed, held, dtype)
             return

@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 
 from moeverify.case.schema import ReferenceModel
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 
 def inject() -> None:
     """Add the ep rank, which is the rank in the case's layout, to the seed of the shared expert."""
 
-    def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+    def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
         offset = dist.get_rank() if ".moe.shared." in held.name else 0
         original(spec, seed + offset, held, dtype)
 

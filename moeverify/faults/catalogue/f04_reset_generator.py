@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import ReferenceModel
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.model import init
 from moeverify.model.init import initial_values
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 
@@ -21,7 +21,7 @@ def inject() -> None:
     def restart(seed: int, name: str, flat_index: Tensor) -> Tensor:
         return draw(seed, "", flat_index)
 
-    def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+    def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
         local = held.local()
         index = torch.arange(local.numel(), device=local.device)
         values = initial_values(spec, seed, held.name, held.region.shape, index)

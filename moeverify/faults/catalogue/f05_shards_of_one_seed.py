@@ -6,18 +6,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moeverify.case.schema import ReferenceModel
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.model.init import initial_values
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 
 def inject() -> None:
     """Draw each shard from the start of its parameter's stream."""
 
-    def fill_one(spec: ReferenceModel, seed: int, held: Holding, dtype: torch.dtype) -> None:
+    def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
         if not isinstance(held.tensor, DTensor):
             original(spec, seed, held, dtype)
             return

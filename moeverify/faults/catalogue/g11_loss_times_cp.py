@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.plan import Parallelized
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 

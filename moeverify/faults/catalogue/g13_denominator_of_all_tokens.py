@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
 from moeverify.train.objective import Normalizers, Sums

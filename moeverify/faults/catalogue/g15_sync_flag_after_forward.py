@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.ddp import Accumulate
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
+from moeverify.results.cause import Cause
 from moeverify.train import clipping
 
 

@@ -8,11 +8,11 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -21,7 +21,7 @@ def inject() -> None:
     """Sum squares over all ranks that FSDP wraps, which in the case hold copies and no shards."""
 
     def gradient_norm(
-        holdings: Sequence[Holding],
+        holdings: Sequence[LocalShard],
         sum_over_shards: SumOverShards | None = None,
         sum_over_stages: SumOverShards | None = None,
     ) -> Tensor:

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.cause import Cause
 from moeverify.train import clipping
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
+from moeverify.results.cause import Cause
 from moeverify.train import clipping
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.placement import local_part
 from moeverify.parallel import plan
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import Reduction
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -30,7 +30,7 @@ def inject() -> None:
                     norms[id(parameter)] = sum_over(local_part(parameter.grad).norm(), reduction.group)
         finalize(parameters, reductions)
 
-    def gradient_norm(holdings: Sequence[Holding], *sums: SumOverShards | None) -> Tensor:
+    def gradient_norm(holdings: Sequence[LocalShard], *sums: SumOverShards | None) -> Tensor:
         whole = [held for held in holdings if id(held.tensor) not in norms]
         summed = [norms.pop(id(held.tensor)) for held in holdings if id(held.tensor) in norms]
         norm: Tensor = torch.linalg.vector_norm(torch.stack([measure(whole, *sums), *summed]))

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from moeverify.case.schema import Recipe
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.program import Program
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -22,7 +22,7 @@ def inject() -> None:
     """Sum the squares of plain gradients over the ranks of the shards, which in the case are all ranks."""
 
     def gradient_norm(
-        holdings: Sequence[Holding],
+        holdings: Sequence[LocalShard],
         sum_over_shards: SumOverShards | None = None,
         sum_over_stages: SumOverShards | None = None,
     ) -> Tensor:

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import plan
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

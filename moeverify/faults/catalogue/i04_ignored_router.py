@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
 from moeverify.parallel import fsdp1
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

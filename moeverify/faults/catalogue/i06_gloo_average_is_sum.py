@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.cause import Cause
 
 # torch 2.13 renamed it.
 _NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

@@ -8,13 +8,13 @@ from dataclasses import replace
 from torch import nn
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:
@@ -22,7 +22,7 @@ def inject() -> None:
 
     def reductions(
         model: nn.Module,
-        holdings: Sequence[Holding],
+        holdings: Sequence[LocalShard],
         layout: Layout,
         meshes: Meshes,
         names: Mapping[str, set[str]],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import tensor
 from moeverify.parallel.collectives import copy_to
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

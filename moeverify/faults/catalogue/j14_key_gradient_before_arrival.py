@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.attention import attend
 from moeverify.parallel import context
 from moeverify.parallel.collectives import all_gather_sum
+from moeverify.results.cause import Cause
 
 
 class _OwnHeads(Function):

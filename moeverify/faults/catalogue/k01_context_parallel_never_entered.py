@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
+from moeverify.axes.split import ContextKind
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.split import ContextKind
 from moeverify.parallel import plan
+from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
 

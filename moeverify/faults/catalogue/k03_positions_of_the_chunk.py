@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import attention
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Layout
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.pipeline import Pipeline, Work
+from moeverify.results.cause import Cause
 from moeverify.train.pipeline import StageWork
 
 _ROUNDS = 2

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.cause import Cause
 from moeverify.train.pipeline import StageWork
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.pipeline import Pipeline
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel import plan
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:
     """Skip the sum over the embedding's group."""
 
-    def sum_tied(holdings: Sequence[Holding], meshes: Meshes) -> None:
+    def sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
         return None
 
     plan._sum_tied = sum_tied

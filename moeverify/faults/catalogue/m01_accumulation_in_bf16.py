@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

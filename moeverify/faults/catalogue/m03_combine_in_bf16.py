@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import moe_tensor
 from moeverify.parallel.collectives import reduce_from
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:

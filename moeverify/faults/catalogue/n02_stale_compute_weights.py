@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import plan
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.fsdp2 import apply_fsdp2
+from moeverify.results.cause import Cause
 
 STALE_LAYER = "1"
 

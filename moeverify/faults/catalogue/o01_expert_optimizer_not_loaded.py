@@ -8,16 +8,16 @@ from torch import Tensor
 
 from moeverify.checkpoint import load
 from moeverify.checkpoint.writer import Part
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:
     """Read the moments of experts into tensors that no optimizer has."""
 
-    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
         parts, state = original(tensors)
         for number, part in enumerate(parts):
             if part.key.startswith("optimizer/") and ".experts." in part.key:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from moeverify.checkpoint import load, save
 from moeverify.checkpoint.writer import Part
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.cause import Cause
 
 _OURS, _THEIRS = "layers.1.moe.experts.up", "layers.1.moe.experts.w3"
 
@@ -19,11 +19,11 @@ _OURS, _THEIRS = "layers.1.moe.experts.up", "layers.1.moe.experts.w3"
 def inject() -> None:
     """Save a weight under another name, and load only what is there."""
 
-    def list_saved(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    def list_saved(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
         parts, state = original(tensors)
         return [_rename(part) for part in parts], state
 
-    def list_loaded(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    def list_loaded(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
         return original([held for held in tensors if held.name != f"weight/{_OURS}"])
 
     original = save.list_parts

@@ -11,25 +11,25 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from moeverify.checkpoint import save
 from moeverify.checkpoint.writer import Part
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.placement import shard_region
 from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:
     """Take a strided shard for a plain one when a weight is saved."""
 
-    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
         return original([replace(held, region=_misread(held)) for held in tensors])
 
     original = save.list_parts
     save.list_parts = list_parts
 
 
-def _misread(held: Holding) -> Region:
+def _misread(held: LocalShard) -> Region:
     tensor = held.tensor
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
         return held.region

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moeverify.checkpoint import load
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
 

@@ -8,18 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.checkpoint import save
-from moeverify.checkpoint.box import Box
+from moeverify.checkpoint.hyperrect import Box
 from moeverify.checkpoint.writer import Part
-from moeverify.diagnose.cause import Cause
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.cause import Cause
 
 
 def inject() -> None:
     """Save the moments of the last rank's experts as those of all."""
 
-    def list_parts(tensors: Sequence[Holding]) -> tuple[list[Part], dict[str, Tensor]]:
+    def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
         parts, state = original(tensors)
         kept: list[Part] = []
         values: dict[str, Tensor] = {}

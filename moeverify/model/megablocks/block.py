@@ -22,10 +22,10 @@ from torch.nn import functional
 from moeverify.case.schema import MoE as MoESpec
 from moeverify.model.experts import ExpertHolder
 from moeverify.model.precision import Factory
-from moeverify.model.router import RouterRecord, RouterSeat, RouterStats, summarize
+from moeverify.model.router import RouterRecord, RouterSlot, RouterStats, summarize
 
 
-class StoredAs(NamedTuple):
+class StorageLayout(NamedTuple):
     """How a parameter is stored: under another name, with experts stacked along dim 0, perhaps transposed.
 
     `rows` is how many rows belong to each expert, 0 for a parameter that is stored as it is meant.
@@ -69,7 +69,7 @@ def _leave(_: Tensor) -> None:
     """Draw no initial values."""
 
 
-class ObservedRouter(LearnedRouter, RouterSeat):  # type: ignore[misc]
+class ObservedRouter(LearnedRouter, RouterSlot):  # type: ignore[misc]
     """The package's router, which notes what it did and can be made to repeat a choice."""
 
     def __init__(self, args: Any, spec: MoESpec) -> None:
@@ -155,18 +155,18 @@ class DroplessMoE(dMoE):  # type: ignore[misc]
         self.router.args = self.args
 
     @property
-    def stored_as(self) -> Mapping[str, StoredAs]:
+    def stored_as(self) -> Mapping[str, StorageLayout]:
         """Return how the parameters are stored, by their names here."""
         rows = self.experts.ffn_hidden_size
         names = {
-            "router.layer.weight": StoredAs("router.weight"),
-            "experts.mlp.w1": StoredAs("experts.gate", rows),
-            "experts.mlp.v1": StoredAs("experts.up", rows),
-            "experts.mlp.w2": StoredAs("experts.down", rows, is_transposed=True),
+            "router.layer.weight": StorageLayout("router.weight"),
+            "experts.mlp.w1": StorageLayout("experts.gate", rows),
+            "experts.mlp.v1": StorageLayout("experts.up", rows),
+            "experts.mlp.w2": StorageLayout("experts.down", rows, is_transposed=True),
         }
         if self.shared_expert is not None:
             for name in ("gate_proj", "up_proj", "down_proj"):
-                names[f"shared_expert.{name}.weight"] = StoredAs(f"shared.{name}.weight")
+                names[f"shared_expert.{name}.weight"] = StorageLayout(f"shared.{name}.weight")
         return names
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:

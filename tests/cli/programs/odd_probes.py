@@ -13,8 +13,8 @@ import torch.distributed as dist
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.suite import probed_collectives
-from moeverify.suite.probe import Answer
+from moeverify.results.probe import Answer
+from moeverify.worker.probes import collectives as probed_collectives
 
 
 def crash(context: RankContext) -> Answer:

@@ -28,7 +28,7 @@ from moeverify.checkpoint import writer
 from moeverify.checkpoint.load import load
 from moeverify.checkpoint.save import list_checkpoints, save, save_async
 from moeverify.errors import FormatError
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 
 NUM_RANKS = 2
@@ -41,7 +41,7 @@ End = Callable[[int], None]
 """What happens to a rank at a moment of its save, by its number."""
 
 
-def make_tensors(step: int, rank: int) -> list[Holding]:
+def make_tensors(step: int, rank: int) -> list[LocalShard]:
     """Return what a rank holds after a step: uneven halves of some tensors, and one that both hold."""
     rows = range(6) if rank == 0 else range(6, ROWS)
     held = []
@@ -49,8 +49,8 @@ def make_tensors(step: int, rank: int) -> list[Holding]:
         generator = torch.Generator().manual_seed(100 * step + number)
         whole = torch.randn(ROWS, COLUMNS, generator=generator)
         region = Region.box(whole.shape, [rows, range(COLUMNS)])
-        held.append(Holding(f"weight/{number}", region.take(whole).clone(), region))
-    return [*held, Holding("buffer/counter", torch.tensor(float(step)), Region.whole(()))]
+        held.append(LocalShard(f"weight/{number}", region.take(whole).clone(), region))
+    return [*held, LocalShard("buffer/counter", torch.tensor(float(step)), Region.whole(()))]
 
 
 def run_ranks(act: Callable[[int], Any], folder: Path) -> list[Any]:
@@ -111,7 +111,8 @@ def try_save(folder: Path, rank: int, how: str) -> dict[str, str]:
 def compare(folder: Path, rank: int, name: str, step: int) -> str:
     """Load a checkpoint and return what is wrong with it; tensors that were not loaded must be as they were."""
     tensors = [
-        Holding(held.name, torch.full_like(held.tensor, 7.0), held.region) for held in make_tensors(0, rank)
+        LocalShard(held.name, torch.full_like(held.tensor, 7.0), held.region)
+        for held in make_tensors(0, rank)
     ]
     try:
         load(folder / name, tensors, recipe="abc")

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from moeverify.case.schema import Layout, Recipe
-from moeverify.checkpoint import safetensors_files
-from moeverify.checkpoint.weights import load_weights
 from moeverify.errors import FormatError
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.layout.holding import buffers, parameters
+from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel
+from moeverify.weights import safetensors_files
+from moeverify.weights.load import load_weights
 
 
 class Recorder:

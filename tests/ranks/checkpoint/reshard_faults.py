@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_plain
 from moeverify.checkpoint import save as saving
 from moeverify.checkpoint import writer
 from moeverify.errors import FormatError
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
-from moeverify.suite import resharding
 from moeverify.train.state import TrainingState
+from moeverify.worker import reshard as resharding
 
 DATA = "rank-00001.safetensors"
 
@@ -152,10 +152,10 @@ def put_foreign() -> None:
     _change_after_save(change)
 
 
-def _save_other(change: Callable[[Sequence[Holding]], list[Holding]]) -> None:
+def _save_other(change: Callable[[Sequence[LocalShard]], list[LocalShard]]) -> None:
     original = resharding.save
 
-    def save(folder: Path, tensors: Sequence[Holding], *args: Any) -> None:
+    def save(folder: Path, tensors: Sequence[LocalShard], *args: Any) -> None:
         original(folder, change(tensors), *args)
 
     resharding.save = save
@@ -170,8 +170,8 @@ def lose_a_key() -> None:
 def save_another_shape() -> None:
     """Save a norm that is longer by one."""
 
-    def change(tensors: Sequence[Holding]) -> list[Holding]:
-        longer = Holding("weight/norm.weight", torch.ones(33, dtype=torch.float64), Region.whole((33,)))
+    def change(tensors: Sequence[LocalShard]) -> list[LocalShard]:
+        longer = LocalShard("weight/norm.weight", torch.ones(33, dtype=torch.float64), Region.whole((33,)))
         return [longer if held.name == longer.name else held for held in tensors]
 
     _save_other(change)
@@ -181,7 +181,7 @@ def save_of_another_recipe() -> None:
     """Say that the state is that of another recipe."""
     original = resharding.save
 
-    def save(folder: Path, tensors: Sequence[Holding], facts: Mapping[str, Any]) -> None:
+    def save(folder: Path, tensors: Sequence[LocalShard], facts: Mapping[str, Any]) -> None:
         original(folder, tensors, {**facts, "recipe": "0123456789abcdef"})
 
     resharding.save = save

@@ -9,9 +9,9 @@ import pytest
 
 from moeverify.case.load import build_case
 from moeverify.case.schema import Case
-from moeverify.compare.result import CaseResult
-from moeverify.suite.options import RunOptions
-from moeverify.suite.reshard import Pair, make_pairs, run_pairs
+from moeverify.controller.options import RunOptions
+from moeverify.controller.reshard import Pair, make_pairs, run_pairs
+from moeverify.results.run import CaseResult
 
 pytestmark = pytest.mark.timeout(900)  # many jobs of two ranks, on a machine that may be busy
 

@@ -12,14 +12,14 @@ import torch
 
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Data, Layout, Recipe, ReferenceModel
-from moeverify.checkpoint.dcp_weights import DcpSink
-from moeverify.checkpoint.description import Description
-from moeverify.checkpoint.source import Piece, Spec, cut
-from moeverify.checkpoint.stream import convert
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job
 from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
+from moeverify.weights.dcp import DcpSink
+from moeverify.weights.description import Description
+from moeverify.weights.source import Piece, Spec, cut
+from moeverify.weights.stream import convert
 
 LAYOUTS = {
     "fsdp + tp + ep": Layout(dp_shard=2, tp=2, ep=2, sequence_parallel=True),

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moeverify.suite import clean
-from moeverify.suite.options import RunOptions
+from moeverify.controller import clean_matrix as clean
+from moeverify.controller.options import RunOptions
 
 
 def test_clean_runs_raise_no_alarm(tmp_path):

@@ -18,7 +18,7 @@ def test_equal_meshes_of_two_jobs(
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
-    # An entry that is a module is imported before the fork, as `moeverify.suite.worker` is, and torch with it.
+    # An entry that is a module is imported before the fork, as `moeverify.worker.main` is, and torch with it.
     monkeypatch.syspath_prepend(programs)
     jobs = [
         Job(name=f"{number} groups", num_ranks=4, payload={"num_groups_before": number})

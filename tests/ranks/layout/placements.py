@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.layout.holding import logical_name, parameters
+from moeverify.layout.local_shard import logical_name, parameters
 from moeverify.layout.placement import local_part, region_of
 
 SHAPES = ((8, 6), (7, 5), (3, 2), (1, 4))

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from moeverify.model.transformer import Transformer
-from moeverify.suite import verification
 from moeverify.train import state
+from moeverify.worker import verify as verification
 
 
 def act() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moeverify.controller.follow_up import follow_up
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
 from moeverify.faults.fault import load_faults
-from moeverify.suite.follow_up import follow_up
-from moeverify.suite.options import RunOptions
-from moeverify.suite.run import run_cases
 
 pytestmark = pytest.mark.timeout(900)
 

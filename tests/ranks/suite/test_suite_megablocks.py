@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from moeverify.case.load import load_cases
-from moeverify.compare.result import CaseResult
-from moeverify.suite.options import RunOptions
-from moeverify.suite.run import run_cases
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.results.run import CaseResult
 
 pytestmark = [
     pytest.mark.skipif(

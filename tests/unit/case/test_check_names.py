@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moeverify.case.checks import CHECK_NAMES
-from moeverify.compare.checks import CHECKS, OWN_CHECKS
+from moeverify.results.checks import CHECKS, OWN_CHECKS
 
 CASE = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {%s}\n"
 

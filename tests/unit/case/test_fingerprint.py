@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from moeverify.case.presets import PRESETS
-from moeverify.case.schema import ForeignModel, Recipe, ReferenceModel
+from moeverify.case.schema import CustomModel, Recipe, ReferenceModel
 
 MLA = {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head": 4}
 YARN = {"factor": 4.0, "original_length": 8}
@@ -22,7 +22,7 @@ def recipe(**model: Any) -> Recipe:
 
 
 def foreign() -> Recipe:
-    model = ForeignModel(factory="a:b", arguments={"x": 1}, loss="a:c", vocab_size=8)
+    model = CustomModel(factory="a:b", arguments={"x": 1}, loss="a:c", vocab_size=8)
     return Recipe(name="some", model=model)
 
 
@@ -67,7 +67,7 @@ def test_every_field_but_the_names_changes_the_fingerprint(start):
         assert isinstance(changed, Recipe)
         if changed.fingerprint() == start.fingerprint():
             unchanged.append(".".join(path))
-    is_foreign = isinstance(start.model, ForeignModel)
+    is_foreign = isinstance(start.model, CustomModel)
     assert unchanged == (["name"] if is_foreign else ["name", "model.preset"])
 
 

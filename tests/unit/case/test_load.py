@@ -11,7 +11,7 @@ import pytest
 
 from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
-from moeverify.case.schema import Case, ForeignModel, Layout, ReferenceModel
+from moeverify.case.schema import Case, CustomModel, Layout, ReferenceModel
 from moeverify.errors import CaseError
 
 OWN = """
@@ -106,7 +106,7 @@ def test_factory_makes_the_model_foreign(write):
     text = "recipe: {model: {factory: 'a.b:c', vocab_size: 8, arguments: {x: [1, {y: null}]}, loss: 'a:d'}}\n"
     model = load_one(write("case.yaml", text)).recipe.model
     arguments = {"x": [1, {"y": None}]}
-    assert model == ForeignModel(factory="a.b:c", vocab_size=8, arguments=arguments, loss="a:d")
+    assert model == CustomModel(factory="a.b:c", vocab_size=8, arguments=arguments, loss="a:d")
 
 
 def test_base_with_changes_is_merged_deeply(write):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeverify.case.load import load_cases
-from moeverify.case.schema import ForeignModel, ReferenceModel
+from moeverify.case.schema import CustomModel, ReferenceModel
 
 OWN = "model: {preset: stress}\nseed: 7\n"
 INLINE = "recipe: {model: {preset: stress}, seed: 7}\nlayout: {dp_shard: 2, ep: 2}\n"
@@ -103,7 +103,7 @@ def test_mapping_and_list(load):
 def test_arguments_of_a_foreign_model(load):
     text = "recipe: {model: {factory: 'a:b', vocab_size: 8, arguments: {x: 1}}}\n"
     model = load(text, "recipe.model.arguments.y=2").recipe.model
-    assert isinstance(model, ForeignModel)
+    assert isinstance(model, CustomModel)
     assert model.arguments == {"x": 1, "y": 2}
 
 

@@ -128,7 +128,7 @@ def test_stress_tied_is_what_stress_cannot_be():
 )
 def test_resolved_degrees(fields, expert_tp, lent, world):
     layout = Layout(**fields)
-    assert (layout.expert_tp, layout.lent_ranks, layout.world_size) == (expert_tp, lent, world)
+    assert (layout.expert_tp, layout.expert_mesh_size, layout.world_size) == (expert_tp, lent, world)
     assert layout.data_ranks == layout.dp_replicate * layout.dp_shard
 
 

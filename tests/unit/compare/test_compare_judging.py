@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moeverify.case.schema import Tolerance
 from moeverify.compare.bounds import Bounds, noise_key
-from moeverify.compare.result import Finding
 from moeverify.layout.region import Region
+from moeverify.results.finding import Finding
 
 SHAPE = (8, 6)
 WHOLE = Region.whole(SHAPE)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moeverify.diagnose.aggregation import examine_aggregation
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.components import TERMS, Cell, Components
 from moeverify.diagnose.fit import Wrong, fit_columns, share_columns
+from moeverify.results.cause import Cause
 
 NAMES = ("a", "b")
 

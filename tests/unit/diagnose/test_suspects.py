@@ -2,12 +2,12 @@
 
 import torch
 
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.evidence import Piece, Suspect
-from moeverify.diagnose.places import examine_places, match_slices
+from moeverify.diagnose.permutation import examine_places, match_slices
 from moeverify.diagnose.replicas import examine_replica_sums
 from moeverify.diagnose.rounding import examine_rounding
 from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
 
 KEY = (0, "gradient", "layers.1.moe.router.weight")
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from moeverify.compare.result import Finding
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.cause import Cause
 from moeverify.diagnose.diagnosis import Material, diagnose
 from moeverify.diagnose.evidence import STEP_BEFORE, Piece, Suspect
 from moeverify.diagnose.gradient import name_gradient_causes
 from moeverify.diagnose.state import name_initial
 from moeverify.diagnose.trials import list_trials
 from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.finding import Finding
 
 AXES = Axes({"dp_replicate": [[0, 1]], "ep": [[0, 1]]}, {"dp_replicate": 2, "ep": 2})
 

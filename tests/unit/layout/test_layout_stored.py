@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moeverify.layout.holding import _unstack, parameters
+from moeverify.layout.local_shard import _unstack, parameters
 from moeverify.layout.region import Region
 
 E, F, H = 4, 3, 5

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moeverify.compare.result import CaseResult, CheckResult, Finding, RankReport, RunResult, Worst
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.run import CaseResult, RankReport, RunResult
 
 MakeCase = Callable[..., CaseResult]
 MakeFinding = Callable[..., Finding]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moeverify.compare.result import CheckResult, Worst
 from moeverify.report.changes import compare_runs, same_verdicts
 from moeverify.report.changes_text import render_changes
+from moeverify.results.finding import CheckResult, Worst
 
 
 def make_check(error: float, bound: float = 1e-10, tensors: int = 5, verdict: str = "pass") -> CheckResult:

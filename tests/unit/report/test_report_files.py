@@ -13,12 +13,12 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from moeverify.compare.result import SCHEMA_VERSION
 from moeverify.errors import CaseError, FormatError
 from moeverify.report.files import check_writable, write_atomically
-from moeverify.report.junit import format_junit, write_junit
-from moeverify.report.machine import read_run, write_run
-from moeverify.report.page import format_page, write_page
+from moeverify.report.formats.html import format_page, write_page
+from moeverify.report.formats.json import read_run, write_run
+from moeverify.report.formats.junit import format_junit, write_junit
+from moeverify.results.run import SCHEMA_VERSION
 
 NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
 

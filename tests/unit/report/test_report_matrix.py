@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.advice import Kept, advise
+from moeverify.report.next_steps import Kept, advise
 from moeverify.report.text import render_run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.order import order_findings
+from moeverify.report.sorting import order_findings
 from moeverify.report.text import render_run
 
 

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moeverify.compare.result import Event
 from moeverify.errors import CaseError, FormatError, Problem
-from moeverify.report.catalog import CaseLine, render_catalog
-from moeverify.report.characters import elide
+from moeverify.report.case_list import CaseLine, render_catalog
 from moeverify.report.console import LOG_WIDTH, open_console
 from moeverify.report.goldens import is_stale, render_goldens
 from moeverify.report.mesh import MeshPicture, RankPlace, render
@@ -22,6 +20,8 @@ from moeverify.report.numbers import excess, format_number, format_range, format
 from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
 from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress
+from moeverify.report.sanitize import elide
+from moeverify.results.run import Event
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeverify.layout.holding import Holding
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.train.clipping import clip_gradients, gradient_norm
 
@@ -11,7 +11,7 @@ from moeverify.train.clipping import clip_gradients, gradient_norm
 def hold(gradient):
     tensor = torch.nn.Parameter(torch.zeros_like(gradient))
     tensor.grad = gradient
-    return Holding("w", tensor, Region.whole(tuple(gradient.shape)))
+    return LocalShard("w", tensor, Region.whole(tuple(gradient.shape)))
 
 
 @pytest.mark.parametrize("where", ["sum_over_stages", "sum_over_shards"])

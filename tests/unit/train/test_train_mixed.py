@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moeverify.case.load import build_case
 from moeverify.case.schema import Recipe
-from moeverify.model.narrowed import Narrowed
+from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import make_batches

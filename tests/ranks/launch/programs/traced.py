@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import RankContext, serve
-from moeverify.launch.trace import CollectiveTrace
 
 
 def call_plain(context: RankContext) -> None:

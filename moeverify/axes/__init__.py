@@ -1,0 +1,1 @@
+"""Mesh axes as plain arithmetic: degrees, views, groups, and what each axis divides. Imports no torch."""

@@ -1,0 +1,74 @@
+"""The mesh axes that a diagnosis may name: their groups, their degrees, and for which tensors each says anything.
+
+No torch: the controller asks too, for layouts that have not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.axes.mesh import EXPERT_AXES, MeshPlan
+from moeverify.case.schema import Case, CustomModel, ReferenceModel
+
+Groups = Mapping[str, Sequence[Sequence[int]]]
+
+
+def list_groups(case: Case) -> dict[str, list[list[int]]]:
+    """Return the groups of ranks of every axis with more than one rank, those of the data first.
+
+    `fsdp` (dp_shard and cp together) and `loss ranks` (all that see other tokens) come last, where they are
+    not one of the others.
+    """
+    plan = MeshPlan.of(case.layout)
+    found = {axis: plan.data.groups(axis) for axis, size in plan.data.axes.items() if size > 1}
+    if cuts_experts_apart(case):
+        found |= {axis: plan.sparse.groups(axis) for axis in EXPERT_AXES if plan.sparse.axes.get(axis, 1) > 1}
+    for name, view, axis in (("fsdp", plan.dense, "fsdp"), ("loss ranks", plan.loss, "loss")):
+        groups = view.groups(axis)
+        if view.axes[axis] > 1 and groups not in found.values():
+            found[name] = groups
+    return found
+
+
+def list_degrees(case: Case) -> dict[str, int]:
+    """Return the sizes that a factor may come from; those of expert axes only where there are experts."""
+    plan = MeshPlan.of(case.layout)
+    axes = {**(plan.sparse.axes if cuts_experts_apart(case) else {}), **plan.data.axes}
+    degrees = {axis: size for axis, size in axes.items() if size > 1}
+    named = set(plan.data.axes.values())  # an expert axis of the size says nothing of other tensors
+    for name, size in (("loss ranks", plan.loss.axes["loss"]), ("all ranks", plan.world_size)):
+        if size not in named:
+            degrees[name] = size
+            named.add(size)
+    degrees["micro-batches"] = case.layout.micro_batches
+    return {name: size for name, size in degrees.items() if size > 1}
+
+
+def cuts_experts_apart(case: Case) -> bool:
+    """Return whether there may be experts, and they are cut over other ranks than everything else is."""
+    layout, model = case.layout, case.recipe.model
+    if isinstance(model, ReferenceModel) and model.moe is None:
+        return False
+    return layout.ep > 1 or layout.expert_tp != layout.tp
+
+
+def axis_affects(case: Case, axis: str, tensor: str) -> bool:
+    """Return whether an axis has to do with a tensor: expert axes with what is inside a MoE block alone.
+
+    What a user's own model calls its experts is not known here, so there every axis may matter.
+    """
+    if axis == "etp" and not cuts_experts_apart(case):
+        return False
+    if axis not in EXPERT_AXES or isinstance(case.recipe.model, CustomModel):
+        return True
+    return ".moe" in tensor and (axis != "etp" or ".experts" in tensor)
+
+
+def name_ranks(case: Case, ranks: Sequence[int]) -> str:
+    """Return the axis whose group these ranks are, or the ranks."""
+    wanted = list(ranks)
+    if len(wanted) == case.layout.world_size and len(wanted) > 1:
+        single = [axis for axis, groups in list_groups(case).items() if list(groups) == [wanted]]
+        return single[0] if single else "all ranks"
+    hits = [axis for axis, groups in list_groups(case).items() if wanted in [list(g) for g in groups]]
+    return hits[0] if hits else "ranks " + ", ".join(map(str, wanted))

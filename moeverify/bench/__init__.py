@@ -1,0 +1,1 @@
+"""Measuring steps, and the roofline beside them."""

@@ -1,0 +1,1 @@
+"""What is checked, besides the comparison with the golden itself."""

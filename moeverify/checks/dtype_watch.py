@@ -1,0 +1,212 @@
+"""In which dtypes the first step of a run computes, reduces and keeps: seen on this rank, whatever a policy says.
+
+What a module computes with is its parameter at the moment when its forward pass begins: FSDP has gathered it then.
+One that is wide there may still be narrowed in the forward pass, by the module itself or by autocast; so its casts
+are watched. Inside of what is compiled nothing is watched, since that would compile something else. What a gradient
+was reduced in is the dtype of the collectives that FSDP2 issued last when it hands over the reduced gradient; DDP and
+FSDP1 hand over theirs at other times, so of those nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.checks.precision import Seen, Use
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.observer import Observer
+from moeverify.layout.placement import local_part
+from moeverify.layout.region import Region
+
+_KEPT: Mapping[str, Use] = {
+    "weight": "weight",
+    "gradient": "gradient",
+    "optimizer_state": "optimizer state",
+}
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # their own forward pass is never called
+
+Issued = Callable[[int], Sequence[Mapping[str, Any]]]
+"""From a number of a collective to the records of those that this rank has issued since, oldest first."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a parameter stands, its logical name, and what is stored there between passes."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    stored: Tensor
+
+
+class DtypeTap:
+    """An observer that hands everything on to another, and watches the dtypes of the first step; `seen` has them.
+
+    `compute` is the dtype that is hoped for: a parameter that already has it is not watched further.
+    """
+
+    def __init__(self, observer: Observer, model: nn.Module, compute: torch.dtype, issued: Issued) -> None:
+        self._observer = observer
+        self._model = model
+        self._compute = compute
+        self._issued = issued
+        self._number = 0
+        self._issued_last: Sequence[Mapping[str, Any]] = ()
+        self._seen: dict[tuple[Use, str, str], Seen] = {}
+        self._handles: list[RemovableHandle] = []
+        self._watched: dict[nn.Module, _Casts] = {}
+        self._awaited: set[int] = set()
+
+    @property
+    def seen(self) -> list[Seen]:
+        """Return what was seen, each use of each parameter once, and apart for each collective and moment."""
+        return list(self._seen.values())
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Note what is kept; see `moeverify.layout.observer.Observer`."""
+        use = _KEPT.get(kind)
+        if use is not None and step == 0 and local is not None and local.is_floating_point():
+            parameter, _, key = name.rpartition(".") if kind == "optimizer_state" else (name, "", "")
+            self._note(use, parameter, local.dtype, key)
+        self._observer.observe(step, kind, name, local, region)
+
+    def begin_step(self, step: int) -> None:
+        """Watch the first step, and no other."""
+        self.close()
+        if step == 0:
+            self._open()
+        self._observer.begin_step(step)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _open(self) -> None:
+        for prefix, module in self._model.named_modules():
+            slots = list(_list_slots(prefix, module))
+            if slots:
+                self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(slots)))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _make_pre_hook(self, slots: Sequence[_Slot]) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # what is compiled with the module must be as it is when nobody watches
+            wide: dict[int, str] = {}
+            for slot in slots:
+                if ("computes", slot.name, "") in self._seen:
+                    continue  # a later micro-batch, or a recomputation
+                used = getattr(slot.owner, slot.attribute)
+                self._note("computes", slot.name, used.dtype)
+                if used is not slot.stored:
+                    self._await_reduction(slot, used)
+                if used.dtype != self._compute:
+                    wide[local_part(used).data_ptr()] = slot.name
+            if wide and module not in self._watched:
+                self._watched[module] = _Casts(wide, self._narrow)
+                self._watched[module].__enter__()  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        mode = self._watched.pop(module, None)
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _narrow(self, name: str, dtype: torch.dtype) -> None:
+        if dtype == self._compute:
+            self._note("computes", name, dtype)
+
+    def _await_reduction(self, slot: _Slot, used: Tensor) -> None:
+        """Look at the collectives when FSDP2 hands over the gradient of what it has gathered."""
+        if not (isinstance(slot.stored, DTensor) and slot.stored.requires_grad):
+            return
+        if id(slot.stored) in self._awaited:
+            return
+        inner, shape = _list_groups(used), tuple(local_part(used).shape)
+        outer = _list_groups(slot.stored) - inner
+
+        def hook(_: Tensor) -> None:
+            new = self._issued(self._number)
+            if new:  # else it came with the parameter before
+                self._number = new[-1]["number"]
+                self._issued_last = new
+            for record in _find_reductions(self._issued_last, outer, inner, shape):
+                over = f" over {record['axis']}" if record["axis"] else ""
+                self._note("reduces", slot.name, record["dtype"], f"{record['op']}{over}")
+
+        self._awaited.add(id(slot.stored))
+        handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
+
+    def _note(self, use: Use, name: str, dtype: torch.dtype | str, how: str = "") -> None:
+        self._seen[use, name, how] = Seen(use, name, str(dtype).removeprefix("torch."), how)
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches for casts of some tensors, by the address of their values, and tells the names and new dtypes."""
+
+    def __init__(self, names: Mapping[int, str], tell: Callable[[str, torch.dtype], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            name = self._names.get(local_part(args[0]).data_ptr())
+            if name is not None:
+                self._tell(name, result.dtype)
+        return result
+
+
+def _list_slots(prefix: str, module: nn.Module) -> Iterator[_Slot]:
+    """Yield the parameters that a module computes with itself."""
+    if isinstance(module, _CONTAINERS):
+        return
+    owners = [("", module)]
+    owners += [
+        (f"{name}.", child) for name, child in module.named_children() if isinstance(child, _CONTAINERS)
+    ]
+    for inner, owner in owners:
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            if parameter.is_floating_point():
+                yield _Slot(owner, attribute, logical_name(f"{prefix}.{inner}{attribute}"), parameter)
+
+
+def _list_groups(tensor: Tensor) -> set[str]:
+    """Return the names of the groups over which a tensor is divided or replicated."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    mesh = tensor.device_mesh
+    return {mesh.get_group(dim).group_name for dim in range(mesh.ndim)}
+
+
+def _find_reductions(
+    records: Sequence[Mapping[str, Any]], outer: set[str], inner: set[str], shape: tuple[int, ...]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the collectives that have reduced the gradient of a parameter, the newest first.
+
+    FSDP2 sums each gradient of the group over `inner`, the mesh of tensor parallelism, where it is partial there;
+    then it scatters all of them at once over `outer`, and in HSDP sums the shards. Before that come the collectives
+    of the backward pass, over other groups or of other shapes.
+    """
+    left = list(records)
+    for label in ("all_reduce", "reduce_scatter"):
+        if left and left[-1]["op"].startswith(label) and left[-1]["group_name"] in outer:
+            yield left.pop()
+    while left and left[-1]["op"].startswith("all_reduce") and left[-1]["group_name"] in inner:
+        record = left.pop()
+        if tuple(record["shape"]) == shape:
+            yield record

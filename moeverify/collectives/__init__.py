@@ -1,0 +1,1 @@
+"""Watching the collectives that ranks issue."""

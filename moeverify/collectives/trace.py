@@ -1,0 +1,281 @@
+"""Every collective that this process issues, recorded below all of torch's ways to issue one.
+
+torch.distributed's functions, functional collectives (DTensor), FSDP and the C++ reducer of DDP all end in an
+operator of the `c10d` library, for every backend. The trace adds a kernel to these operators at the
+BackendSelect key, which every call passes once (also under inference mode), and calls on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from moeverify.collectives.flight_recorder import NUM_SLOTS, FlightFile
+from moeverify.collectives.interception import (
+    OPERATORS,
+    Collective,
+    Group,
+    Operator,
+    State,
+    describe_group,
+    find_group,
+    find_storage,
+    find_work,
+    mark_stream,
+)
+from moeverify.collectives.ledger import Ledger, Stream
+
+_INNER = (str(Path(torch.__file__).parent), __file__, "<")
+# Decorators of these wrap torch's functions, and stand between them and their caller.
+_WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
+_BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+
+
+class CollectiveTrace:
+    """A context manager that records collectives, the newest `capacity` of them.
+
+    A record is a dict of JSON data: `number` (of all since the reset, from 1), `op`, `group` (global ranks),
+    `group_name`, `axis` (of the mesh that the group was made for, or nothing), `sequence` (from 1, of this group;
+    point-to-point counts apart, per peer), `shape` and `dtype` of this rank's first tensor, `num_tensors`,
+    `signature` (what must be the same on all ranks), `peer` (root, source or destination in the group, or -1),
+    `site` (the first frame outside torch), `state` (`started`, `finished`, `failed`), `started` (Unix time) and
+    `seconds` until it was seen to be over. On CUDA a collective is over when the device is through.
+
+    `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
+
+    With a `path`, the last records are also kept in a file, for `flight.read_flight`.
+    """
+
+    def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
+        self._collectives: deque[Collective] = deque(maxlen=capacity)
+        self._open: deque[Collective] = deque(maxlen=capacity)
+        self._counts: dict[Any, int] = {}
+        self._groups: dict[Any, Group] = {}
+        self._streams: dict[str, Stream] = {}
+        self._number = 0
+        self.ledger = Ledger()
+        self._lock = threading.Lock()
+        self._flight = FlightFile(path) if path is not None else None
+        self._libraries: list[Any] = []
+        self._wait: Any = None
+
+    def __enter__(self) -> Self:
+        """Begin to record. One trace records at a time in a process."""
+        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for name, operator in OPERATORS.items():
+            kernel = self._make_kernel(operator, getattr(torch.ops.c10d, name).default.redispatch)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+        functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+        kernel = self._make_wait_kernel(torch.ops._c10d_functional.wait_tensor.default.redispatch)
+        functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+        self._libraries = [library, functional]
+        self._wait = dist.Work.wait
+        dist.Work.wait = self._make_wait(self._wait)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        """End recording; what was recorded stays readable."""
+        dist.Work.wait = self._wait  # type: ignore[method-assign]
+        for library in self._libraries:
+            library._destroy()
+        self._libraries = []
+        with self._lock:
+            self._close_finished()
+            self._open.clear()
+            if self._flight is not None:
+                self._flight.close()
+                self._flight = None
+
+    @property
+    def num_collectives(self) -> int:
+        """Return how many collectives this process has issued since the reset."""
+        return self._number
+
+    def reset(self) -> None:
+        """Forget all records, and begin to count at 1 again."""
+        with self._lock:
+            self._collectives.clear()
+            self._open.clear()
+            self._counts.clear()
+            self._groups.clear()
+            self._streams.clear()
+            self.ledger.clear()
+            self._number = 0
+            if self._flight is not None:
+                self._flight.clear()
+
+    def seal(self) -> None:
+        """Let the file stay as it is now, whatever becomes of the collectives that are still open."""
+        with self._lock:
+            self._flight = None
+
+    def poll(self) -> None:
+        """Look which collectives are over; cheap, and any thread may do it."""
+        with self._lock:
+            self._close_finished()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records, oldest first."""
+        self.poll()
+        return [collective.to_dict() for collective in list(self._collectives)]
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Return the records of what came after the collective of this number, oldest first."""
+        if self._number == number:
+            return []  # asked often
+        return [collective.to_dict() for collective in list(self._collectives) if collective.number > number]
+
+    def last(self) -> dict[str, Any] | None:
+        """Return the newest record."""
+        self.poll()
+        return self._collectives[-1].to_dict() if self._collectives else None
+
+    def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
+            collective = self._begin(operator, find_group(arguments), arguments)
+            try:
+                returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
+            except BaseException:
+                self._finish(collective, "failed")
+                raise
+            work = find_work(returned) or mark_stream(collective.device)
+            if work is None:
+                self._finish(collective, "finished")
+            else:
+                collective.work = work
+                collective.work_id = id(work)
+            return returned
+
+        return kernel
+
+    def _make_wait_kernel(self, redispatch: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+            try:
+                returned = redispatch(keys - _BACKEND_SELECT, tensor)
+            except BaseException:
+                self._mark_failed(0)
+                raise
+            with self._lock:
+                lazy = any(collective.outputs for collective in self._open)
+            if lazy:
+                storage = find_storage(tensor)
+                self._finish_lazy(lambda collective: storage in collective.outputs)
+            return returned
+
+        return kernel
+
+    def _make_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_note(work: dist.Work, *arguments: Any, **named: Any) -> Any:
+            try:
+                returned = wait(work, *arguments, **named)
+            except BaseException:
+                self._mark_failed(id(work))
+                raise
+            self._finish_lazy(lambda collective: collective.work is work)
+            return returned
+
+        return wait_and_note
+
+    def _begin(self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...]) -> Collective:
+        group = self._groups.get(handle)
+        if group is None:
+            group = self._groups[handle] = describe_group(handle)
+        collective = Collective(operator, group, arguments, _find_site())
+        key = (group.head, collective.peer) if operator.point_to_point else group.head
+        with self._lock:
+            # Not all of them: on CUDA hundreds may be under way.
+            while self._open and self._open[0].update():
+                self._close(self._open.popleft())
+            self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
+            self._number += 1
+            collective.number = self._number
+            self._note(collective)
+            self._collectives.append(collective)
+            self._open.append(collective)
+            if self._flight is not None:
+                self._flight.write(collective.number, collective.to_flight())
+        return collective
+
+    def _note(self, collective: Collective) -> None:
+        """Write into the ledger what the peers must issue too."""
+        group, operator, peer = collective.group, collective.operator, collective.peer
+        if len(group.ranks) == 1:
+            return
+        if not operator.point_to_point:
+            stream = self._streams.get(group.head)
+            if stream is None:
+                stream = self._streams[group.head] = group.stream()
+        elif operator.peer_at is None:
+            return  # from whoever comes first: there is no order to agree in
+        else:
+            pair = (group.own, peer) if operator.label == "send" else (peer, group.own)
+            stream = group.stream(*pair)
+        self.ledger.note(stream, collective.signature, collective.site)
+
+    def _finish(self, collective: Collective, state: State) -> None:
+        with self._lock:
+            collective.state = state
+            self._close_finished()
+
+    def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
+        """Mark the lazy collectives that somebody has waited for."""
+        with self._lock:
+            waited_for = [each for each in self._open if each.outputs and matches(each)]
+            for collective in waited_for:
+                collective.state = "finished"
+            if waited_for:
+                self._close_finished()
+
+    def _mark_failed(self, work_id: int) -> None:
+        """Mark the collective of a work whose waiter got an error; without an id, the oldest that is open."""
+        with self._lock:
+            recent = list(self._collectives)[-NUM_SLOTS:]
+            known = (
+                [each for each in recent if each.work_id == work_id] or list(self._open)[:1] or recent[-1:]
+            )
+            for collective in known[-1:]:
+                collective.state = "failed"
+                if self._flight is not None:
+                    self._flight.finish(collective.number, success=False)
+            self._close_finished()
+
+    def _close_finished(self) -> None:
+        collectives = list(self._open)
+        self._open.clear()
+        for collective in collectives:
+            if collective.update():
+                self._close(collective)
+            else:
+                self._open.append(collective)
+
+    def _close(self, collective: Collective) -> None:
+        collective.finished = time.time()
+        collective.work = None
+        if self._flight is not None:
+            self._flight.finish(collective.number, collective.state == "finished")
+
+
+def _find_site() -> str:
+    """Return `file:line in function` of the first frame that is not torch's, or nothing.
+
+    On CUDA the backward pass has a thread of its own, with no frame but this trace's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if not name.startswith(_INNER) and not name.endswith(_WRAPPERS):
+            return f"{name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,1 @@
+"""Comparing on a GPU while training goes on."""

@@ -1,0 +1,244 @@
+"""Comparing behind a training that goes on: nothing on its way waits for the golden, the disk or the device.
+
+What is observed on a GPU is copied there, and the training continues. A thread collects such pieces into batches;
+others read the golden's values for them into pinned memory; from there a batch goes to the GPU, where one launch
+compares it, on a stream of its own. So the golden crosses the bus while the next step computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeverify.compare.difference import NUM_STATISTICS, Measured, merge_rows
+from moeverify.compare.gpu.kernels import compare_spans, is_known
+from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, Piece, Read, Values
+
+_HANDED, _ENOUGH = 64, 1 << 22  # pieces, or elements, that are handed over at once
+_READERS = 6  # threads; one alone reads 5 to 10 GB/s from the system's cache of files
+_WAYS = 8  # batches that are on their way at a time
+# Bytes that copies may take on the GPU before the training has to wait: of what its own peak has been, and at least.
+_SHARE, _LEAST = 0.05, 1 << 26
+
+
+class _Slot:
+    """Pinned memory for one batch on its way, as torch and as NumPy see it."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.memory = torch.empty(ROOM, dtype=torch.uint8, pin_memory=pinned)
+        self.array: Values = self.memory.numpy()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    batch: Batch
+    slot: _Slot
+    done: Future[None]
+
+
+@dataclass(frozen=True)
+class _Running:
+    batch: Batch  # keeps the copies alive until the device has read them
+    slot: _Slot
+    done: Any
+
+
+class Follower:
+    """Compares the pieces of one device in the order of `add`; `results` waits for all of them.
+
+    Raises: what reading the golden raises, from `results` or a later `add`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._on_gpu = device.type == "cuda"
+        index = torch.cuda.current_device() if self._on_gpu and device.index is None else device.index
+        self._device = torch.device(device.type, index)
+        self._stream = self._module.Stream()
+        self._staging = torch.empty(ROOM, dtype=torch.uint8, device=self._device)
+        # As many numbers as the rows of the tables can leave.
+        self._out = torch.empty(NUM_STATISTICS * TABLES // 32, dtype=torch.float64, device=self._device)
+        # A new thread's device is the first one, whatever that of its maker is.
+        self._collector, self._readers = (
+            ThreadPoolExecutor(count, name, self._module.set_device, (self._device,))
+            for count, name in ((1, "collect"), (_READERS, "read"))
+        )
+        # Of the thread that trains:
+        self._num_pieces = 0
+        self._gathered: list[Piece] = []
+        self._num_gathered = 0
+        self._jobs: deque[Future[None]] = deque()
+        self._limit = _LEAST
+        # Of both:
+        self._lock = threading.Lock()
+        self._copied = 0  # bytes of copies that are not known to have been compared
+        # Of the collector:
+        self._packing = Packing()
+        self._slots: list[_Slot] = []
+        self._num_slots = 0
+        self._reading: deque[_Reading] = deque()
+        self._running: deque[_Running] = deque()
+        self._views = {torch.uint8: self._staging}
+        self._results = _Results(pinned=self._on_gpu)
+        self._unknown: set[int] = set()
+
+    def add(self, read: Read, actual: Tensor) -> None:
+        """Take a piece; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
+
+        Later changes of `actual` do not matter. Waits only where copies would take more memory than they may.
+        """
+        if is_known(actual.dtype):
+            copy = torch.clone(actual, memory_format=torch.contiguous_format)
+        else:
+            copy = actual.to(torch.float64, memory_format=torch.contiguous_format)
+        self._gathered.append(Piece(self._num_pieces, read, copy))
+        self._num_pieces += 1
+        self._num_gathered += copy.numel()
+        with self._lock:
+            self._copied += copy.nbytes
+            full = self._copied > self._limit
+        if full or self._num_gathered >= _ENOUGH or len(self._gathered) >= _HANDED:
+            self._hand_over()
+        if full:
+            self._wait_for_room()
+
+    def results(self) -> Iterator[Measured]:
+        """Yield what came out, in the order of `add`."""
+        self._hand_over()
+        self._collector.submit(self._finish).result()
+        for job in self._jobs:
+            job.result()
+        statistics, hashes = self._results.merge(self._num_pieces)
+        for number, (row, bits) in enumerate(zip(statistics.tolist(), hashes.tolist(), strict=True)):
+            yield Measured(row, bits, number not in self._unknown)
+
+    def _hand_over(self) -> None:
+        """Give the collector what was gathered."""
+        while self._jobs and self._jobs[0].done():
+            self._jobs.popleft().result()
+        if self._gathered:
+            ready = self._module.Event()
+            ready.record()
+            self._jobs.append(self._collector.submit(self._collect, self._gathered, ready))
+            self._gathered, self._num_gathered = [], 0
+
+    def _wait_for_room(self) -> None:
+        if self._on_gpu:
+            self._limit = max(_LEAST, int(_SHARE * torch.cuda.max_memory_allocated(self._device)))
+        with self._lock:
+            full = self._copied > self._limit
+        if full:
+            self._collector.submit(self._finish).result()
+
+    def _collect(self, pieces: list[Piece], ready: Any) -> None:
+        """Put pieces into batches, and send off those that are full."""
+        for piece in pieces:
+            expected = piece.read()
+            if expected is None:
+                self._unknown.add(piece.number)
+            elif expected.shape != piece.copy.shape:
+                wanted, found = tuple(expected.shape), tuple(piece.copy.shape)
+                raise ValueError(f"cannot compare shape {found} with {wanted}")
+            for batch in self._packing.put(piece, expected, ready):
+                self._send(batch)
+
+    def _send(self, batch: Batch) -> None:
+        """Let the readers begin with a batch, and compare those that have been read."""
+        while self._running and self._running[0].done.query():
+            self._retire()
+        while not self._slots and self._num_slots == _WAYS:
+            if self._running:
+                self._retire()
+            else:
+                self._compare()
+        if not self._slots:
+            self._slots.append(_Slot(pinned=self._on_gpu))
+            self._num_slots += 1
+        slot = self._slots.pop()
+        self._reading.append(_Reading(batch, slot, self._readers.submit(batch.read, slot.array)))
+        while self._reading and self._reading[0].done.done():
+            self._compare()
+
+    def _compare(self) -> None:
+        """Give the oldest batch that is read to the device."""
+        reading = self._reading.popleft()
+        batch, slot = reading.batch, reading.slot
+        packed = batch.pack(slot.array)
+        reading.done.result()
+        with self._module.stream(self._stream):
+            for ready in batch.ready:
+                self._stream.wait_event(ready)
+            self._staging[: packed.size].copy_(slot.memory[: packed.size], non_blocking=True)
+            if packed.tables.num_results:
+                expected = self._view(batch.expected_dtype)
+                compare_spans(self._view(torch.int64), packed.tables, expected, batch.dtype, self._out)
+                self._results.put(packed, self._out[: packed.tables.num_results])
+            done = self._make_event()
+            done.record()
+        self._running.append(_Running(batch, slot, done))
+
+    def _make_event(self) -> Any:
+        """Return an event that a thread can wait for without keeping a core busy."""
+        if self._on_gpu:
+            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return self._module.Event()
+
+    def _view(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._views:
+            self._views[dtype] = self._staging.view(dtype)
+        return self._views[dtype]
+
+    def _retire(self) -> None:
+        """Wait for the oldest batch on the device."""
+        running = self._running.popleft()
+        running.done.synchronize()
+        self._slots.append(running.slot)
+        with self._lock:
+            self._copied -= running.batch.num_elements * running.batch.dtype.itemsize
+
+    def _finish(self) -> None:
+        """Compare all that was collected."""
+        for batch in self._packing.rest():
+            self._send(batch)
+        while self._reading:
+            self._compare()
+        while self._running:
+            self._retire()
+
+
+class _Results:
+    """What launches left, on its way to the CPU, and the piece to which each row belongs."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._packed: list[Packed] = []
+        self._found: list[Tensor] = []
+        self._room = torch.empty(0, dtype=torch.float64)
+
+    def put(self, packed: Packed, out: Tensor) -> None:
+        if len(self._room) < len(out):  # pinned memory is dear to get, so many launches share it
+            self._room = torch.empty(max(len(out), 1 << 18), dtype=torch.float64, pin_memory=self._pinned)
+        found, self._room = self._room[: len(out)], self._room[len(out) :]
+        found.copy_(out, non_blocking=True)
+        self._found.append(found)
+        self._packed.append(packed)
+
+    def merge(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return statistics (count, NUM_STATISTICS) and hashes (count,), when everything has arrived."""
+        hashes = torch.zeros(count, dtype=torch.int64)
+        if not self._found:
+            return torch.zeros((count, NUM_STATISTICS), dtype=torch.float64), hashes
+        ends = [NUM_STATISTICS * packed.tables.num_measured for packed in self._packed]
+        rows = torch.cat([out[:end] for out, end in zip(self._found, ends, strict=True)])
+        sums = torch.cat([out[end:] for out, end in zip(self._found, ends, strict=True)]).view(torch.int64)
+        measured = torch.from_numpy(np.concatenate([packed.measured for packed in self._packed]))
+        hashed = torch.from_numpy(np.concatenate([packed.hashed for packed in self._packed]))
+        return merge_rows(measured, rows.view(-1, NUM_STATISTICS), count), hashes.index_add_(0, hashed, sums)

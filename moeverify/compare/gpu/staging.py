@@ -1,0 +1,211 @@
+"""What one launch compares: the expected values of parts of many tensors and their tables, in one piece of memory.
+
+The memory goes to the device as it is. All work on it is NumPy's: each of torch's operations in another thread than
+that of the training would take the interpreter's lock away from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeverify.compare.gpu.kernels import SPAN, WORDS, Tables
+
+Read = Callable[[], Tensor | None]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Values = np.ndarray[Any, Any]
+
+ROOM = 1 << 25  # bytes of a batch: values and tables
+TABLES = 1 << 18  # bytes that the tables fit into: a row for each full span and each part, twice
+_VALUES = ROOM - TABLES  # bytes of expected values; those that are zero count too
+_MOST = 512  # parts of a batch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A copy of what was observed, on the device, and what returns its expected values (None: there are none)."""
+
+    number: int
+    read: Read
+    copy: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements of a piece from `first` on, with the expected values of any strides (None: zeros)."""
+
+    piece: Piece
+    first: int
+    size: int
+    expected: Values | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What lies in the memory of a batch, `size` bytes, and the piece to which each row of its tables belongs."""
+
+    tables: Tables
+    size: int
+    measured: Integers
+    hashed: Integers
+
+
+@dataclass
+class Batch:
+    """Parts of pieces of one pair of dtypes. The pieces are complete after the events in `ready`."""
+
+    dtype: torch.dtype
+    expected_dtype: torch.dtype
+    ready: set[Any] = field(default_factory=set)
+    num_elements: int = 0
+    _parts: list[_Part] = field(default_factory=list)
+    _places: list[int] = field(default_factory=list)  # of expected values behind each other; -1: nowhere
+    _num_expected: int = 0
+
+    @property
+    def room(self) -> int:
+        """Return how many elements it can still take."""
+        return _capacity(self.expected_dtype) - self.num_elements if len(self._parts) < _MOST else 0
+
+    def add(self, piece: Piece, first: int, size: int, expected: Values | None, ready: Any) -> None:
+        """Take elements of a piece."""
+        self._places.append(-1 if expected is None else self._num_expected)
+        self._parts.append(_Part(piece, first, size, expected))
+        self.ready.add(ready)
+        self.num_elements += size
+        if expected is not None:
+            self._num_expected += size
+
+    def read(self, memory: Values) -> None:
+        """Write the expected values to the beginning of the memory (bytes)."""
+        for part, place in zip(self._parts, self._places, strict=True):
+            if part.expected is not None and part.size:
+                size = part.expected.itemsize
+                room = memory[place * size : (place + part.size) * size].view(part.expected.dtype)
+                np.copyto(room.reshape(part.expected.shape), part.expected)
+
+    def pack(self, memory: Values) -> Packed:
+        """Write the tables behind the expected values."""
+        measured, hashed = self._tabulate_values(), self._tabulate_words()
+        start = -(-self._num_expected * self.expected_dtype.itemsize // 8)
+        tables = Tables(start, len(measured), start + 4 * len(measured), len(hashed))
+        stop = tables.hashed + 5 * len(hashed)
+        integers: Integers = memory.view(np.int64)
+        integers[start : tables.hashed] = measured[:, 1:].reshape(-1)
+        integers[tables.hashed : stop] = hashed[:, 1:].reshape(-1)
+        return Packed(tables, 8 * stop, measured[:, 0], hashed[:, 0])
+
+    def _tabulate_values(self) -> Integers:
+        """Return the spans of the elements: (N, 5), the number of the piece before what `Tables` says."""
+        tables = []
+        for part, place in zip(self._parts, self._places, strict=True):
+            offset = np.arange(0, part.size, SPAN)
+            table = np.empty((len(offset), 5), dtype=np.int64)
+            table[:, 0] = part.piece.number
+            table[:, 1] = part.piece.copy.data_ptr() + (part.first + offset) * self.dtype.itemsize
+            table[:, 2] = place + offset if place >= 0 else -1
+            table[:, 3] = np.minimum(part.size - offset, SPAN)
+            table[:, 4] = part.first + offset
+            tables.append(table)
+        return np.concatenate(tables)
+
+    def _tabulate_words(self) -> Integers:
+        """Return the spans of the words of eight bytes, those that end in the parts: (M, 6), likewise."""
+        tables = [np.empty((0, 6), dtype=np.int64)]
+        per_word = max(8 // self.dtype.itemsize, 1)
+        for part in self._parts:
+            stop = part.first + part.size
+            first, last = part.first // per_word, stop // per_word
+            rest = stop - last * per_word if stop == part.piece.copy.numel() else 0
+            if first == last and rest == 0:
+                continue
+            start = part.piece.copy.data_ptr()
+            offset = np.arange(first, max(last, first + 1), WORDS)
+            table = np.zeros((len(offset), 6), dtype=np.int64)
+            table[:, 0] = part.piece.number
+            table[:, 1] = start + offset * 8
+            table[:, 2] = np.minimum(last - offset, WORDS)
+            table[:, 3] = offset
+            table[-1, 4] = start + last * 8
+            table[-1, 5] = rest
+            tables.append(table)
+        return np.concatenate(tables)
+
+
+class Packing:
+    """The open batch of each pair of dtypes."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[torch.dtype, torch.dtype], Batch] = {}
+
+    def put(self, piece: Piece, expected: Tensor | None, ready: Any) -> Iterator[Batch]:
+        """Take a piece, in parts where it is large, and yield the batches that are full."""
+        if expected is None:
+            yield from self._put(piece, 0, piece.copy.numel(), None, torch.float64, ready)
+            return
+        values, dtype = _as_array(expected)
+        first = 0
+        for some in _divide(values, _capacity(dtype)):
+            yield from self._put(piece, first, some.size, some, dtype, ready)
+            first += some.size
+
+    def _put(
+        self,
+        piece: Piece,
+        first: int,
+        size: int,
+        expected: Values | None,
+        expected_dtype: torch.dtype,
+        ready: Any,
+    ) -> Iterator[Batch]:
+        """Put elements into the open batch, and into the next ones; values with gaps between them stay together."""
+        key = (piece.copy.dtype, expected_dtype)
+        flat = expected.reshape(-1) if expected is not None and expected.flags.c_contiguous else None
+        divisible = expected is None or flat is not None
+        behind = 0
+        while True:
+            batch = self._open.setdefault(key, Batch(*key))
+            left = size - behind
+            fits = min(left, batch.room)
+            if fits < left and (fits == 0 or not divisible):
+                yield self._open.pop(key)
+                continue
+            some = expected if flat is None else flat[behind : behind + fits]
+            batch.add(piece, first + behind, fits, some, ready)
+            behind += fits
+            if behind == size:
+                return
+
+    def rest(self) -> Iterator[Batch]:
+        """Yield the batches that are not full."""
+        while self._open:
+            yield self._open.popitem()[1]
+
+
+def _as_array(values: Tensor) -> tuple[Values, torch.dtype]:
+    """Return values as NumPy's, and the dtype that the device is to take them for."""
+    if values.dtype is torch.bool:
+        return values.view(torch.uint8).numpy(), torch.uint8
+    if values.dtype is torch.bfloat16:  # unknown to NumPy: its bits
+        return values.view(torch.int16).numpy(), torch.bfloat16
+    return values.numpy(), values.dtype
+
+
+def _capacity(dtype: torch.dtype) -> int:
+    """Return how many elements a batch takes whose expected values have this dtype."""
+    return _VALUES // max(dtype.itemsize, 2)  # more would not leave enough room for tables
+
+
+def _divide(values: Values, most: int) -> Iterator[Values]:
+    """Yield parts that have at most `most` elements or can be divided anywhere, in row-major order, as views."""
+    if values.size <= most or values.flags.c_contiguous:
+        yield values
+        return
+    rows = most // max(values[0].size, 1)
+    for first in range(0, len(values), max(rows, 1)):
+        yield from _divide(values[first : first + rows] if rows else values[first], most)

@@ -1,0 +1,165 @@
+"""`moeverify.verify`: one model under one layout, from Python. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from types import FunctionType
+from typing import Any, Literal
+
+from moeverify.case.load import build_case
+from moeverify.case.schema import Case, Precision
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.controller.scratch import scratch_folder
+from moeverify.errors import CaseError, MachineError, Problem
+from moeverify.launch.world import external_world
+from moeverify.report.console import open_console
+from moeverify.report.text import render_run, summarize_run
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult, Event, RunResult
+
+Function = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """What came of `moeverify.verify`; `print` it for the report that the command line gives."""
+
+    result: RunResult
+
+    @property
+    def case(self) -> CaseResult:
+        """Return the verdict with its checks and findings, as `--json` writes it."""
+        return self.result.cases[0]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether every check passed."""
+        return self.case.verdict == "pass"
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what differs."""
+        return self.case.findings
+
+    def __str__(self) -> str:
+        """Return the report."""
+        out = StringIO()
+        render_run(self.result, open_console(out))
+        return out.getvalue().rstrip()
+
+    def __repr__(self) -> str:
+        """Return the last line of the report."""
+        return f"<Verification {summarize_run(self.result).plain}>"
+
+
+def verify(
+    model: Function,
+    *,
+    vocab_size: int,
+    layout: Mapping[str, Any],
+    parallelize: Function | None = None,
+    loss: Function | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    batch: int = 8,
+    seq_len: int = 16,
+    min_valid: float = 0.5,
+    steps: int = 2,
+    seed: int = 0,
+    precision: Precision = "float64",
+    optimizer: Mapping[str, Any] | None = None,
+    checks: Mapping[str, Any] | None = None,
+    name: str = "verify",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> Verification:
+    """Return what one device and the layout, on ranks of its own, compute differently.
+
+    `model(**arguments)` makes the model; with `parallelize(model, mesh)` the user's code divides it, without
+    it torch's DDP, FSDP1 or FSDP2 does. Functions are given themselves or as `package.module:function`; the
+    ranks import them, so they must stand in a module. `layout`, `optimizer` and `checks` have the fields that
+    they have in a case file, and so have the numbers.
+
+    Raises: CaseError where the case is no valid one, MachineError where this machine has too few ranks for it
+    or this process is itself one of several ranks.
+    """
+    if external_world() is not None:
+        raise MachineError("verify() starts its own ranks; under torchrun or srun use `moeverify run CASE`")
+    named = {
+        field: name_function(function, field)
+        for field, function in (("model", model), ("loss", loss), ("parallelize", parallelize))
+        if function is not None
+    }
+    made: dict[str, Any] = {"factory": named["model"], "vocab_size": vocab_size}
+    made |= {"arguments": _check_plain(arguments)} if arguments else {}
+    made |= {"loss": named["loss"]} if "loss" in named else {}
+    fields = {
+        "name": name,
+        "recipe": {
+            "model": made,
+            "data": {"batch": batch, "seq_len": seq_len, "min_valid": float(min_valid)},
+            "optimizer": dict(optimizer or {}),
+            "precision": precision,
+            "steps": steps,
+            "seed": seed,
+        },
+        "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
+        "checks": dict(checks or {}),
+    }
+    return _run(build_case(fields), device)
+
+
+def _run(case: Case, device: Literal["auto", "cpu", "cuda"]) -> Verification:
+    """Return what came of a case for which no golden is recorded."""
+    with scratch_folder() as nothing:
+        options = RunOptions(device=device, golden_folder=nothing)
+        result = run_cases([case], options, _ignore)
+    assert result is not None
+    if result.cases[0].verdict == "skipped":
+        raise MachineError(result.cases[0].reason)
+    # The notes say that no golden is recorded: here none is meant to be.
+    quiet = result.cases[0].model_copy(update={"notes": ()})
+    return Verification(result.model_copy(update={"cases": (quiet,)}))
+
+
+def name_function(function: Function, field: str) -> str:
+    """Return `package.module:function` for a function that the ranks can import.
+
+    Raises: CaseError for what they cannot: a lambda, a function inside another, of the main script, or none.
+    """
+    if isinstance(function, str):
+        return function
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found = getattr(sys.modules.get(module or ""), name, None)
+    if module != "__main__" and found is function:
+        return f"{module}:{name}"
+    if name == "<lambda>":
+        reason = "is a lambda"
+    elif "<locals>" in name:
+        reason = f"`{name}` is made inside a function"
+    elif module == "__main__":
+        reason = f"`{name}` stands in the script that runs"
+    elif isinstance(function, FunctionType | type):
+        reason = f"`{module}:{name}` is not what stands in its module under this name"
+    else:
+        reason = f"is an object of type {type(function).__name__}"
+    remedy = "write it as a function at the top of a module: the ranks are other processes and import it"
+    raise CaseError([Problem(f"{reason}, which no other process can import", path=field, remedy=remedy)])
+
+
+def _check_plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(dict(arguments))
+    except (TypeError, ValueError) as error:
+        message = f"the ranks get the arguments as text, and {error}"
+        raise CaseError(
+            [Problem(message, path="arguments", remedy="pass numbers, texts, lists and dicts")]
+        ) from None
+    return dict(arguments)
+
+
+def _ignore(event: Event) -> None:
+    """Take an event that nobody watches."""

@@ -1,0 +1,111 @@
+"""Runs the fault benchmark: every fault under its case, in as few launches as possible, and scores the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moeverify.case.schema import Case, Precision
+from moeverify.controller.options import RunOptions
+from moeverify.controller.reshard import Pair, run_pairs
+from moeverify.controller.run import run_cases
+from moeverify.faults.fault import Fault
+from moeverify.results.benchmark import FaultRow
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult, Event
+
+LOSS_CURVE = 1e-3
+
+
+def run_faults(
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+) -> list[FaultRow]:
+    """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
+
+    Faults of checkpoints come after the others, in a launch of their own.
+    """
+    chosen = replace(options, require_goldens=False)
+    results = _run_plain([fault for fault in faults if fault.saver is None], chosen, on_event)
+    results |= _run_saved([fault for fault in faults if fault.saver is not None], chosen, on_event)
+    return [score(fault, results[fault.number]) for fault in faults if fault.number in results]
+
+
+def _run_plain(
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+) -> dict[str, CaseResult]:
+    cases = [_case_of(fault.case, fault) for fault in faults]
+    targets = {case.name: fault.target for case, fault in zip(cases, faults, strict=True)}
+    result = run_cases(cases, replace(options, case_faults=targets), on_event) if cases else None
+    return {case.name: case for case in result.cases} if result is not None else {}
+
+
+def _run_saved(
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+) -> dict[str, CaseResult]:
+    pairs = {fault.number: make_pair(fault) for fault in faults}
+    targets = {pairs[fault.number].name: fault.target for fault in faults}
+    result = run_pairs(list(pairs.values()), options, on_event, targets) if pairs else None
+    if result is None:
+        return {}
+    found = {case.name: case for case in result.cases}
+    return {number: found[pair.name] for number, pair in pairs.items()}
+
+
+def make_pair(fault: Fault) -> Pair:
+    """Return the pair of a fault of checkpoints."""
+    assert fault.saver is not None
+    return Pair(_case_of(fault.saver, fault, " saves"), _case_of(fault.case, fault, " loads"))
+
+
+def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
+    return case.model_copy(update={"name": f"{fault.number}{role}", "description": fault.title})
+
+
+def change_precision(fault: Fault, precision: Precision) -> Fault:
+    """Return the fault under the same recipe in another precision."""
+
+    def change(case: Case | None) -> Case | None:
+        if case is None:
+            return None
+        changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
+        return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
+
+    case = change(fault.case)
+    assert case is not None
+    return replace(fault, case=case, saver=change(fault.saver))
+
+
+def score(fault: Fault, result: CaseResult) -> FaultRow:
+    """Return how well the findings of one run describe the fault."""
+    origins = [finding for finding in result.findings if not finding.follows]
+    first = origins[0] if origins else None
+    detected = result.verdict == "mismatch"
+    return FaultRow(
+        number=fault.number,
+        title=fault.title,
+        source=fault.source,
+        is_moe=fault.is_moe,
+        verdict=result.verdict,
+        detected=detected,
+        located=first is not None and fault.expected.locates(place_text(first)),
+        cause_named=first is not None and first.code in {cause.value for cause in fault.expected.causes},
+        loss_curve=sees_loss_curve(result),
+        step=first.step if first else None,
+        check=first.check if first else "",
+        place=place_text(first) if first else "",
+        cause=first.cause if first else "",
+        code=first.code if first else "",
+        expected=f"{fault.expected.where}: {' or '.join(cause.value for cause in fault.expected.causes)}",
+        reason=result.reason or ("" if detected else fault.notes or "nothing differs"),
+        seconds=result.seconds,
+    )
+
+
+def place_text(finding: Finding) -> str:
+    """Return where a finding says it is: its tensor and its place."""
+    return f"{finding.tensor} | {finding.where}" if finding.where else finding.tensor
+
+
+def sees_loss_curve(result: CaseResult) -> bool:
+    """Return whether the losses of some step differ by more than a relative 1e-3."""
+    return any(abs(actual - expected) > LOSS_CURVE * abs(expected) for expected, actual in result.losses)

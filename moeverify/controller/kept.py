@@ -1,0 +1,61 @@
+"""Results of clean runs that are kept in a file as they come, so that a long matrix can be run in parts. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.results.benchmark import CleanRow
+
+
+class KeptRows:
+    """The rows of a file: a line about what made them, then a line a run.
+
+    Raises: CaseError where the file is of other code or another machine, FormatError where it is none of ours.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+        self.path = path
+        self.rows: dict[str, CleanRow] = {}
+        header = {"environment": dict(environment), "code": code_version()}
+        if path.exists() and path.stat().st_size:
+            self._read(header)
+        else:
+            path.write_text(json.dumps(header, sort_keys=True) + "\n", encoding="utf-8")
+
+    def add(self, row: CleanRow) -> None:
+        """Keep one more row."""
+        self.rows[row.name] = row
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(row.model_dump_json() + "\n")
+
+    def _read(self, header: Mapping[str, object]) -> None:
+        first, _, rest = self.path.read_text(encoding="utf-8").partition("\n")
+        lines = rest.split("\n")[:-1]  # without the last line's end the last line is cut off: run that again
+        try:
+            known = json.loads(first)
+            rows = [CleanRow.model_validate_json(line) for line in lines]
+        except (ValueError, ValidationError) as error:
+            raise FormatError(f"{self.path}: not a file of kept clean runs") from error
+        if known != header:
+            message = f"{self.path} was kept by other code or on another machine"
+            raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
+        self.rows = {row.name: row for row in rows}
+        if not rest.endswith("\n") and rest:
+            kept = [first, *(row.model_dump_json() for row in rows)]
+            self.path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def code_version() -> str:
+    """Return 16 hex digits that change with any of our code."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,92 @@
+"""What a rank leaves behind about itself: who it is, its stack when it dies, its report when it fails."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, Literal
+
+from moeverify.collectives.trace import CollectiveTrace
+from moeverify.collectives.words import describe_record
+from moeverify.launch.plan import write_atomically
+from moeverify.launch.stack import trim_stack
+from moeverify.results.run import RankReport
+
+_BACKUP_DELAY = 3.0
+
+
+class FailureReporter:
+    """One rank's evidence, in the folder of its launch.
+
+    `rank-N.json` says host and pid; `rank-N.stack` holds the stacks that the C-level fault handler writes on
+    a crash, on SIGUSR1, on SIGTERM if `catch_terminate`, and when the rank does not come back.
+    """
+
+    def __init__(self, folder: Path, rank: int, trace: CollectiveTrace, catch_terminate: bool) -> None:
+        self._rank = rank
+        self._trace = trace
+        self._file = (folder / f"rank-{rank}.stack").open("ab")
+        self._host = socket.gethostname()
+        self._main = threading.main_thread().ident
+        identity = {"rank": rank, "host": self._host, "pid": os.getpid()}
+        write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
+        faulthandler.enable(self._file)
+        # These run in C, so also while the main thread is inside a collective.
+        if catch_terminate:
+            faulthandler.register(signal.SIGTERM, self._file, chain=True)
+        faulthandler.register(signal.SIGUSR1, self._file)
+
+    def arm(self, timeout: float) -> None:
+        """Begin a job: forget the old stacks, and dump and exit should the rank still be in it too long.
+
+        This is for a rank that holds the interpreter's lock; otherwise the watchdog comes first.
+        """
+        os.ftruncate(self._file.fileno(), 0)
+        faulthandler.dump_traceback_later(timeout + _BACKUP_DELAY, exit=True, file=self._file)
+
+    def disarm(self) -> None:
+        """End a job."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def ignore_terminate(self) -> None:
+        """Let SIGTERM pass from now on: this rank is about to report and to end by itself."""
+        faulthandler.unregister(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def describe_error(self, error: BaseException) -> RankReport:
+        """Return the report of an exception that ended this rank's job, with its full traceback."""
+        name = type(error).__name__
+        summary = f"{name}: {error}".strip().splitlines()[0][:500] if str(error) else name
+        return self._report("raised", summary, trim_stack("".join(traceback.format_exception(error))))
+
+    def describe_state(self, state: Literal["hung", "stopped"], summary: str) -> RankReport:
+        """Return a report with the stacks of all threads, the main thread's first."""
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        order = sorted(frames, key=lambda ident: ident != self._main)
+        parts = [
+            f"Thread {names.get(ident, ident)}, most recent call last:\n"
+            + "".join(traceback.format_stack(frames[ident]))
+            for ident in order
+            if ident != threading.get_ident()
+        ]
+        return self._report(state, summary, trim_stack("\n".join(parts)))
+
+    def _report(self, state: Any, summary: str, stack: str) -> RankReport:
+        last = self._trace.last()
+        return RankReport(
+            rank=self._rank,
+            state=state,
+            summary=summary,
+            host=self._host,
+            pid=os.getpid(),
+            stack=stack,
+            last_collective=describe_record(last) if last is not None else "",
+        )

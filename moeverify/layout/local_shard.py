@@ -1,0 +1,145 @@
+"""The logical parameters and buffers of a model that has been parallelized, and what this rank holds of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from moeverify.layout.placement import local_part, region_of
+from moeverify.layout.region import Region
+
+_WRAPPERS = re.compile(
+    r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_pipeline_stage_\d+|module)(?=\.|$)"
+)
+
+
+def logical_name(name: str) -> str:
+    """Return the name that a parameter has in the unwrapped model.
+
+    DDP, FSDP1, activation checkpointing, compilation and our pipelines each insert a component into the FQN.
+    """
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+class StorageLayout(Protocol):
+    """How someone else's module stores a logical parameter (see `parameters`)."""
+
+    @property
+    def name(self) -> str:
+        """Return the logical name, below that of the module."""
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows each expert has where (E, rows, n) is stored as (E * rows, n); else 0."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether the logical tensor is (E, n, rows)."""
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A logical tensor of the model and the region of it that this rank stores in `tensor`.
+
+    Gradients and optimizer moments of a parameter are held in the same region. `view` turns what is stored
+    into the shape of the region, without a copy.
+    """
+
+    name: str
+    tensor: Tensor
+    region: Region
+    view: Callable[[Tensor], Tensor] = _keep
+
+    def local(self, tensor: Tensor | None = None) -> Tensor:
+        """Return the locally stored values, of `tensor` (a gradient, a moment) or of the tensor itself."""
+        stored = local_part(self.tensor if tensor is None else tensor).detach()
+        return stored if stored.ndim == 0 else self.view(stored)
+
+
+def parameters(model: nn.Module) -> list[LocalShard]:
+    """Return every parameter of which this rank stores something, in the model's order, tied ones once.
+
+    A module may store parameters otherwise than they are meant: its `stored_as` says how, by their names in it.
+    """
+    flat = dict(_flat_shards(model))
+    stored = dict(_stored_otherwise(model))
+    held: list[LocalShard] = []
+    for name, parameter in model.named_parameters():
+        region = flat.get(id(parameter)) or region_of(parameter)
+        if name in stored:
+            held.append(_hold(*stored[name], parameter, region))
+        elif region.numel or not flat:
+            held.append(LocalShard(logical_name(name), parameter, region))
+    return held
+
+
+def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StorageLayout]]]:
+    """Yield (name of the parameter, (logical name of its module, how it is stored))."""
+    for prefix, module in model.named_modules():
+        described: Mapping[str, StorageLayout] = getattr(module, "stored_as", {})
+        for name, stored in described.items():
+            yield f"{prefix}.{name}", (logical_name(prefix), stored)
+
+
+def _hold(module: str, stored: StorageLayout, parameter: Tensor, region: Region) -> LocalShard:
+    name = f"{module}.{stored.name}"
+    if not stored.rows:
+        return LocalShard(name, parameter, region)
+    return LocalShard(name, parameter, _unstack(region, stored), partial(_split_rows, stored=stored))
+
+
+def _unstack(region: Region, stored: StorageLayout) -> Region:
+    """Return the region of (E, rows, n), or of (E, n, rows), that a region of (E * rows, n) is.
+
+    Raises: ValueError where a shard ends within an expert, which is no box of a transposed tensor.
+    """
+    (height, width), (held, columns) = region.shape, region.dims
+    first, last = (held[0], held[-1] + 1) if held else (0, 0)
+    if not isinstance(held, range) or first % stored.rows or last % stored.rows:
+        raise ValueError(f"rows {first} to {last} are not whole experts of {stored.rows} rows")
+    experts = range(first // stored.rows, last // stored.rows)
+    inner = [(stored.rows, range(stored.rows)), (width, columns)]
+    (high, along), (wide, across) = reversed(inner) if stored.is_transposed else inner
+    return Region.box((height // stored.rows, high, wide), (experts, along, across))
+
+
+def _split_rows(tensor: Tensor, *, stored: StorageLayout) -> Tensor:
+    apart = tensor.view(-1, stored.rows, tensor.shape[-1])
+    return apart.transpose(1, 2) if stored.is_transposed else apart
+
+
+def buffers(model: nn.Module) -> list[LocalShard]:
+    """Return every persistent buffer of the model, in the model's order; a complex one as pairs of numbers."""
+    held: list[LocalShard] = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                held.append(LocalShard(logical_name(f"{prefix}.{name}"), values, region_of(values)))
+    return held
+
+
+def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
+    """Yield (id of the parameter, region) for parameters that FSDP1 keeps as runs of a flat parameter."""
+    for module in model.modules():
+        if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+            continue
+        flat = module._handle.flat_param
+        parameters = flat._params
+        if parameters is None:
+            raise TypeError("FSDP1 is verified with use_orig_params=True only")
+        for parameter, shape, shard in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
+            first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
+            held = range(0) if first is None or last is None else range(first, last + 1)
+            yield id(parameter), Region.run(shape, held.start, held.stop)

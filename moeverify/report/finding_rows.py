@@ -1,0 +1,81 @@
+"""One finding as labelled lines, the same in the terminal, in JUnit and on the page."""
+
+from __future__ import annotations
+
+from moeverify.report.numbers import format_excess, format_ranks
+from moeverify.results.checks import PRECISION
+from moeverify.results.finding import Finding, FollowUp
+
+
+def name_tensor(check: str, tensor: str) -> str:
+    """Return `check: tensor`, and only one of them where a check compares a single thing of the same name."""
+    return tensor if check == tensor else f"{check}: {tensor}"
+
+
+def name_finding(finding: Finding) -> str:
+    """Return `check: tensor, step n`; a finding outside the steps has step -1 and names none."""
+    step = f", step {finding.step}" if finding.step >= 0 else ""
+    return name_tensor(finding.check, finding.tensor) + step
+
+
+def describe_finding(finding: Finding) -> list[tuple[str, str]]:
+    """Return (label, text) for everything that the finding knows, the numbers first."""
+    # Of a dtype there is nothing to measure.
+    measured = [] if finding.check == PRECISION else [("error", format_excess(finding.error, finding.bound))]
+    facts = [*measured, ("rank", _describe_rank(finding))]
+    if finding.scale is not None or finding.cosine is not None:
+        facts.append(("scale", _describe_scale(finding)))
+    if finding.index or finding.expected is not None or finding.actual is not None:
+        facts.append(("at", _describe_place(finding)))
+    if finding.cause:
+        facts.append(("cause", finding.cause))
+    if finding.where:
+        facts.append(("where", finding.where))
+    facts.extend(("evidence", line) for line in finding.evidence)
+    if finding.follow_up is not None:
+        facts.append(("apart", _describe_follow_up(finding.follow_up)))
+    return facts
+
+
+def _describe_follow_up(question: FollowUp) -> str:
+    """Return what was found under the layout that ends an ambiguity, or which layout would end it."""
+    if question.answer:
+        return question.answer
+    changes = ", ".join(f"{name} {value}" for name, value in question.layout.items())
+    return f"under {changes} the axes {', '.join(question.axes)} are not alike"
+
+
+def _describe_rank(finding: Finding) -> str:
+    """Return the worst rank with its coordinates, and which ranks differ at all."""
+    text = f"{finding.rank}" + (
+        f" ({describe_coordinates(finding.coordinates)})" if finding.coordinates else ""
+    )
+    if set(finding.ranks) - {finding.rank}:
+        text += f" is worst, {format_ranks(finding.ranks)} differ"
+    return text
+
+
+def describe_coordinates(coordinates: dict[str, int]) -> str:
+    """Return `dp_shard 1, ep 3`."""
+    return ", ".join(f"{axis} {position}" for axis, position in coordinates.items())
+
+
+def _describe_scale(finding: Finding) -> str:
+    """Return factor and cosine to nine digits: a wrong divisor gives a round number."""
+    parts = []
+    if finding.scale is not None:
+        parts.append(f"actual is {finding.scale:.9g} times expected")
+    if finding.cosine is not None:
+        parts.append(f"cosine {finding.cosine:.9g}")
+    return ", ".join(parts)
+
+
+def _describe_place(finding: Finding) -> str:
+    """Return the global index of the largest difference and the two values there, in full."""
+    index = "[" + ", ".join(str(number) for number in finding.index) + "]" if finding.index else "the value"
+    values = []
+    if finding.expected is not None:
+        values.append(f"expected {finding.expected!r}")
+    if finding.actual is not None:
+        values.append(f"actual {finding.actual!r}")
+    return f"{index}: {', '.join(values)}" if values else index

@@ -1,0 +1,87 @@
+"""The JSON form of a run: what `--json` writes and every later command reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moeverify.errors import FormatError
+from moeverify.report.files import write_atomically
+from moeverify.report.numbers import format_count
+from moeverify.results.run import SCHEMA_VERSION, RunResult
+
+RUN_FILE = "result.json"
+
+
+def format_json(run: RunResult) -> str:
+    """Return the run as indented JSON; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
+    return run.model_dump_json(indent=2) + "\n"
+
+
+def write_run(run: RunResult, path: Path) -> None:
+    """Write the run's JSON to `path`, completely or not at all.
+
+    Raises: OSError when the disk refuses.
+    """
+    write_atomically(path, format_json(run))
+
+
+def find_run_file(path: Path) -> Path:
+    """Return the JSON file that a user means with a run folder or a file."""
+    return path / RUN_FILE if path.is_dir() else path
+
+
+def read_run(path: Path) -> RunResult:
+    """Return the run in a folder that `--out` made, or in a file that `--json` wrote.
+
+    Raises: FormatError when it is not there, not complete, of another version, or something else.
+    """
+    file = find_run_file(path)
+    if path.is_dir() and not file.exists():
+        raise FormatError(f"{path} holds no {RUN_FILE}; name a folder that `moeverify run --out` made")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(
+            f"{file} does not exist; `moeverify run CASE --out DIR` makes a run folder"
+        ) from None
+    except OSError as error:
+        raise FormatError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{file} is not text; name what `moeverify run --json` wrote") from error
+    except json.JSONDecodeError as error:
+        what = "empty" if not error.doc.strip() else "not JSON, or was cut off"
+        place = f"line {error.lineno} column {error.colno}"
+        raise FormatError(f"{file} is {what} ({place}: {error.msg}); run the cases again") from error
+    except RecursionError as error:
+        raise FormatError(f"{file} is nested too deeply to be a run; name what `--json` wrote") from error
+    _check_version(content, file)
+    try:
+        return RunResult.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        wrong = f"{format_count(error.error_count(), 'wrong field')}, first {field}: {first['msg']}"
+        raise FormatError(f"{file} does not hold a run ({wrong}); run the cases again") from error
+
+
+def _check_version(content: object, file: Path) -> None:
+    """Raise FormatError unless the content is a run of the version that this program reads."""
+    if not isinstance(content, dict) or "schema_version" not in content:
+        raise FormatError(f"{file} is JSON but no run of moeverify; name what `moeverify run --json` wrote")
+    version = content["schema_version"]
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(
+            f"{file} has the schema version {version!r}, which no moeverify wrote; run the cases again"
+        )
+    if version > SCHEMA_VERSION:
+        raise FormatError(
+            f"{file} has schema version {version}, this moeverify reads {SCHEMA_VERSION}; "
+            "upgrade moeverify, or run the cases again with this one"
+        )
+    if version < SCHEMA_VERSION:
+        raise FormatError(
+            f"{file} has schema version {version}, this moeverify reads {SCHEMA_VERSION}; run the cases again"
+        )

@@ -1,0 +1,141 @@
+"""A run as JUnit XML, for the test view of a continuous integration server."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from moeverify.report.files import write_atomically
+from moeverify.report.finding_rows import describe_finding, name_finding
+from moeverify.report.numbers import format_number, format_ranks
+from moeverify.report.sanitize import clean
+from moeverify.report.sorting import order_findings
+from moeverify.report.stacks import group_ranks
+from moeverify.results.run import CaseResult, RunResult
+
+# CI servers keep a failure's text in memory and cut it anywhere; the JSON has all of it.
+_MAX_FINDINGS = 50
+
+
+def write_junit(run: RunResult, path: Path) -> None:
+    """Write the run's JUnit XML to `path`, completely or not at all.
+
+    Raises: OSError when the disk refuses.
+    """
+    write_atomically(path, format_junit(run))
+
+
+def format_junit(run: RunResult) -> str:
+    """Return one test suite with a test case for each case.
+
+    Source: `junit-10.xsd` of Jenkins' xunit plugin, the strictest schema in use.
+    """
+    verdicts = [case.verdict for case in run.cases]
+    counts = {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count("mismatch")),
+        "errors": str(verdicts.count("error")),
+        "time": f"{run.seconds:.3f}",
+    }
+    root = ET.Element("testsuites", {"name": "moeverify", **counts})
+    suite = ET.SubElement(root, "testsuite", {"name": "moeverify", **counts})
+    suite.set("skipped", str(verdicts.count("skipped")))
+    if (timestamp := _format_timestamp(run.started)) is not None:
+        suite.set("timestamp", timestamp)
+    properties = ET.SubElement(suite, "properties")
+    about = {**run.environment, "command": run.command, "verdict": run.verdict}
+    for name, value in sorted(about.items()):
+        ET.SubElement(properties, "property", {"name": clean(name), "value": clean(value)})
+    for case in run.cases:
+        _add_case(suite, case)
+    ET.indent(root)
+    body = ET.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{body}\n'
+
+
+def _format_timestamp(started: str) -> str | None:
+    """Return the start as the schema wants it, without a zone, or None when it is not known."""
+    try:
+        return datetime.fromisoformat(started).replace(tzinfo=None).isoformat(timespec="seconds")
+    except ValueError:
+        return None
+
+
+def _add_case(suite: ET.Element, case: CaseResult) -> None:
+    """Append one test case with its failure, error or reason to be skipped."""
+    group = Path(case.file).with_suffix("").as_posix().strip("./").replace("/", ".") or "moeverify"
+    attributes = {"classname": clean(group), "name": clean(case.name), "time": f"{case.seconds:.3f}"}
+    element = ET.SubElement(suite, "testcase", attributes)
+    if case.verdict == "skipped":
+        ET.SubElement(element, "skipped", {"message": clean(case.reason)})
+    elif case.verdict == "mismatch":
+        _add_failure(element, "failure", _summarize_mismatch(case), _tell_findings(case))
+    elif case.verdict == "error":
+        parts = [_tell_ranks(case), _tell_findings(case)]
+        text = "\n\n".join(part for part in parts if part)
+        _add_failure(element, "error", case.reason or "a rank failed", text)
+    if output := _tell_output(case):
+        ET.SubElement(element, "system-out").text = clean(output)
+
+
+def _add_failure(element: ET.Element, tag: str, message: str, text: str) -> None:
+    """Append a failure or an error; its type is the verdict, which servers show beside the message."""
+    kind = "mismatch" if tag == "failure" else "rank-failure"
+    failure = ET.SubElement(element, tag, {"message": clean(message), "type": kind})
+    failure.text = clean(text)
+
+
+def _summarize_mismatch(case: CaseResult) -> str:
+    """Return one line: the first finding, and how many there are."""
+    findings = order_findings(case.findings)
+    if not findings:
+        return case.reason or "the layout does not compute what its golden says"
+    first = findings[0]
+    numbers = f"error {format_number(first.error)}, bound {format_number(first.bound)}"
+    cause = f": {first.cause}" if first.cause else ""
+    others = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return f"{name_finding(first)}: {numbers}{cause}{others}"
+
+
+def _tell_findings(case: CaseResult) -> str:
+    """Return the findings as text, the earliest and worst first."""
+    findings = order_findings(case.findings)
+    blocks = [
+        "\n".join(
+            [name_finding(finding), *(f"    {label}: {text}" for label, text in describe_finding(finding))]
+        )
+        for finding in findings[:_MAX_FINDINGS]
+    ]
+    if len(findings) > _MAX_FINDINGS:
+        blocks.append(f"and {len(findings) - _MAX_FINDINGS} more, which the JSON report holds")
+    return "\n\n".join(blocks)
+
+
+def _tell_ranks(case: CaseResult) -> str:
+    """Return what is known of the ranks of a failed launch, equal stacks told once."""
+    blocks = []
+    for group in group_ranks(case.rank_reports):
+        lines = [f"{format_ranks(group.ranks)} {group.state}"]
+        lines += [f"    {format_ranks(ranks)}: {text}" for text, ranks in group.summaries]
+        lines += [f"    {format_ranks(ranks)}: last collective {text}" for text, ranks in group.collectives]
+        lines += [f"    {line}" for line in group.stack.splitlines()]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _tell_output(case: CaseResult) -> str:
+    """Return what a passing case has to say too: recipe, layout, each check's worst error, notes."""
+    lines = [f"file: {case.file}"] if case.file else []
+    lines += [f"{key}: {value}" for key, value in (("recipe", case.recipe), ("layout", case.layout)) if value]
+    for check in case.checks:
+        worst = check.worst
+        told = (
+            f", worst {format_number(worst.error)} of {format_number(worst.bound)}: {worst.tensor}"
+            if worst
+            else ""
+        )
+        note = f" ({check.note})" if check.note else ""
+        lines.append(f"{check.verdict} {check.name}: {check.tensors} tensors{told}{note}")
+    lines += [f"note: {note}" for note in case.notes]
+    return "\n".join(lines)

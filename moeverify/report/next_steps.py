@@ -1,0 +1,99 @@
+"""The next command to type after a case that did not pass."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeverify.results.run import CaseResult
+
+# Options of the run that change what the case does, so that a repeat must keep them.
+_KEPT = ("--set", "--fault", "--device", "--ranks", "--timeout", "--goldens", "--cache")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a run is kept, if it is: the folder of `--out`, or else the file of `--json`."""
+
+    folder: Path | None = None
+    file: Path | None = None
+
+    @property
+    def run(self) -> Path | None:
+        """Return what later commands take as RUN."""
+        return self.folder or self.file
+
+    @property
+    def json(self) -> Path | None:
+        """Return the file that has everything."""
+        return self.folder / "result.json" if self.folder else self.file
+
+
+def name_rest(case: CaseResult, kept: Kept, field: str = "`findings`") -> str:
+    """Return where the part of a case is that a report leaves out; a Python caller holds it in a field."""
+    if kept.json is not None:
+        return f"all are in {kept.json}"
+    return "--out DIR or --json FILE keeps all" if case.file else f"{field} of the result has all"
+
+
+def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[tuple[str, str]]:
+    """Return (command, purpose) pairs for what to do next; `number` is that of the first finding."""
+    select = f"{shlex.quote(case.file)} -k {shlex.quote(case.name)}"
+    steps: list[tuple[str, str]] = []
+    if case.verdict == "skipped":
+        return steps
+    if case.saver_file or case.saved_by:
+        return _advise_pair(case, command, kept.folder)
+    if not case.file:  # it came from Python: there is no command that repeats it
+        return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
+    if kept.run is not None and case.verdict == "mismatch":
+        explain = f"moeverify explain {shlex.quote(str(kept.run))} {number}"
+        steps.append((explain, "the evidence of the first finding"))
+    question = next((each.follow_up for each in case.findings if each.follow_up), None)
+    if question is not None and not question.answer:
+        changes = "".join(f" --set layout.{name}={value}" for name, value in question.layout.items())
+        apart = f"moeverify run {select}{_keep_options(command, _KEPT)}{changes}"
+        steps.append((apart, f"a layout under which {' and '.join(question.axes[:2])} are not alike"))
+    if kept.folder is None:
+        place = shlex.quote(f"runs/{case.name}")
+        again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"
+        steps.append((again, "repeat it alone and keep all of it"))
+    else:
+        run, page = (shlex.quote(str(path)) for path in (kept.folder, kept.folder / "report.html"))
+        steps.append((f"moeverify report {run} --html {page}", "all findings on a page"))
+        again = f"moeverify run {select}{_keep_options(command, _KEPT)}"
+        steps.append((again, "repeat it alone"))
+    if case.verdict == "mismatch":
+        steps.append(
+            (f"moeverify mesh {select}{_keep_options(command, ('--set',))}", "which rank holds what")
+        )
+    else:
+        steps.append(("moeverify doctor", "what this machine can do"))
+    return steps
+
+
+def _advise_pair(case: CaseResult, command: str, folder: Path | None) -> list[tuple[str, str]]:
+    """Return the command that repeats the pair, with the few others of its cases."""
+    files = list(dict.fromkeys(file for file in (case.saver_file, case.file) if file))
+    if not files:
+        return []
+    again = f"moeverify reshard {shlex.join(files)}{_keep_options(command, _KEPT)}"
+    if folder is None:
+        return [(f"{again} --out runs/reshard", "repeat it with few others and keep all of it")]
+    return [(again, "repeat it with few others")]
+
+
+def _keep_options(command: str, names: tuple[str, ...]) -> str:
+    """Return the named options of a command line with their values, each with a space before it."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote without its end: the command was not written by a shell
+        return ""
+    kept: list[str] = []
+    for position, word in enumerate(words):
+        if word in names and position + 1 < len(words):
+            kept += [word, words[position + 1]]
+        elif word.startswith(tuple(f"{name}=" for name in names)):
+            kept.append(word)
+    return "".join(f" {shlex.quote(word)}" for word in kept)

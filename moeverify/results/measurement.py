@@ -1,0 +1,90 @@
+"""What `moeverify bench` measures, as plain data. No torch.
+
+Units: seconds, bytes, bytes a second, operations a second; of one rank, the slowest where they differ.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from moeverify.results.finding import Record
+
+
+class Spread(Record):
+    """The middle and the ends of repeated measurements."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value."""
+        return cls(median=statistics.median(values), least=min(values), most=max(values))
+
+
+class Traffic(Record):
+    """One kind of collective in one step: how often, for how long, and what it moved.
+
+    `seconds` is the time it occupied, overlapped with computation or not, waiting for slower ranks included.
+    `bus_bandwidth` is what the busiest link carried, as nccl-tests count it; None where the profiler saw no
+    sizes.
+    """
+
+    kind: str
+    count: int
+    seconds: float
+    payload: float | None = None
+    bus_bandwidth: float | None = None
+
+
+class Floors(Record):
+    """What parts of the machine do alone, measured on the ranks of the case before it.
+
+    `matmul` is one large matrix product in the precision of the recipe; `experts` are the experts of one layer,
+    forward and backward, with as many tokens as they get on average, alone on each rank. Collectives are by
+    kind, bus bandwidth.
+    """
+
+    matmul: float
+    experts: float | None = None
+    collectives: dict[str, float] = Field(default_factory=dict)
+
+
+class Measurement(Record):
+    """What one case costs. `reason` says why there are no numbers.
+
+    `flops` counts model operations a second of one rank: what the layout computes again does not count.
+    `exposed` is the part of a step in which only collectives ran, None where that cannot be told.
+    """
+
+    name: str
+    file: str = ""
+    ranks: int
+    layout: str = ""
+    recipe: str = ""
+    reason: str = ""
+    step: Spread | None = None
+    tokens_per_second: float | None = None
+    flops: float | None = None
+    peak_memory: float | None = None
+    parameters: float | None = None
+    communication: float | None = None
+    exposed: float | None = None
+    traffic: tuple[Traffic, ...] = ()
+    floors: Floors | None = None
+
+
+class BenchResult(Record):
+    """A whole `moeverify bench`: what was asked, on what, and the cases side by side."""
+
+    environment: dict[str, str]
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    warmup: int
+    steps: int
+    cases: tuple[Measurement, ...]

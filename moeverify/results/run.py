@@ -1,0 +1,74 @@
+"""What a run says: the verdicts, checks and findings of its cases, as plain data without torch.
+
+`RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
+`SCHEMA_VERSION` grows whenever one of them changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moeverify.results.finding import CheckResult, Finding, Record, Verdict
+
+SCHEMA_VERSION = 1
+
+
+class RankReport(Record):
+    """What is known of one rank of a launch that failed."""
+
+    rank: int
+    state: Literal["raised", "killed", "hung", "stopped", "lost"]
+    summary: str
+    host: str = ""
+    pid: int = 0
+    stack: str = ""
+    last_collective: str = ""
+
+
+class CaseResult(Record):
+    """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
+
+    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare. Of a pair of
+    `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
+    """
+
+    name: str
+    file: str
+    verdict: Verdict
+    reason: str = ""
+    ranks: int
+    seconds: float
+    recipe: str = ""
+    layout: str = ""
+    checks: tuple[CheckResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    rank_reports: tuple[RankReport, ...] = ()
+    losses: tuple[tuple[float, float], ...] = ()
+    notes: tuple[str, ...] = ()
+    saved_by: str = ""
+    loaded_by: str = ""
+    saver_file: str = ""
+
+
+class RunResult(Record):
+    """A whole run: what was asked, on what, and what came of each case."""
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: Literal["pass", "mismatch", "error"]
+    environment: dict[str, str]
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    launches: int = 0
+    cases: tuple[CaseResult, ...]
+
+
+class Event(Record):
+    """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over."""
+
+    kind: Literal["launch", "golden", "case-start", "case-end"]
+    num_done: int = 0
+    num_total: int = 0
+    case: str = ""
+    detail: str = ""
+    result: CaseResult | None = None

@@ -1,1 +1,0 @@
-"""Runs cases: golden, launch, collect, judge."""

@@ -1,0 +1,1 @@
+"""Weights in the formats of others: Hugging Face, DCP, megablocks."""

@@ -1,0 +1,235 @@
+"""Weights alone as `torch.distributed.checkpoint` stores them: our names, every tensor in chunks.
+
+Any program that loads a distributed checkpoint reads them under any layout. Its tensors are read with torch's
+`weights_only` unpickler; its `.metadata` is a pickle too, which torch itself would load without any guard, and
+which is read here by an unpickler that knows the few classes of a checkpoint's metadata and no other.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from moeverify.errors import FormatError
+from moeverify.weights.description import METADATA, Description
+from moeverify.weights.source import Piece, Read, Spec
+from moeverify.weights.tensor_mapping import Box, Shape, list_tensors
+
+_SAFE = {
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes objects of `_SAFE` and dtypes, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that a checkpoint's metadata may hold."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _SAFE.get(module, set()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
+        found: Any = super().find_class(module, name)
+        return found
+
+
+class DcpSource:
+    """The weights of a model in a distributed checkpoint; a `Source`.
+
+    The stored chunk that was read last is kept, so that reading the pieces of a large one loads it once.
+
+    Raises: FormatError that names the file and the key.
+    """
+
+    def __init__(self, folder: Path, described: Description, drop: Sequence[str] = ()) -> None:
+        self._folder = folder
+        metadata = read_metadata(folder)
+        shapes = list_tensors(described.model)
+        for name in metadata.state_dict_metadata:
+            if name not in shapes and not any(fnmatchcase(name, pattern) for pattern in drop):
+                raise FormatError(
+                    f"{folder / METADATA}: {name} is no tensor of this model; --drop leaves tensors out"
+                )
+        self._chunks = {name: self._find_chunks(metadata, name, shape) for name, shape in shapes.items()}
+        self._places = metadata.storage_data
+        self.specs: Mapping[str, Spec] = {
+            name: Spec(shape, stored.properties.dtype)
+            for name, shape in shapes.items()
+            if isinstance(stored := metadata.state_dict_metadata[name], TensorStorageMetadata)
+        }
+        self.num_bytes_read = 0
+        self._check_files()
+        self._last: tuple[MetadataIndex, Tensor] | None = None
+
+    def _find_chunks(self, metadata: Metadata, name: str, shape: Shape) -> list[ChunkStorageMetadata]:
+        path = self._folder / METADATA
+        stored = metadata.state_dict_metadata.get(name)
+        if stored is None:
+            raise FormatError(f"{path}: {name} is missing")
+        if not isinstance(stored, TensorStorageMetadata):
+            raise FormatError(f"{path}: {name} is no tensor")
+        if tuple(stored.size) != shape:
+            raise FormatError(f"{path}: {name} has shape {tuple(stored.size)}, and the model {shape}")
+        if sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks) != torch.Size(shape).numel():
+            raise FormatError(f"{path}: the chunks of {name} are not the whole of it")
+        return list(stored.chunks)
+
+    def _check_files(self) -> None:
+        ends: dict[Path, int] = {}
+        for place in self._places.values():
+            file = self._folder / place.relative_path
+            if file.parent != self._folder:
+                raise FormatError(
+                    f"{self._folder / METADATA}: {place.relative_path} is outside of the folder"
+                )
+            ends[file] = max(ends.get(file, 0), place.offset + place.length)
+        for file, end in ends.items():
+            if not file.exists():
+                raise FormatError(f"{file}: the file is missing")
+            if file.stat().st_size < end:
+                raise FormatError(f"{file}: it is cut off at {file.stat().st_size} of {end} bytes")
+
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with a box of the tensor `name`; see `Source`."""
+        for chunk in self._chunks[name]:
+            shared = [
+                range(max(at, indices.start), min(at + size, indices.stop))
+                for at, size, indices in zip(chunk.offsets, chunk.sizes, box, strict=True)
+            ]
+            if all(shared):
+                stored = self._load(name, chunk)
+                here = tuple(
+                    slice(r.start - i.start, r.stop - i.start) for r, i in zip(shared, box, strict=True)
+                )
+                there = tuple(
+                    slice(r.start - at, r.stop - at) for r, at in zip(shared, chunk.offsets, strict=True)
+                )
+                out[here] = stored[there]
+        return out
+
+    def _load(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        index = MetadataIndex(name, chunk.offsets)
+        if self._last is not None and self._last[0] == index:
+            return self._last[1]
+        self._last = None
+        place = self._places.get(index)
+        if place is None:
+            raise FormatError(f"{self._folder / METADATA}: {name} at {tuple(chunk.offsets)} is nowhere")
+        path = self._folder / place.relative_path
+        try:
+            with path.open("rb") as file:
+                view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise FormatError(f"{path}: {name} cannot be read ({error})") from None
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.shape != chunk.sizes
+            or tensor.dtype != self.specs[name].dtype
+        ):
+            raise FormatError(f"{path}: {name} is not what {METADATA} says")
+        self.num_bytes_read += tensor.nbytes
+        self._last = index, tensor
+        return tensor
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of a distributed checkpoint; nothing but metadata is made of what the file says.
+
+    Raises: FormatError.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # a broken pickle raises whatever its bytes happen to mean
+        raise FormatError(f"{path}: it is no metadata of a distributed checkpoint ({error})") from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise FormatError(f"{path}: it is no metadata of a distributed checkpoint")
+    return metadata
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer each piece when it is about to be written.
+
+    The writer keeps every tensor until its file is closed: all of them may share one piece of memory.
+    """
+
+    def __init__(self, pieces: Mapping[MetadataIndex, Piece], read: Read) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the values of one item of the plan."""
+        return self._read(self._pieces[write_item.index])
+
+
+class DcpSink:
+    """A distributed checkpoint in the making; a `Sink`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, pieces: Sequence[Piece], read: Read) -> None:
+        """Write all pieces, one chunk each; see `Sink`."""
+        by_index = {_index(piece): piece for piece in pieces}
+        items = [_plan(index, piece) for index, piece in by_index.items()]
+        # Nothing is copied ahead: on a machine with a GPU that would hold several pieces.
+        writer = FileSystemWriter(self._folder, thread_count=1, per_thread_copy_ahead=0)
+        writer.set_up_storage_writer(True)
+        [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+        results = writer.write_data(plan, _Planner(by_index, read)).wait()
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for item in items:
+            assert item.tensor_data is not None
+            chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
+        tensors = {
+            piece.name: TensorStorageMetadata(
+                TensorProperties(piece.spec.dtype), torch.Size(piece.spec.shape), chunks[piece.name]
+            )
+            for piece in pieces
+        }
+        writer.finish(Metadata(dict(tensors)), [results])
+
+
+def _index(piece: Piece) -> MetadataIndex:
+    offsets = torch.Size([piece.rows.start, *(0 for _ in piece.spec.shape[1:])])
+    return MetadataIndex(piece.name, offsets)
+
+
+def _plan(index: MetadataIndex, piece: Piece) -> WriteItem:
+    assert index.offset is not None
+    sizes = torch.Size([len(indices) for indices in piece.box])
+    data = TensorWriteData(
+        ChunkStorageMetadata(index.offset, sizes),
+        TensorProperties(piece.spec.dtype),
+        torch.Size(piece.spec.shape),
+    )
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)

@@ -1,0 +1,36 @@
+"""Weights as Hugging Face publishes them: safetensors under a family's names, one tensor an expert and matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moeverify.weights.description import Description
+from moeverify.weights.safetensors_files import SafetensorsSink, SafetensorsSource
+from moeverify.weights.source import Spec
+from moeverify.weights.tensor_mapping import Slabs, list_tensors, map_names
+
+
+def open_huggingface(folder: Path, described: Description, drop: Sequence[str] = ()) -> SafetensorsSource:
+    """Return the weights of a folder; those whose keys match `drop` are left out.
+
+    Raises: FormatError that names the file and the key.
+    """
+    return SafetensorsSource(folder, _map(described), list_tensors(described.model), drop)
+
+
+def create_huggingface(
+    folder: Path, described: Description, specs: Mapping[str, Spec], shard_bytes: int
+) -> SafetensorsSink:
+    """Return the folder's weights in the making.
+
+    Raises: FormatError where the model is of no family.
+    """
+    # transformers refuses a file whose header does not say this.
+    metadata = {"format": "pt"}
+    return SafetensorsSink(folder, _map(described), specs, shard_bytes=shard_bytes, metadata=metadata)
+
+
+def _map(described: Description) -> Slabs:
+    family = described.family
+    return map_names(list_tensors(described.model), family.names, f"the family {family.model_type}")

@@ -1,0 +1,64 @@
+"""Weights with the experts as megablocks has them: all of a layer in one matrix a projection.
+
+Letters: E experts, H hidden, F expert hidden. `experts.mlp.w1` (gate), `v1` (up) and `w2` (down) are (E * F, H):
+expert e has the rows from e * F, and those of `w2` are the columns of its down projection. Under
+`layers.N.moe.` stand the keys of a `dMoE` with `mlp_type="glu"`; everything else has our own names.
+
+Source: megablocks 0.10.0, layers/glu.py and layers/router.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moeverify.errors import FormatError
+from moeverify.weights.description import Description
+from moeverify.weights.safetensors_files import SafetensorsSink, SafetensorsSource
+from moeverify.weights.source import Spec
+from moeverify.weights.tensor_mapping import Form, Shape, Slab, Slabs, list_tensors
+
+_EXPERTS: Mapping[str, tuple[str, Form]] = {
+    ".moe.experts.gate": (".moe.experts.mlp.w1", "rows"),
+    ".moe.experts.up": (".moe.experts.mlp.v1", "rows"),
+    ".moe.experts.down": (".moe.experts.mlp.w2", "columns"),
+}
+_ROUTER = (".moe.router.weight", ".moe.router.layer.weight")
+
+
+def open_megablocks(folder: Path, described: Description, drop: Sequence[str] = ()) -> SafetensorsSource:
+    """Return the weights of a folder; those whose keys match `drop` are left out.
+
+    Raises: FormatError that names the file and the key.
+    """
+    shapes = list_tensors(described.model)
+    return SafetensorsSource(folder, map_experts(shapes), shapes, drop)
+
+
+def create_megablocks(
+    folder: Path, described: Description, specs: Mapping[str, Spec], shard_bytes: int
+) -> SafetensorsSink:
+    """Return the folder's weights in the making.
+
+    Raises: FormatError for experts with biases, which megablocks' gated experts do not have.
+    """
+    slabs = map_experts(list_tensors(described.model))
+    return SafetensorsSink(folder, slabs, specs, shard_bytes=shard_bytes, metadata={"format": "pt"})
+
+
+def map_experts(shapes: Mapping[str, Shape]) -> Slabs:
+    """Return the slabs of a model's tensors in this layout."""
+    return {name: (_map_one(name, shape),) for name, shape in shapes.items()}
+
+
+def _map_one(name: str, shape: Shape) -> Slab:
+    for ours, (theirs, form) in _EXPERTS.items():
+        if name.endswith(f"{ours}_bias"):
+            raise FormatError(f"megablocks' gated experts have no biases, and {name} is one")
+        if name.endswith(ours):
+            num_experts, first, second = shape
+            size, hidden = (first, second) if form == "rows" else (second, first)
+            return Slab(name.removesuffix(ours) + theirs, (num_experts * size, hidden), form, size)
+    if name.endswith(_ROUTER[0]):
+        return Slab(name.removesuffix(_ROUTER[0]) + _ROUTER[1], shape)
+    return Slab(name, shape)

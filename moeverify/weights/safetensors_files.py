@@ -1,0 +1,187 @@
+"""Folders of safetensors files: any box of them read, and large ones written piece by piece.
+
+Reading goes through the library, which checks a file's header against its size. Its writer takes all tensors of
+a file at once, so files are written here: 8 bytes with the length of the header, the header as JSON, the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moeverify.dtype_names import DTYPE_NAMES
+from moeverify.errors import FormatError
+from moeverify.weights.safetensors_index import INDEX, SINGLE, read_index
+from moeverify.weights.source import PIECE_BYTES, Piece, Read, Spec
+from moeverify.weights.tensor_mapping import Box, Shape, Slabs, find_windows
+
+# How much is read through one mapping of a file: its pages count as this process's memory until it is closed.
+_MAPPED_BYTES = PIECE_BYTES
+
+
+class SafetensorsSource:
+    """The weights of a model in a folder of safetensors files; a `Source`.
+
+    Everything but the values is checked when this is made: every tensor must be there in its shape, and no
+    other, unless its key matches `drop`.
+
+    Raises: FormatError that names the file and the key.
+    """
+
+    def __init__(
+        self, folder: Path, slabs: Slabs, shapes: Mapping[str, Shape], drop: Sequence[str] = ()
+    ) -> None:
+        self._slabs = slabs
+        self._places = read_index(folder, slabs, drop)
+        self.specs: Mapping[str, Spec] = {name: Spec(shapes[name], self._find_dtype(name)) for name in slabs}
+        self.num_bytes_read = 0
+        self._open: tuple[Path, Any] | None = None
+        self._num_mapped = 0
+
+    def _find_dtype(self, name: str) -> torch.dtype:
+        places = [self._places[slab.key] for slab in self._slabs[name]]
+        for slab, place in zip(self._slabs[name], places, strict=True):
+            if place.dtype != places[0].dtype:
+                raise FormatError(
+                    f"{place.file}: {slab.key} is {place.dtype}, and {self._slabs[name][0].key} of the same "
+                    f"stack {places[0].dtype}"
+                )
+        return places[0].dtype
+
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with a box of the tensor `name`; see `Source`."""
+        for window in find_windows(self._slabs[name], box):
+            stored = self._read_stored(window.key, window.stored)
+            part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target is 1 long
+            target = tuple(
+                slice(indices.start - whole.start, indices.stop - whole.start)
+                for indices, whole in zip(window.target, box, strict=True)
+            )
+            out[target] = part
+        return out
+
+    def _read_stored(self, key: str, box: Box) -> Tensor:
+        path = self._places[key].file
+        if self._open is None or self._open[0] != path or self._num_mapped > _MAPPED_BYTES:
+            self._open = None
+            self._open, self._num_mapped = (path, safe_open(path, framework="pt")), 0
+        index = tuple(slice(indices.start, indices.stop) for indices in box)
+        try:
+            part = cast(Tensor, self._open[1].get_slice(key)[index])
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{path}: {key}: {error}") from None
+        self._num_mapped += part.nbytes
+        self.num_bytes_read += part.nbytes
+        return part
+
+
+class SafetensorsSink:
+    """A folder of safetensors files in the making; a `Sink`.
+
+    Files hold at most `shard_bytes`, unless one tensor is larger. `metadata` stands in each header. The folder
+    is whole when `write` has returned.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        slabs: Slabs,
+        specs: Mapping[str, Spec],
+        *,
+        shard_bytes: int,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._folder = folder
+        self._slabs = slabs
+        self._metadata = metadata
+        stored = {slab.key: Spec(slab.shape, specs[name].dtype) for name in slabs for slab in slabs[name]}
+        self._stored = stored
+        self._shards = _fill_shards(stored, shard_bytes)
+        self._offsets: dict[str, tuple[int, int]] = {}
+
+    def write(self, pieces: Sequence[Piece], read: Read) -> None:
+        """Write all pieces; see `Sink`."""
+        files: list[int] = []
+        try:
+            names = self._name_files()
+            for number, (name, keys) in enumerate(zip(names, self._shards, strict=True)):
+                files.append(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                self._begin(files[-1], number, keys)
+            for piece in pieces:
+                self._write_piece(files, piece, read(piece))
+            for file in files:
+                os.fsync(file)
+        finally:
+            for file in files:
+                os.close(file)
+        if len(names) > 1:
+            self._write_index(names)
+
+    def _name_files(self) -> list[str]:
+        total = len(self._shards)
+        if total == 1:
+            return [SINGLE]
+        return [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+
+    def _begin(self, file: int, number: int, keys: Sequence[str]) -> None:
+        """Write the header of a file, and give the file its size."""
+        header: dict[str, Any] = {"__metadata__": dict(self._metadata)}
+        at = 0
+        for key in keys:
+            spec = self._stored[key]
+            span = [at, at + spec.num_bytes]
+            header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+            at = span[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them
+        _write_at(file, len(text).to_bytes(8, "little") + text, 0)
+        for key in keys:
+            self._offsets[key] = number, 8 + len(text) + header[key]["data_offsets"][0]
+        os.ftruncate(file, 8 + len(text) + at)
+
+    def _write_piece(self, files: Sequence[int], piece: Piece, values: Tensor) -> None:
+        for window in find_windows(self._slabs[piece.name], piece.box):
+            rows = window.target[0]
+            part = values[rows.start - piece.rows.start : rows.stop - piece.rows.start]
+            if window.is_transposed:
+                part = part.squeeze(0).T
+            number, start = self._offsets[window.key]
+            stored = self._stored[window.key]
+            row = stored.num_bytes // max(stored.shape[0], 1)
+            _write_at(files[number], _as_bytes(part), start + window.stored[0].start * row)
+
+    def _write_index(self, names: Sequence[str]) -> None:
+        places = {key: name for name, keys in zip(names, self._shards, strict=True) for key in keys}
+        total = sum(spec.num_bytes for spec in self._stored.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _fill_shards(stored: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key, spec in stored.items():
+        if shards[-1] and size + spec.num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += spec.num_bytes
+    return shards
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:  # one call writes at most 2 GiB
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written

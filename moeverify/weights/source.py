@@ -1,0 +1,141 @@
+"""What weights are read from and written to: any box of any tensor in, pieces in order out."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeverify.layout.region import Indices, Region
+from moeverify.weights.tensor_mapping import Box, Shape
+
+PIECE_BYTES = 64 * 2**20
+"""How much of a tensor is in memory at a time, unless one row of it (of a stack: one expert) is larger."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The shape and dtype of one tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how large the tensor is."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive indices of dim 0 of the tensor `name`."""
+
+    name: str
+    rows: range
+    spec: Spec
+
+    @property
+    def box(self) -> Box:
+        """Return the piece as a box."""
+        return (self.rows, *(range(size) for size in self.spec.shape[1:]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how large the piece is."""
+        return len(self.rows) * math.prod(self.spec.shape[1:]) * self.spec.dtype.itemsize
+
+
+Read = Callable[[Piece], Tensor]
+"""The values of a piece, which are good until the next piece is read."""
+
+
+class Buffer:
+    """Memory that every piece is read into in its turn.
+
+    Not from the allocator: its heap would grow by a piece now and then, and a large model has many.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._memory = mmap.mmap(-1, max((piece.num_bytes for piece in pieces), default=0) or 1)
+
+    def place(self, piece: Piece) -> Tensor:
+        """Return a tensor for a piece; the one before it is no longer good."""
+        shape = [len(indices) for indices in piece.box]
+        return torch.frombuffer(self._memory, dtype=piece.spec.dtype, count=math.prod(shape)).view(shape)
+
+
+class Source(Protocol):
+    """Weights that can be read. `num_bytes_read` counts what was taken from the files so far."""
+
+    specs: Mapping[str, Spec]
+    num_bytes_read: int
+
+    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+        """Fill `out` with the box of the tensor `name`, in its stored dtype, and return it."""
+        ...
+
+
+class Sink(Protocol):
+    """A place for weights."""
+
+    def write(self, pieces: Sequence[Piece], read: Read) -> None:
+        """Write all pieces, each read when its turn comes."""
+        ...
+
+
+def cut(specs: Mapping[str, Spec]) -> list[Piece]:
+    """Return all tensors cut into pieces of about `PIECE_BYTES`, each at least one row."""
+    pieces = []
+    for name, spec in specs.items():
+        size = spec.shape[0]
+        row = max(math.prod(spec.shape[1:]) * spec.dtype.itemsize, 1)
+        step = max(PIECE_BYTES // row, 1)
+        pieces += [Piece(name, range(at, min(at + step, size)), spec) for at in range(0, size, step)]
+    return pieces
+
+
+def read_region(source: Source, name: str, region: Region) -> Tensor:
+    """Return a region of the tensor `name`, in the region's local shape, and read little else of the files."""
+    dtype = source.specs[name].dtype
+    if region.flat is not None:
+        return _read_run(source, name, region)
+    local = torch.empty(region.local_shape, dtype=dtype)
+    for box, target in _cut_region(region):
+        source.read(name, box, local[target])
+    return local
+
+
+def _read_run(source: Source, name: str, region: Region) -> Tensor:
+    """Read the rows that a run of the flattened tensor touches, and keep the run."""
+    assert region.flat is not None
+    run = region.flat
+    if not run:
+        return torch.empty(0, dtype=source.specs[name].dtype)
+    row = math.prod(region.shape[1:])
+    first, last = run.start // row, (run.stop - 1) // row
+    box = (range(first, last + 1), *(range(size) for size in region.shape[1:]))
+    rows = torch.empty([len(indices) for indices in box], dtype=source.specs[name].dtype)
+    return source.read(name, box, rows).flatten()[run.start - first * row : run.stop - first * row]
+
+
+def _cut_region(region: Region) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+    """Yield the boxes of consecutive indices that make a region, with where each lies in its local tensor."""
+    parts: list[tuple[Box, tuple[slice, ...]]] = [((), ())]
+    for indices in region.dims:
+        runs = list(_find_runs(indices))
+        parts = [((*box, run), (*target, at)) for box, target in parts for run, at in runs]
+    yield from parts
+
+
+def _find_runs(indices: Indices) -> Iterator[tuple[range, slice]]:
+    numbered = enumerate(indices)
+    for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+        run = list(group)
+        (start, first), (stop, last) = run[0], run[-1]
+        yield range(first, last + 1), slice(start, stop + 1)

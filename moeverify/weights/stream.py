@@ -1,0 +1,101 @@
+"""Weights from one format into another, piece by piece."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from moeverify.weights.dcp import DcpSink, DcpSource
+from moeverify.weights.description import Description, Kind, find_kind, read_description, write_description
+from moeverify.weights.folder import check_room, make_folder
+from moeverify.weights.huggingface import create_huggingface, open_huggingface
+from moeverify.weights.megablocks import create_megablocks, open_megablocks
+from moeverify.weights.source import Buffer, Piece, Sink, Source, Spec, cut
+
+SHARD_BYTES = 5 * 10**9
+
+Progress = Callable[[str, int, int], None]
+"""The tensor that is read, bytes done, bytes in all."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted."""
+
+    source_kind: Kind
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+
+
+def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> Source:
+    """Return the weights of a folder in any of the formats; `described` says which model if the folder does not.
+
+    Raises: FormatError that names the file and the key.
+    """
+    kind = find_kind(folder)
+    described = described or read_description(folder)
+    if kind == "dcp":
+        return DcpSource(folder, described, drop)
+    return (open_megablocks if kind == "megablocks" else open_huggingface)(folder, described, drop)
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    to: Kind,
+    *,
+    described: Description | None = None,
+    drop: Sequence[str] = (),
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: Progress = lambda name, done, total: None,
+) -> Conversion:
+    """Write the weights of the folder `source` in another format to the folder `destination`, bit for bit.
+
+    About one piece of 64 MiB, or one expert's matrix if that is larger, is in memory at a time; the stored tensor
+    of a foreign distributed checkpoint is read whole. The destination appears when it is complete.
+
+    Raises: FormatError that names file and key of what is wrong with the source; CaseError where the destination
+    exists; MachineError where the disk does not take it.
+    """
+    kind = find_kind(source)
+    described = described or read_description(source)
+    weights = open_source(source, described, drop)
+    pieces = cut(weights.specs)
+    buffer = Buffer(pieces)
+    total = sum(spec.num_bytes for spec in weights.specs.values())
+    done = 0
+
+    def read(piece: Piece) -> Tensor:
+        nonlocal done
+        on_progress(piece.name, done, total)
+        values = weights.read(piece.name, piece.box, buffer.place(piece))
+        done += piece.num_bytes
+        return values
+
+    with make_folder(destination) as folder:
+        check_room(destination, total)
+        write_description(folder, to, described, _name_dtype(weights.specs))
+        _create(folder, to, described, weights.specs, shard_bytes).write(pieces, read)
+        num_files = sum(path.suffix in {".safetensors", ".distcp"} for path in folder.iterdir())
+        on_progress("", done, total)
+    return Conversion(kind, len(weights.specs), total, num_files)
+
+
+def _create(
+    folder: Path, kind: Kind, described: Description, specs: Mapping[str, Spec], shard_bytes: int
+) -> Sink:
+    if kind == "dcp":
+        return DcpSink(folder)
+    create = create_megablocks if kind == "megablocks" else create_huggingface
+    return create(folder, described, specs, shard_bytes)
+
+
+def _name_dtype(specs: Mapping[str, Spec]) -> str:
+    """Return the dtype of most tensors, as config.json names it."""
+    [(dtype, _)] = Counter(spec.dtype for spec in specs.values()).most_common(1)
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,98 @@
+"""Where the tensors of our model lie among the tensors of a file: stacked or one by one, transposed or not.
+
+Letters: E experts, H hidden, F expert hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeverify.case.schema import ReferenceModel
+from moeverify.errors import FormatError
+from moeverify.model.transformer import Transformer
+from moeverify.weights.names import Names
+
+Shape = tuple[int, ...]
+Box = tuple[range, ...]
+Form = Literal["same", "row", "rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The stored tensor `key` of `shape`, and what it is of one of ours.
+
+    `same`: all of it. `row`: what is at `number` of dim 0. `rows`: ours of (E, F, H) as (E * F, H), with
+    `number` = F. `columns`: ours of (E, H, F), each expert transposed, as (E * F, H), with `number` = F.
+    """
+
+    key: str
+    shape: Shape
+    form: Form = "same"
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A box of the stored tensor `key`; `target` is the box of our tensor that it is, transposed or not."""
+
+    key: str
+    stored: Box
+    target: Box
+    is_transposed: bool = False
+
+
+Slabs = Mapping[str, Sequence[Slab]]
+"""For each tensor of our model the stored ones that together are it."""
+
+
+def list_tensors(model: ReferenceModel) -> dict[str, Shape]:
+    """Return the shape of every parameter and persistent buffer of a model, in its order; tied ones once."""
+    built = Transformer(model, device="meta")
+    return {name: tuple(tensor.shape) for name, tensor in built.state_dict(keep_vars=True).items()}
+
+
+def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> Slabs:
+    """Return the slabs of a model's tensors under a table of names; `what` names the format in an error.
+
+    Raises: FormatError with the first tensor that the table does not have.
+    """
+    slabs: dict[str, tuple[Slab, ...]] = {}
+    for name, shape in shapes.items():
+        layer = re.search(r"(?<=^layers\.)\d+", name)
+        theirs = names.get(re.sub(r"^layers\.\d+", "layers.{layer}", name))
+        if theirs is None:
+            raise FormatError(f"{what} has no name for {name}")
+        theirs = theirs.replace("{layer}", layer[0] if layer else "")
+        if "{expert}" in theirs:
+            slabs[name] = tuple(
+                Slab(theirs.replace("{expert}", str(expert)), shape[1:], "row", expert)
+                for expert in range(shape[0])
+            )
+        else:
+            slabs[name] = (Slab(theirs, shape),)
+    return slabs
+
+
+def find_windows(slabs: Sequence[Slab], box: Box) -> Iterator[Window]:
+    """Yield the windows that together are `box` of our tensor, in the order of its dim 0."""
+    form = slabs[0].form
+    if form == "same":
+        yield Window(slabs[0].key, box, box)
+    elif form == "row":
+        for slab in slabs[box[0].start : box[0].stop]:
+            yield Window(slab.key, box[1:], (range(slab.number, slab.number + 1), *box[1:]))
+    else:
+        yield from _cut_stack(slabs[0], box)
+
+
+def _cut_stack(slab: Slab, box: Box) -> Iterator[Window]:
+    is_transposed = slab.form == "columns"
+    experts, first, second = box
+    inner, outer = (second, first) if is_transposed else (first, second)
+    for expert in experts:
+        rows = range(expert * slab.number + inner.start, expert * slab.number + inner.stop)
+        target = (range(expert, expert + 1), first, second)
+        yield Window(slab.key, (rows, outer), target, is_transposed)

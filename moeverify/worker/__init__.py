@@ -1,0 +1,1 @@
+"""What the ranks do: verify, diagnose, record goldens, reshard. Started by `moeverify.controller`."""

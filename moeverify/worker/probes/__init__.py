@@ -1,0 +1,1 @@
+"""Probes of torch and of collectives on this machine."""

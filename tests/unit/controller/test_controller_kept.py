@@ -1,0 +1,73 @@
+"""Clean runs in parts: what is kept is not run again, and never mixed with what other code has said."""
+
+import pytest
+
+from moeverify.controller import clean_matrix as clean
+from moeverify.controller import kept
+from moeverify.controller.kept import KeptRows
+from moeverify.controller.options import RunOptions
+from moeverify.errors import CaseError, FormatError
+from moeverify.results.benchmark import CleanRow
+from moeverify.results.run import CaseResult, Event
+
+HERE = {"torch": "2.13"}
+
+
+def row(name, verdict="pass"):
+    return CleanRow(name=name, group="float64", verdict=verdict, worst=0.5)
+
+
+def test_rows_are_read_again_and_a_cut_off_one_is_not(tmp_path):
+    path = tmp_path / "rows"
+    KeptRows(path, HERE).add(row("a"))
+    KeptRows(path, HERE).add(row("b", "mismatch"))
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    again = KeptRows(path, HERE)
+    assert list(again.rows) == ["a"]
+    again.add(row("b", "mismatch"))
+    assert path.read_text() == whole
+
+
+def test_rows_of_other_code_or_another_machine_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    KeptRows(path, HERE).add(row("a"))
+    with pytest.raises(CaseError, match="other code or on another machine"):
+        KeptRows(path, {"torch": "2.11"})
+    monkeypatch.setattr(kept, "code_version", lambda: "0")
+    with pytest.raises(CaseError, match="other code or on another machine"):
+        KeptRows(path, HERE)
+
+
+@pytest.mark.parametrize("text", ["no JSON\n", "{}\n{}\n"])
+def test_a_file_of_somebody_else_is_refused(tmp_path, text):
+    path = tmp_path / "rows"
+    path.write_text(text)
+    with pytest.raises((FormatError, CaseError)):
+        KeptRows(path, HERE)
+    assert path.read_text() == text
+
+
+def test_only_what_is_left_is_run(tmp_path, monkeypatch):
+    runs = clean.choose_clean(1)[:3]
+    names = [case.name for _, case, _ in runs]
+    started = []
+
+    def run_cases(cases, options, on_event):
+        for case in cases:
+            started.append(case.name)
+            ended = CaseResult(name=case.name, file="", verdict="pass", ranks=2, seconds=1.0)
+            on_event(Event(kind="case-end", case=case.name, result=ended))
+
+    monkeypatch.setattr(clean, "run_cases", run_cases)
+    rows = KeptRows(tmp_path / "rows", HERE)
+    rows.add(row(names[1], "mismatch"))
+    found = clean.run_clean(runs, RunOptions(), lambda event: None, rows)
+    assert started == [names[0], names[2]]
+    assert [(each.name, each.verdict) for each in found] == [
+        (names[0], "pass"),
+        (names[1], "mismatch"),
+        (names[2], "pass"),
+    ]
+    assert clean.run_clean(runs, RunOptions(), lambda event: None, KeptRows(rows.path, HERE)) == found
+    assert len(started) == 2

@@ -1,0 +1,65 @@
+"""A conversion holds a few pieces in memory, whatever the size of the tensors and of the model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeverify.case.schema import MoE, ReferenceModel
+from moeverify.weights import source
+from moeverify.weights.description import Description, write_description
+from moeverify.weights.source import Piece, Spec, cut
+from moeverify.weights.stream import _create, convert
+from moeverify.weights.tensor_mapping import list_tensors
+
+PIECE = 8 * 2**20
+MODEL = ReferenceModel(
+    vocab_size=32768,
+    hidden=1024,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=16,
+    ffn_hidden=1024,
+    moe=MoE(num_experts=16, top_k=2, expert_hidden=1024),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The weights of a model of 235 MB in every format; its largest tensor has 67 MB."""
+    root = tmp_path_factory.mktemp("memory")
+    specs = {name: Spec(shape, torch.bfloat16) for name, shape in list_tensors(MODEL).items()}
+    assert sum(spec.num_bytes for spec in specs.values()) > 230e6
+    assert max(spec.num_bytes for spec in specs.values()) > 8 * PIECE - 1
+
+    def read(piece: Piece) -> torch.Tensor:
+        return torch.full([len(indices) for indices in piece.box], 0.5, dtype=torch.bfloat16)
+
+    described = Description(MODEL)
+    (root / "hf").mkdir()
+    write_description(root / "hf", "hf", described, "bfloat16")
+    _create(root / "hf", "hf", described, specs, 10**9).write(cut(specs), read)
+    convert(root / "hf", root / "megablocks", "megablocks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "PIECE_BYTES", PIECE)
+        convert(root / "hf", root / "dcp", "dcp")
+    return {kind: root / kind for kind in ("hf", "megablocks", "dcp")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"), [("hf", "dcp"), ("hf", "hf"), ("dcp", "hf"), ("dcp", "megablocks"), ("megablocks", "dcp")]
+)
+def test_memory_is_bounded_by_pieces(kind: str, to: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    start.symlink_to(folders[kind])
+    script = Path(__file__).with_name("measure_peak.py")
+    command = [sys.executable, str(script), str(start), to, str(PIECE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # A piece, what it is made of (mapped, or the stored chunk), and what a writer may copy of it; what is
+    # imported and made at the first use takes 27 MB.
+    assert int(done.stdout) < 4 * PIECE + 40e6
