@@ -6,29 +6,48 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	$$name -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$name; break; }; done)
 CASES ?= cases/*.yaml
 TRITON ?= 3.9.0
+# `no` leaves megablocks out: its cases are then skipped, and the report says so.
+MEGABLOCKS ?= yes
 
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify test lint golden megablocks clean
+.PHONY: verify test test-fast lint golden samples hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL: # each set of packages goes into the same virtual environment
 
-verify: $(VENV)/installed ## Verify all cases
+verify: $(VENV)/installed try-megablocks ## Verify all cases
 	$(BIN)/moeverify run $(CASES)
 
-test: $(VENV)/installed-test ## Run the tests, and the cases as tests
+test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as tests
 	$(BIN)/python -m pytest tests cases -n 2 --dist loadfile --durations 12
 
-lint: $(VENV)/installed-lint ## Check style, types and the rules of the house
+test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'
+
+lint: $(VENV)/installed-lint ## Check style, spelling, types and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/arch
+
+hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files in every commit from now on
+	$(BIN)/pre-commit install
+
+samples: $(VENV)/installed-lint try-megablocks ## Make the outputs and tables that README and docs show anew
+	$(BIN)/python docs/samples.py
 
 golden: $(VENV)/installed ## Record what is missing in golden/, refresh what has changed
 	$(BIN)/moeverify golden $(CASES)
 
 megablocks: $(VENV)/installed-megablocks ## Install megablocks beside a current torch, in spite of its pins
+
+try-megablocks: $(VENV)/installed
+ifneq ($(MEGABLOCKS),no)
+	@$(MAKE) --no-print-directory megablocks || \
+		echo "megablocks could not be installed; its cases will be skipped" >&2
+endif
 
 clean: ## Remove what can be made again, and no golden
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
