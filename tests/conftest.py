@@ -31,7 +31,19 @@ model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2
 data: {batch: 4, seq_len: 4}
 steps: 1
 """
+# All tests of these folders start processes; elsewhere a test or a file says so itself.
+STARTS_PROCESSES = ("debugger", "golden", "ranks")
 CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folders, and skip what needs a GPU where there is none."""
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(folder) and item.path.relative_to(folder).parts[0] in STARTS_PROCESSES:
+            item.add_marker("ranks")
+        if item.get_closest_marker("gpu") is not None and count_gpus() == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from moeverify.results.measurement import BenchResult
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke: Callable[..., Any]) -> None:
     other = tmp_path / "too-large.yaml"

@@ -12,6 +12,7 @@ from moeverify.controller import doctor
 from moeverify.results.probe import Probe
 
 
+@pytest.mark.ranks
 def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
     monkeypatch.setattr(doctor, "TIME_LIMIT", 200.0)
@@ -24,6 +25,7 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["GPUs"].status == "warn"
 
 
+@pytest.mark.ranks
 def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
@@ -38,6 +40,7 @@ def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["average by sum"].value == "returns the sum"
 
 
+@pytest.mark.ranks
 def test_probes_that_time_does_not_suffice_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
     probes = (("fail", 1), ("crash", 2), ("hang", 2))

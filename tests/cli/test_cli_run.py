@@ -18,6 +18,8 @@ import pytest
 import moeverify
 from moeverify.report.formats.json import read_run
 
+pytestmark = pytest.mark.ranks
+
 # A shell that starts pytest in the background has switched SIGINT off for its children.
 CODE = """
 import signal

@@ -31,6 +31,7 @@ def own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         del sys.modules[name]
 
 
+@pytest.mark.ranks
 def test_right_model_is_ok() -> None:
     from my_gpt.model import make, parallelize
 
@@ -42,6 +43,7 @@ def test_right_model_is_ok() -> None:
     assert "golden" not in str(result)
 
 
+@pytest.mark.ranks
 def test_wrong_model_is_not_ok() -> None:
     result = moeverify.verify("my_gpt.model:make", parallelize="my_gpt.wrong:parallelize", **FAST)
     assert not result.ok

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from moeverify.compare.difference import Measured, fingerprint_bits, measure
 
+pytestmark = pytest.mark.slow  # on a CPU the kernels run in Triton's interpreter
+
 SHAPES = [(), (1,), (0, 3), (7,), (33, 5), (6, 500), (3, 1501), (9000,), (513,)]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -147,7 +149,7 @@ def test_nothing_was_observed(module: ModuleType, device: torch.device) -> None:
     assert list(module.Follower(device).results()) == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_a_gpu_while_pieces_are_added() -> None:
     from moeverify.compare.gpu.async_compare import Follower

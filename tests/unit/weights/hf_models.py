@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -91,12 +92,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
     """Return a model of a family in float64, every parameter and selection bias random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     model_type, fields = FAMILIES[name]
-    config = AutoConfig.for_model(model_type, **{**fields, **changes})
+    config = transformers.AutoConfig.for_model(model_type, **{**fields, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
     ).double()
     with torch.no_grad():

@@ -40,6 +40,8 @@ print(saved - before, peak() - saved)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_a_save_and_a_load_need_a_part_of_the_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]

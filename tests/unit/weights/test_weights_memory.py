@@ -16,6 +16,8 @@ from moeverify.weights.source import Piece, Spec, cut
 from moeverify.weights.stream import _create, convert
 from moeverify.weights.tensor_mapping import list_tensors
 
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # each conversion is a process of its own
+
 PIECE = 8 * 2**20
 MODEL = ReferenceModel(
     vocab_size=32768,
