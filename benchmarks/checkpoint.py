@@ -23,6 +23,8 @@ import time
 import warnings
 from pathlib import Path
 
+from output import print_setting, print_table
+
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2
 ROWS, COLUMNS = 2048, 2048  # 16 MiB
@@ -230,22 +232,25 @@ def measure(folder, gigabytes, rounds):
 
 
 def show(taken, gigabytes, rounds):
-    load_average = os.getloadavg()[0]
-    print(
-        f"{gigabytes:.1f} GB, {NUM_RANKS} ranks, {rounds} rounds, {os.cpu_count()} cores, load {load_average:.0f}"
-    )
-    print(
-        f"{'':20}  {'wall s':>7}  {'MB/s':>6}  {'of dcp':>6}  {'CPU s':>6}  {'of dcp':>6}  {'memory MB':>9}"
-    )
+    rows = []
     for (what, way), found in taken.items():
         middle = {key: statistics.median(each[key] for each in found) for key in ("wall", "cpu", "free")}
         base = {key: statistics.median(each[key] for each in taken[what, "dcp"]) for key in ("wall", "cpu")}
-        note = f"  training goes on after {middle['free']:.2f} s" if way == "background" else ""
-        print(
-            f"{f'{what} {way}':20}  {middle['wall']:7.2f}  {gigabytes * 1e3 / middle['wall']:6.0f}"
-            f"  {middle['wall'] / base['wall']:6.2f}  {middle['cpu']:6.2f}  {middle['cpu'] / base['cpu']:6.2f}"
-            f"  {max(each['grown'] for each in found) / 1e6:9.0f}{note}"
+        waits = middle["free"] if way == "background" else middle["wall"]
+        rows.append(
+            (
+                f"{what} {way}",
+                f"{middle['wall']:.2f}",
+                f"{gigabytes * 1e3 / middle['wall']:.0f}",
+                f"{middle['wall'] / base['wall']:.2f}",
+                f"{middle['cpu']:.2f}",
+                f"{middle['cpu'] / base['cpu']:.2f}",
+                f"{max(each['grown'] for each in found) / 1e6:.0f}",
+                f"{waits:.2f}",
+            )
         )
+    headers = ("way", "wall s", "MB/s", "of dcp", "CPU s", "of dcp", "memory MB", "training waits s")
+    print_table(headers, rows, f"{gigabytes:.1f} GB, {NUM_RANKS} ranks, {rounds} rounds:")
 
 
 def main():
@@ -259,6 +264,7 @@ def main():
     if options.rank is not None:
         serve_rank(options.rank, options.gigabytes)
         return
+    print_setting()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measure(Path(folder), options.gigabytes, options.rounds)
 

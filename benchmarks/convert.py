@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from output import print_setting, print_table
+
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("hf", "dcp", "megablocks")
 PAIRS = [(start, to) for start in FORMATS for to in FORMATS if start != to]
@@ -128,13 +130,14 @@ def measure(folder, gigabytes, rounds):
                 grown[name].append(more)
             shutil.rmtree(folder / "out")
     base = statistics.median(seconds["cp"])
-    print(f"{size / 1e9:.2f} GB, {rounds} rounds, {os.cpu_count()} cores")
-    print(f"{'':20}  {'seconds':>8}  {'MB/s':>6}  {'of cp':>6}  {'memory MB':>10}")
+    table = []
     for name, taken in seconds.items():
         middle = statistics.median(taken)
         title = name if name == "cp" else f"{name[0]} to {name[1]}"
         memory = "" if name == "cp" else f"{max(grown[name]) / 1e6:.0f}"
-        print(f"{title:20}  {middle:8.1f}  {size / middle / 1e6:6.0f}  {middle / base:6.2f}  {memory:>10}")
+        table.append((title, f"{middle:.1f}", f"{size / middle / 1e6:.0f}", f"{middle / base:.2f}", memory))
+    headers = ("way", "seconds", "MB/s", "of cp", "memory MB")
+    print_table(headers, table, f"{size / 1e9:.2f} GB, {rounds} rounds:")
 
 
 def main():
@@ -148,6 +151,7 @@ def main():
     if options.convert:
         convert_here(*options.convert)
         return
+    print_setting()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measure(Path(folder), options.gigabytes, options.rounds)
 

@@ -16,6 +16,8 @@ import time
 import timeit
 from pathlib import Path
 
+from output import print_setting, print_table
+
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "debugger" / "programs" / "crowd.py"
 sys.path.insert(0, str(ROOT))
@@ -86,20 +88,27 @@ def main():
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    print_setting()
     from multiprocessing_pdb import MultiprocessingPdb
 
     base, ours = measure_call(plain), measure_call(MultiprocessingPdb().set_trace)
-    print(f"Tra(when=False): {ours:.0f} ns; a plain function: {base:.0f} ns; {ours / base:.2f} x")
-    for module in ("multiprocessing_pdb", "pdb", "pdbpp"):
-        print(f"import {module}: {measure_import(module):.1f} ms")
+    rows = [("Tra(when=False)", f"{ours:.0f} ns"), ("a plain function", f"{base:.0f} ns")]
+    rows += [
+        (f"import {name}", f"{measure_import(name):.1f} ms")
+        for name in ("multiprocessing_pdb", "pdb", "pdbpp")
+    ]
     with tempfile.TemporaryDirectory(prefix="mpdb-cost-", dir="/tmp") as directory:
         os.environ["MPDB_DIR"] = directory
         stopping, first, together, in_turn, text = measure_ask(options.ranks, options.repeats)
-    print(f"{options.ranks} ranks started and stopped after {stopping:.2f} s")
-    print(f"diff of a console just opened, connecting included: {first * 1e3:.0f} ms")
+    rows += [
+        ("all ranks started and stopped", f"{stopping:.2f} s"),
+        ("diff of a console just opened, connecting included", f"{first * 1e3:.0f} ms"),
+        ("diff, all ranks at once", f"{together * 1e3:.0f} ms"),
+        ("p, one rank after the other", f"{in_turn * 1e3:.0f} ms"),
+    ]
+    print_table(("what", "takes"), rows, f"{options.ranks} ranks:")
     print(
-        f"diff, all at once: {together * 1e3:.0f} ms; p, one rank after the other: {in_turn * 1e3:.0f} ms; "
-        f"{in_turn / together:.2f} x"
+        f"\nTra is {ours / base:.2f} x a plain function; one by one takes {in_turn / together:.2f} x all at once"
     )
     print(text)
 

@@ -6,7 +6,8 @@ Three ways over the same cases, in one invocation, with full goldens made before
 `together` is one `moeverify run CASE...`; `alone` is one `moeverify run CASE` for each case; `torchrun` is
 `torchrun --standalone --nproc-per-node RANKS -m moeverify run CASE` for each case; and `training` is torchrun
 over a script that trains the case once and compares nothing: the least that a launch per case can cost.
-Without --cases, all of cases/*.yaml. Seconds are wall time, and user plus system time of all processes.
+Without --cases, all of cases/*.yaml that can run here: what lacks a package or a GPU is left out, and named.
+Seconds are wall time, and user plus system time of all processes.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from output import print_setting, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "split "
@@ -29,6 +32,17 @@ def choose(cases, num_cases):
         return ordered
     last = len(ordered) - 1
     return [ordered[round(place * last / max(1, num_cases - 1))] for place in range(num_cases)]
+
+
+def leave_out(cases):
+    """Return the cases that can run on this machine; say which others there are, and why not."""
+    from moeverify.controller.packages import find_obstacle
+
+    reasons = {case.name: find_obstacle(case, "cpu") for case in cases}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"left out: {name}: {reason}")
+    return [case for case in cases if not reasons[case.name]]
 
 
 def time_command(command):
@@ -121,8 +135,9 @@ def main():
     from moeverify.case.load import load_cases
     from moeverify.controller.machine import default_cache
 
+    print_setting()
     cache = options.cache or default_cache()
-    cases = choose(load_cases(sorted((ROOT / "cases").glob("*.yaml"))), options.cases)
+    cases = choose(leave_out(load_cases(sorted((ROOT / "cases").glob("*.yaml")))), options.cases)
     files = [str(Path(case.file.partition(":")[0])) for case in cases]
     smallest = {}
     for case, file in zip(cases, files, strict=True):
@@ -131,14 +146,11 @@ def main():
     ways = measure(cases, files, cache, with_torchrun=not options.no_torchrun)
     report(cases, ways)
     case = cases[len(cases) // 2]
-    print(f"\n{case.name}, alone on {case.layout.world_size} ranks:")
-    for part, seconds in split_alone(case, cache).items():
-        print(f"  {part:28} {seconds:7.2f} s")
+    rows = [("alone", part, f"{seconds:.2f}") for part, seconds in split_alone(case, cache).items()]
     if "training" in ways:
-        split = ", ".join(
-            f"{name} {seconds:.2f} s" for name, seconds in ways["training"][cases.index(case)][2].items()
-        )
-        print(f"  the same by torchrun, without verification, rank 0: {split}")
+        split = ways["training"][cases.index(case)][2]
+        rows += [("training, rank 0", part, f"{seconds:.2f}") for part, seconds in split.items()]
+    print_table(("way", "part", "s"), rows, f"{case.name} on {case.layout.world_size} ranks:")
 
 
 def measure(cases, files, cache, *, with_torchrun):
@@ -161,14 +173,14 @@ def measure(cases, files, cache, *, with_torchrun):
 def report(cases, ways):
     """Print the seconds of every way, and how many times as long as one launch it takes."""
     ranks = sorted(case.layout.world_size for case in cases)
-    print(f"{len(cases)} cases, ranks {', '.join(map(str, ranks))}; load {os.getloadavg()[0]:.1f}")
     wall_together, cpu_together, _ = ways["together"][0]
+    rows = []
     for way, launches in ways.items():
         wall, cpu = sum(launch[0] for launch in launches), sum(launch[1] for launch in launches)
-        print(
-            f"{way:10} {len(launches):3} launches  wall {wall:8.1f} s ({wall / wall_together:5.2f} x)"
-            f"  CPU {cpu:8.1f} s ({cpu / cpu_together:5.2f} x)"
-        )
+        ratios = (f"{wall / wall_together:.2f} x", f"{cpu / cpu_together:.2f} x")
+        rows.append((way, str(len(launches)), f"{wall:.1f}", ratios[0], f"{cpu:.1f}", ratios[1]))
+    title = f"{len(cases)} cases on {', '.join(map(str, ranks))} ranks:"
+    print_table(("way", "launches", "wall s", "of together", "CPU s", "of together"), rows, title)
 
 
 if __name__ == "__main__":

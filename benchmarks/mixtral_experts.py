@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from output import print_setting, print_table
+
 from moeverify.case.load import load_cases
 from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
@@ -55,27 +57,34 @@ def print_headline(result, options, rows):
     found = {case.name: case for case in result.cases if case.step is not None}
     base = found.get(BASELINE)
     tokens = rows * (4 if options.rehearse else options.seq_len)
-    print(f"\n{options.ranks} ranks, {tokens} tokens a rank and step")
-    print(
-        f"{'layout':16} {'ms a step':>10} {'steps/s':>8} {'memory':>8} {'GiB':>7} {'TFLOP/s':>8} {'of peak':>8}"
-    )
+    rows = []
     for name, case in found.items():
         speed = f"{base.step.median / case.step.median:.2f} x" if base else "-"
         memory = f"{case.peak_memory / base.peak_memory:.2f} x" if base else "-"
-        print(
-            f"{name:16} {case.step.median * 1e3:10.1f} {speed:>8} {memory:>8} {case.peak_memory / 2**30:7.1f} "
-            f"{case.flops / 1e12:8.4g} {100 * case.flops / case.floors.matmul:7.1f}%"
+        step, gib = f"{case.step.median * 1e3:.1f}", f"{case.peak_memory / 2**30:.1f}"
+        speeds = (f"{case.flops / 1e12:.4g}", f"{100 * case.flops / case.floors.matmul:.1f}%")
+        rows.append((name, step, speed, memory, gib, *speeds))
+    headers = ("layout", "ms a step", "steps/s", "memory", "GiB", "TFLOP/s", "of peak")
+    print_table(headers, rows, f"{options.ranks} ranks, {tokens} tokens a rank and step:")
+    alone = [
+        (
+            f"experts, {name}",
+            f"{case.floors.experts / 1e12:.4g} TFLOP/s",
+            f"{share(case):.0f}% of the matrix peak",
         )
-    for name, case in found.items():
-        if case.floors.experts is not None:
-            share = 100 * case.floors.experts / case.floors.matmul
-            print(
-                f"experts alone, {name}: {case.floors.experts / 1e12:.4g} TFLOP/s, {share:.0f}% of the matrix peak"
-            )
+        for name, case in found.items()
+        if case.floors.experts is not None
+    ]
     floors = next(iter(found.values())).floors if found else None
-    for kind, rate in (floors.collectives if floors else {}).items():
-        print(f"{kind} alone: {rate / 1e9:.4g} GB/s bus bandwidth")
+    rates = floors.collectives if floors else {}
+    alone += [(kind, f"{rate / 1e9:.4g} GB/s", "bus bandwidth") for kind, rate in rates.items()]
+    print_table(("alone", "rate", ""), alone)
     print()
+
+
+def share(case):
+    """Return how many percent of the matrix peak the experts reach when nothing else runs."""
+    return 100 * case.floors.experts / case.floors.matmul
 
 
 def main():
@@ -92,6 +101,7 @@ def main():
     parser.add_argument("--json", type=Path, help="a folder for one file a size")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
     options = parser.parse_args()
+    print_setting()
     console = open_console(sys.stdout)
     for rows in options.rows:
         result = bench_cases(

@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from output import print_setting, print_table
+
 ROOT = Path(__file__).resolve().parents[1]
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
@@ -166,24 +168,25 @@ def run_job(context, job):
 
 def show(title, result, num_steps):
     """Print the errors at some steps, TP beside the least and the largest perturbed run."""
+    rows = []
     marks = sorted({0, 1, min(9, num_steps - 1), min(29, num_steps - 1), num_steps - 1})
     for mode in ("free", "forced"):
         noise = [values for run, values in result.items() if run.startswith(f"{mode} perturbed")]
         for kind in ("loss", "gradient", "update", "weight"):
-            cells = []
             for step in marks:
                 least, most = (choose(run[kind][step] for run in noise) for choose in (min, max))
                 tp = result[f"{mode} tp"][kind][step]
                 ratio = tp / most if most else math.nan
-                cells.append(f"step {step + 1}: tp {tp:.1e} noise {least:.1e}..{most:.1e} ratio {ratio:.2g}")
-            print(f"{title:24} {mode:6} {kind:8} " + " | ".join(cells), flush=True)
+                numbers = (f"{number:.1e}" for number in (tp, least, most))
+                rows.append((f"{mode} {kind}", str(step + 1), *numbers, f"{ratio:.2g}"))
+    print_table(("errors", "step", "tp", "least noise", "most noise", "ratio"), rows, f"{title}:")
 
 
 def show_alone(result, num_steps):
     """Print how far each optimizer is apart on DTensors and plain tensors."""
-    for name, worst in result.items():
-        said = "bit for bit equal" if worst == 0.0 else f"{worst:.1e} apart"
-        print(f"alone, after {num_steps} steps of the same gradients: {name:34} {said}", flush=True)
+    rows = [(name, "none" if worst == 0.0 else f"{worst:.1e}") for name, worst in result.items()]
+    title = f"DTensors against plain tensors after {num_steps} steps with the same gradients:"
+    print_table(("optimizer", "difference"), rows, title)
 
 
 def main():
@@ -196,6 +199,7 @@ def main():
     parser.add_argument("--optimizer", nargs="*", default=list(OPTIMIZERS), help="none: the last table alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    print_setting()
     from moeverify.launch.launcher import run_jobs
     from moeverify.launch.plan import Job
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from output import print_setting, print_table
 
 from moeverify.collectives.trace import CollectiveTrace
 
@@ -50,8 +51,10 @@ def run(rank, options, file):
         for name, make in ways.items():
             taken[name].append(measure(make(), options.calls))
     if rank == 0:
-        for name, rounds in taken.items():
-            print(f"{name:<20} median {statistics.median(rounds):7.1f} us, least {min(rounds):7.1f} us")
+        rows = [
+            (name, f"{statistics.median(rounds):.1f}", f"{min(rounds):.1f}") for name, rounds in taken.items()
+        ]
+        print_table(("way", "median us", "least us"), rows)
     dist.destroy_process_group()
 
 
@@ -60,6 +63,7 @@ def main():
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    print_setting()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (options, f"{folder}/store"), nprocs=2)
 

@@ -25,6 +25,8 @@ import threading
 import time
 from pathlib import Path
 
+from output import print_setting, print_table
+
 SETTLE = 1  # the first step makes the optimizer's state and is left out of the per-step figures
 LARGE = {
     "initial_weight",
@@ -326,7 +328,10 @@ def work(options):
 
 def report(options, alone, shown, compared, repeated, rows):
     """Print seconds, ratios and memory."""
-    print(f"{options}; load {os.getloadavg()[0]:.1f}")
+    times, spread = (
+        [],
+        lambda values: f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})",
+    )
     for which, name in ((0, "wall"), (1, "CPU")):
         plain = [clock.per_step(which) for clock in alone]
         seen = [clock.per_step(which) for clock in compared]
@@ -334,25 +339,34 @@ def report(options, alone, shown, compared, repeated, rows):
         totals = [[clock.total(which) for clock in clocks] for clocks in (alone, compared, repeated)]
         all_checks = [(b + c) / a for a, b, c in zip(*totals, strict=True)]
         idle = [clock.per_step(which) for clock in shown]
-        rest = statistics.median(clock.rest(which) for clock in compared)
-        print(
-            f"{name:4} per step: alone {statistics.median(plain):.3f} s, shown to nobody "
-            f"{statistics.median(idle):.3f} s, compared {statistics.median(seen):.3f} s: "
-            f"{statistics.median(ratio):.2f} x ({min(ratio):.2f} to {max(ratio):.2f}), and {rest:.3f} s at the end; "
-            f"all checks over {options.steps} steps: {statistics.median(all_checks):.2f} x "
-            f"({min(all_checks):.2f} to {max(all_checks):.2f})"
-        )
+        rest = [clock.rest(which) for clock in compared]
+        seconds = (f"{statistics.median(each):.3f}" for each in (plain, idle, seen, rest))
+        times.append((name, *seconds, spread(ratio), spread(all_checks)))
+    headers = (
+        "seconds",
+        "alone",
+        "observed",
+        "compared",
+        "at the end",
+        "compared / alone",
+        "all checks / alone",
+    )
+    print_table(headers, times, f"A step of {options.steps} on {options.ranks} ranks, {len(alone)} pairs:")
+    memory = []
     for rank, (resident, allocated, shard) in enumerate(rows):
         for name, peak in (("resident", resident), ("allocated by torch", allocated)):
             plain, seen = (statistics.median(peak[which]) for which in ("alone", "compared"))
-            low, high = min(peak["alone"]), max(peak["alone"])
+            differ = 100 * (max(peak["alone"]) - min(peak["alone"])) / plain
             extra = seen - plain
-            print(
-                f"rank {rank}: peak memory {name} {extra / 2**20:+.1f} MiB beside the training's "
-                f"{plain / 2**20:.1f} ({100 * extra / plain:+.1f}%; its own runs differ by "
-                f"{100 * (high - low) / plain:.1f}%); "
-                f"parameters of its shard {shard / 2**20:.1f} MiB: {extra / shard:.2f} x"
+            sizes = (
+                f"{plain / 2**20:.1f}",
+                f"{differ:.1f} %",
+                f"{extra / 2**20:+.1f}",
+                f"{100 * extra / plain:+.1f} %",
             )
+            memory.append((f"rank {rank}, {name}", *sizes, f"{shard / 2**20:.1f}", f"{extra / shard:.2f}"))
+    headers = ("peak memory, MiB", "alone", "its runs differ by", "compared", "", "shard", "compared / shard")
+    print_table(headers, memory)
 
 
 def main():
@@ -382,6 +396,7 @@ def main():
     if options.record:
         record(make_benchmark_case(options), Path(options.record) / "golden", options.device, options.only)
         return
+    print_setting()
     with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         own = [sys.argv[0], *sys.argv[1:]]
