@@ -1,1 +1,1 @@
-"""Training state on disk, saved and loaded under any layout, and weights in the formats of others."""
+"""Training state on disk, saved under one layout and loaded under any."""

@@ -1,1 +1,1 @@
-"""Piece against golden: difference, bound, finding."""
+"""The comparison of shards with the golden: statistics, bounds and findings."""

@@ -1,1 +1,1 @@
-"""Mesh axes, rank coordinates, and which part of a logical tensor a rank holds."""
+"""Placements: which region of a logical tensor a rank has."""
