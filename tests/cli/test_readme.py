@@ -21,8 +21,11 @@ from moeverify.results.finding import CheckResult, Finding, FollowUp, Place, Tri
 from moeverify.results.run import CaseResult, RankReport, RunResult
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = (DOCS / "reference" / "case.md").read_text()
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+PAGES = [*ROOT_PAGES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("re*/*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -69,20 +72,33 @@ def test_commands_and_options_exist(page: Path) -> None:
         assert {word for word in words[1:] if word.startswith("-")} <= known, words
 
 
-def test_every_command_is_listed() -> None:
-    assert {words[0] for words in list_commands(README)} == set(COMMANDS)
+def test_every_page_is_linked_from_readme_or_another() -> None:
+    pages = {page for page in PAGES if page.parent != ROOT}
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([^):]+)\)", page.read_text())
+    }
+    assert pages <= linked
 
 
-def test_every_option_of_run_is_listed() -> None:
-    table = README.partition("Options of `moeverify run`")[2].partition("\n\n`check`")[0]
-    told = set(re.findall(r"`(--?[a-z-]+)", table))
-    short = {"-q": "--quiet", "-h": "--help"}
-    assert told == {name for name in list_options(COMMANDS["run"]) if name not in short} - {"--help"}
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_files_and_packages_that_are_named_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path in re.findall(r"`((?:moeverify|multiprocessing_pdb|tests|cases|examples|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
 
 
 def test_make_targets_exist() -> None:
     rules = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+    typed = re.compile(r"`make ([a-z-]+)[ `]|^make ([a-z-]+)(?= *#|$)", re.MULTILINE)
+    named = {max(found) for page in PAGES for found in typed.findall(page.read_text())}
+    assert {"verify", "test", "test-fast", "lint", "megablocks", "samples"} <= named
+    for target in named:
         assert re.search(rf"^{target}:", rules, re.MULTILINE), target
 
 
@@ -101,7 +117,7 @@ def list_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 
 def test_fields_of_a_case_are_those_of_the_schema() -> None:
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| [^|]+ \| ([^|]*) \| [^|]+ \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| [^|]+ \| ([^|]*) \| [^|]+ \|$", REFERENCE, re.MULTILINE)
     told = {path: default.strip().strip("`") for path, default in rows if path not in {"name", "recipe.base"}}
     wanted = dict(list_fields(Case)) | {"recipe.name": "of the file, the base or the case"}
     assert told == wanted
@@ -109,18 +125,23 @@ def test_fields_of_a_case_are_those_of_the_schema() -> None:
 
 
 def test_presets_are_named() -> None:
-    told = set(re.findall(r"`([\w.-]+)`", README.partition("Presets: ")[2].partition("\n\n")[0]))
+    told = set(re.findall(r"`([\w.-]+)`", REFERENCE.partition("Presets: ")[2].partition("\n\n")[0]))
     whole = {name for name in PRESETS if f"tiny-{name}" in PRESETS}
     assert told - {"tiny-"} == {name for name in PRESETS if name.removeprefix("tiny-") not in whole} | whole
 
 
-def test_keys_of_the_json_are_those_of_the_result() -> None:
-    text = README.partition("## JSON")[2].partition("```\n")[2].partition("```")[0]
+def test_keys_that_are_explained_are_keys_of_the_json() -> None:
     models = (RunResult, CaseResult, CheckResult, Worst, Finding, FollowUp, Place, Trial, RankReport)
-    assert set(re.findall(r'"(\w+)"', text)) == {name for model in models for name in model.model_fields}
+    text = (DOCS / "reports.md").read_text()
+    rows = re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("<!-- end of sample -->")[2], re.MULTILINE
+    )
+    explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(explained) > 20
+    assert explained <= {name for model in models for name in model.model_fields}
 
 
-@pytest.mark.parametrize("layout", re.findall(r"`(\{[a-z_]+: [^`]+\})`", README.partition("## Layouts")[2]))
+@pytest.mark.parametrize("layout", re.findall(r"`(\{[a-z_]+: [^`]+\})`", (DOCS / "layouts.md").read_text()))
 def test_layouts_are_valid(layout: str, tmp_path: Path) -> None:
     (tmp_path / "case.yaml").write_text(
         f"recipe: {{model: {{preset: stress}}, data: {{batch: 16}}}}\nlayout: {layout}\n"

@@ -1,0 +1,368 @@
+"""Make what README and docs show of this version: outputs of commands, and tables of options and keys.
+
+    python docs/samples.py                  # all of them; needs megablocks, and ten minutes on two cores
+    python docs/samples.py commands json    # some of them
+    python docs/samples.py --check          # write nothing, and exit with 1 where one is another by now
+
+A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; here is what makes it. Numbers,
+times and places in memory differ from machine to machine, so tests compare outputs by their `outline`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$", re.DOTALL | re.MULTILINE)
+
+WIDTH = 128  # of a line in a block: a table of cases is not cut
+MOST_WORDS = 12
+
+Pattern = str | EllipsisType
+
+
+# ---- Outputs of commands
+
+
+@functools.cache
+def run(line: str, folder: Path = ROOT) -> str:
+    """Return what a command line prints into a log. In it `runs/` is a temporary folder."""
+    words = shlex.split(line.replace("runs/", f"{scratch()}/"))
+    own = [sys.executable, "-m", *words]
+    variables = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
+    path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
+    variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(own, capture_output=True, text=True, cwd=folder, env=variables, check=False)
+    told = (
+        f"{done.stdout}\n{done.stderr}".replace(f"{folder}/", "")
+        .replace(str(scratch()), "runs")
+        .replace(f"{ROOT}/", "")
+    )
+    return re.sub(r"\S*/(?:site|dist)-packages/", "", told)
+
+
+@functools.cache
+def scratch() -> Path:
+    """Return a folder that is there as long as this process."""
+    folder = tempfile.TemporaryDirectory(prefix="samples-")
+    _KEPT.append(folder)
+    return Path(folder.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def pick(output: str, *patterns: Pattern) -> list[str]:
+    """Return the lines that begin with one of the patterns, in the order of the output.
+
+    `...` between two patterns stands for lines that are left out there, and shows as such.
+    """
+    lines, picked, cut_before = output.splitlines(), [], set()
+    for number, pattern in enumerate(patterns):
+        if pattern is ...:
+            cut_before.add(patterns[number + 1])
+    for line in lines:
+        found = next((p for p in patterns if isinstance(p, str) and re.match(p, line)), None)
+        if found is not None:
+            if found in cut_before:
+                picked.append("...")
+                cut_before.remove(found)
+            picked.append(line)
+    missing = [p for p in patterns if isinstance(p, str) and not any(re.match(p, line) for line in lines)]
+    if missing:
+        raise SystemExit(f"the output has no line like {missing}:\n{output}")
+    return picked
+
+
+def cut(output: str, first: str, last: str) -> list[str]:
+    """Return the lines from one that begins with `first` to the next that begins with `last`."""
+    lines = output.splitlines()
+    begin = next((n for n, line in enumerate(lines) if re.match(first, line)), None)
+    if begin is None:
+        raise SystemExit(f"the output has no line like {first}:\n{output}")
+    end = next((n for n in range(begin, len(lines)) if re.match(last, lines[n])), len(lines) - 1)
+    return lines[begin : end + 1]
+
+
+def block(lines: list[str], command: str = "") -> str:
+    """Return a code block, with the command above the output; long lines are cut."""
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    short = [line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ..." for line in lines]
+    return "\n".join(["```", *([f"$ {command}"] if command else []), *short, "```"])
+
+
+def target_of(fault: str) -> str:
+    """Return what `--fault` takes for a fault of the catalogue."""
+    from moeverify.faults.fault import load_faults
+
+    return load_faults()[fault].target
+
+
+LAST = r"  and \d+ more finding|  fault "
+
+
+def verify() -> str:
+    """The suite, with some of its rows."""
+    cases = " ".join(str(path.relative_to(ROOT)) for path in sorted((ROOT / "cases").glob("*.yaml")))
+    shown = ("cp-torch", "ddp-ep2", "fp32-ep", "fsdp-tp-ep", "fsdp2-ep2", "hsdp-cp-ep", "megablocks-ep2")
+    rows = [rf"{name} " for name in (*shown, "pp-zbv")]
+    return block(
+        pick(run(f"moeverify run {cases}"), "case ", "---", *rows, ..., r"(pass|mismatch|error)  \d")
+    )
+
+
+def failure() -> str:
+    """A fault of the catalogue, with its finding."""
+    command = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')}"
+    return block(cut(run(command), "fsdp2-ep2  MISMATCH", LAST), command)
+
+
+def explain() -> str:
+    """The evidence behind that finding, after a second layout."""
+    first = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05 --follow-up"
+    run(first)
+    second = "moeverify explain runs/a05 1"
+    return block([f"$ {second}", *run(second).strip().splitlines()], first)
+
+
+def own_models() -> str:
+    """The examples with models of their own."""
+    command = "moeverify run examples/my_gpt examples/my_moe --goldens examples/golden"
+    return block(pick(run(command), "case ", "---", "my-"), command)
+
+
+def own_gpt_wrong() -> str:
+    """Head norms whose gradients are not summed over tp."""
+    command = "moeverify run examples/my_gpt/tp.yaml --set layout.parallelize=my_gpt.wrong:parallelize"
+    return block(cut(run(command), "my-gpt-tp  MISMATCH", LAST), command)
+
+
+def own_moe_wrong() -> str:
+    """Gradients of experts that are a sum beside averages."""
+    command = "moeverify run examples/my_moe/ep.yaml --set layout.parallelize=my_moe.wrong:parallelize"
+    return block(cut(run(command), "my-moe-ep  MISMATCH", LAST), command)
+
+
+def precision() -> str:
+    """A policy of mixed precision that reaches a part of the model only."""
+    command = f"moeverify run cases/mixed-fsdp2.yaml --fault {target_of('M05')}"
+    return block(cut(run(command), "  precision: ", "$"), command)
+
+
+@functools.cache
+def own_fault_folder() -> Path:
+    """Return a folder with the file that the page on diagnosis shows, and the cases."""
+    text = (ROOT / "docs" / "diagnosis.md").read_text()
+    found = re.search(r"^```python\n(# own_faults\.py\n.*?)^```", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise SystemExit("docs/diagnosis.md shows no own_faults.py")
+    folder = scratch() / "own"
+    folder.mkdir()
+    (folder / "own_faults.py").write_text(found[1])
+    for name in ("cases", "golden"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def own_fault() -> str:
+    """A fault that a reader wrote."""
+    command = "moeverify run cases/tp-sequence-parallel.yaml --fault own_faults:forget_norms"
+    return block(cut(run(command, own_fault_folder()), "  gradient: ", LAST), command)
+
+
+def own_fault_misspelled() -> str:
+    """A fault that is not there."""
+    command = "moeverify run cases/tp-sequence-parallel.yaml --fault own_faults:forget_norm"
+    return block(run(command, own_fault_folder()).strip().splitlines(), command)
+
+
+# ---- Tables, from the code alone
+
+
+def table(rows: list[list[str]], headers: list[str]) -> str:
+    """Return a Markdown table; what stands in a cell is escaped."""
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    return tabulate(escaped, headers, tablefmt="github", disable_numparse=True)
+
+
+def commands() -> str:
+    """Every command with its arguments and options, as `--help` has them."""
+    import typer
+
+    from moeverify.cli import app
+
+    parts = []
+    for name, command in _list_commands(typer.main.get_command(app), "moeverify"):
+        rows = [_describe(parameter) for parameter in command.params if parameter.name != "help"]
+        usage = " ".join(
+            f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
+            for parameter in command.params
+            if not parameter.opts[0].startswith("-")
+        )
+        text = " ".join(command.help.split())
+        parts.append(f"### `{f'{name} {usage}'.strip()}`\n\n{text}")
+        if rows:
+            parts.append(table(rows, ["Argument or option", "Meaning"]))
+    return "\n\n".join(parts)
+
+
+def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _list_commands(command, f"{prefix} {name}")
+        else:
+            yield f"{prefix} {name}", command
+
+
+def _describe(parameter: Any) -> list[str]:
+    """Return how a parameter is written, and what it means."""
+    default = parameter.default
+    is_option = parameter.opts[0].startswith("-")
+    if not is_option:
+        spelled = f"`{parameter.metavar}`"
+    else:
+        names = [*parameter.opts, *parameter.secondary_opts]
+        value = "" if parameter.is_flag else f" {_name_value(parameter)}"
+        spelled = ", ".join(f"`{name}{value}`" for name in names)
+    meaning = " ".join((parameter.help or "").split())
+    if parameter.required and is_option:
+        meaning += " Required."
+    elif default not in (None, False, ()) and not parameter.is_flag:
+        meaning += f" Default: `{getattr(default, 'value', default)}`."
+    return [spelled, meaning.strip()]
+
+
+def _name_value(parameter: Any) -> str:
+    """Return the placeholder of an option's value: its choices, its own word, or its kind."""
+    if parameter.metavar:
+        return str(parameter.metavar)
+    kind = parameter.type_descriptor.annotation
+    return "|".join(member.value for member in kind) if hasattr(kind, "__members__") else "N"
+
+
+def floors() -> str:
+    """The packages from the highest floor to the lowest, in the words of their docstrings."""
+    sys.path.insert(0, str(ROOT / "tests" / "arch"))
+    from house import FLOORS
+
+    rows = []
+    for name, floor in sorted(FLOORS.items(), key=lambda each: (-each[1], each[0])):
+        path = ROOT / "moeverify" / name / "__init__.py"
+        if path.exists() and name != ".":
+            [sentence] = re.findall(r'\A"""(.+?)(?:"""|\n\n|$)', path.read_text(), re.DOTALL)[:1]
+            rows.append([str(floor), f"`{name}`", " ".join(sentence.split())])
+    return table(rows, ["Floor", "Package", "What is there"])
+
+
+def json_keys() -> str:
+    """The keys of `--json`, as the models of results have them."""
+    from moeverify.results.run import RunResult
+
+    lines: list[str] = []
+    _list_keys(RunResult, "", lines)
+    return block(lines)
+
+
+def _list_keys(model: Any, indent: str, lines: list[str]) -> None:
+    for name, field in model.model_fields.items():
+        inner = _find_model(field.annotation)
+        many = "[]" if inner is not None and "tuple[" in str(field.annotation) else ""
+        lines.append(f"{indent}{name}{many}")
+        if inner is not None:
+            _list_keys(inner, f"{indent}    ", lines)
+
+
+def _find_model(annotation: Any) -> Any:
+    """Return the model that a field holds, alone, optionally or in a tuple."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    found = (_find_model(inner) for inner in getattr(annotation, "__args__", ()))
+    return next((model for model in found if model is not None), None)
+
+
+TABLES: dict[str, Callable[[], str]] = {"commands": commands, "floors": floors, "json": json_keys}
+OUTPUTS: dict[str, Callable[[], str]] = {
+    "verify": verify,
+    "failure": failure,
+    "explain": explain,
+    "own-models": own_models,
+    "own-gpt-wrong": own_gpt_wrong,
+    "own-moe-wrong": own_moe_wrong,
+    "precision": precision,
+    "own-fault": own_fault,
+    "own-fault-misspelled": own_fault_misspelled,
+}
+
+
+# ---- Pages
+
+
+def shown() -> dict[str, tuple[Path, str]]:
+    """Return each sample that the pages show, with its page."""
+    return {
+        name: (page, text.strip("\n")) for page in PAGES for name, text in BLOCK.findall(page.read_text())
+    }
+
+
+def outline(sample: str) -> list[str]:
+    """Return what of an output is the same on every machine: the first words of each line, without numbers.
+
+    Not all of them, since the numbers decide where a long line is cut.
+    """
+    text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", sample)
+    return [" ".join(re.sub(r"-{3,}", " ", line).split()[:MOST_WORDS]) for line in text.splitlines()]
+
+
+def replace(page: Path, name: str, sample: str) -> None:
+    """Write a sample into its page."""
+
+    def fill(found: re.Match[str]) -> str:
+        if found[1] != name:
+            return found[0]
+        return f"<!-- sample: {name} -->\n{sample}\n<!-- end of sample -->"
+
+    page.write_text(BLOCK.sub(fill, page.read_text()))
+
+
+def main() -> None:
+    """Make samples, and write them or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which samples; all if left out")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where one has changed"
+    )
+    options = parser.parse_args()
+    makers = TABLES | OUTPUTS
+    unknown = [name for name in options.names if name not in makers]
+    if unknown:
+        parser.error(f"no sample is called {', '.join(unknown)}; there are {', '.join(makers)}")
+    changed = []
+    for name, (page, before) in shown().items():
+        if options.names and name not in options.names:
+            continue
+        sample = makers[name]()
+        alike = sample == before if name in TABLES else outline(sample) == outline(before)
+        print(f"{'same   ' if alike else 'changed'} {name:22} {page.relative_to(ROOT)}", flush=True)
+        changed += [] if alike else [name]
+        if not options.check:
+            replace(page, name, sample)
+    sys.exit(1 if changed and options.check else 0)
+
+
+if __name__ == "__main__":
+    main()

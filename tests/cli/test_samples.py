@@ -1,0 +1,66 @@
+"""What README and docs show is what this version prints; numbers, times and widths aside."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONG = "verify"  # all cases: those run as tests of their own
+
+
+def load_samples() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("samples", ROOT / "docs" / "samples.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["samples"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+samples = load_samples()
+SHOWN = samples.shown()
+
+
+def test_every_sample_is_shown_and_can_be_made() -> None:
+    assert set(SHOWN) == set(samples.TABLES) | set(samples.OUTPUTS)
+
+
+@pytest.mark.parametrize("name", samples.TABLES)
+def test_tables_are_those_of_the_code(name: str) -> None:
+    page, text = SHOWN[name]
+    assert samples.TABLES[name]() == text, f"`make samples` writes {page.name} anew"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in samples.OUTPUTS if name != LONG])
+def test_outputs_are_those_of_this_version(name: str) -> None:
+    page, text = SHOWN[name]
+    assert samples.outline(samples.OUTPUTS[name]()) == samples.outline(text), (
+        f"`make samples` writes {page.name} anew"
+    )
+
+
+def test_the_long_output_has_the_rows_of_cases() -> None:
+    _, text = SHOWN[LONG]
+    rows = [line.split()[0] for line in text.splitlines()[3:-3]]
+    cases = {path.stem for path in (ROOT / "cases").glob("*.yaml")}
+    assert len(rows) >= 5
+    assert set(rows) <= cases
+    assert f"  {len(cases)} cases: " in text
+
+
+def test_words_are_compared_and_numbers_are_not() -> None:
+    before = "case   ranks\n------------\nep2        2   7.4e-14 / 1e-10  pass\nat [1, -2]: 0.5"
+    assert samples.outline(before) == samples.outline(
+        before.replace("7.4e-14", "1e-9").replace("----", "-----")
+    )
+    assert samples.outline(before) != samples.outline(before.replace("pass", "MISMATCH"))
+    assert samples.outline(before) != samples.outline(before.replace("at", "rank"))
