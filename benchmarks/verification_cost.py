@@ -351,7 +351,9 @@ def report(options, alone, shown, compared, repeated, rows):
         "compared / alone",
         "all checks / alone",
     )
-    print_table(headers, times, f"A step of {options.steps} on {options.ranks} ranks, {len(alone)} pairs:")
+    print_table(
+        headers, times, f"A step, of {len(alone)} pairs of {options.steps} steps on {options.ranks} ranks:"
+    )
     memory = []
     for rank, (resident, allocated, shard) in enumerate(rows):
         for name, peak in (("resident", resident), ("allocated by torch", allocated)):
@@ -365,7 +367,15 @@ def report(options, alone, shown, compared, repeated, rows):
                 f"{100 * extra / plain:+.1f} %",
             )
             memory.append((f"rank {rank}, {name}", *sizes, f"{shard / 2**20:.1f}", f"{extra / shard:.2f}"))
-    headers = ("peak memory, MiB", "alone", "its runs differ by", "compared", "", "shard", "compared / shard")
+    headers = (
+        "peak memory, MiB",
+        "alone",
+        "its runs differ by",
+        "comparing adds",
+        "in %",
+        "shard",
+        "added / shard",
+    )
     print_table(headers, memory)
 
 
