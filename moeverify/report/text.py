@@ -17,6 +17,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
 from moeverify.report.table import make_table, print_table
+from moeverify.report.words.run import list_notes
 from moeverify.results.finding import Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
@@ -44,7 +45,7 @@ def render_run(
             _render_case(case, run, console, kept)
     if not quiet:
         _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)
-        _render_groups("note", [(c.name, note) for c in run.cases for note in c.notes], console)
+        _render_groups("note", [(c.name, note) for c in run.cases for note in list_notes(c)], console)
         _render_environment(run, console)
     print_lines(console, summarize_run(run))
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moeverify.results.finding import CheckResult, Finding, Record, Verdict
+from moeverify.results.finding import CheckResult, Finding, Verdict
+from moeverify.results.record import Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class RankReport(Record):

@@ -12,6 +12,8 @@ from moeverify.report.numbers import format_number, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import order_findings
 from moeverify.report.stacks import group_ranks
+from moeverify.report.words.cause import describe_cause
+from moeverify.report.words.run import list_notes
 from moeverify.results.run import CaseResult, RunResult
 
 # CI servers keep a failure's text in memory and cut it anywhere; the JSON has all of it.
@@ -93,7 +95,7 @@ def _summarize_mismatch(case: CaseResult) -> str:
         return case.reason or "the layout does not compute what its golden says"
     first = findings[0]
     numbers = f"error {format_number(first.error)}, bound {format_number(first.bound)}"
-    cause = f": {first.cause}" if first.cause else ""
+    cause = f": {why}" if (why := describe_cause(first)) else ""
     others = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     return f"{name_finding(first)}: {numbers}{cause}{others}"
 
@@ -137,5 +139,5 @@ def _tell_output(case: CaseResult) -> str:
         )
         note = f" ({check.note})" if check.note else ""
         lines.append(f"{check.verdict} {check.name}: {check.tensors} tensors{told}{note}")
-    lines += [f"note: {note}" for note in case.notes]
+    lines += [f"note: {note}" for note in list_notes(case)]
     return "\n".join(lines)

@@ -1,0 +1,11 @@
+"""The base of everything that a run reports: immutable data with known fields, which becomes JSON and comes back."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Immutable data with known fields; infinities and NaN are strings in JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
