@@ -91,7 +91,7 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
         finding=first,
         expected_places=fault.expected.where,
         expected_causes=fault.expected.causes,
-        reason=result.reason or ("" if detected else fault.notes or "nothing differs"),
+        reason=result.reason or ("" if detected else fault.notes),
         seconds=result.seconds,
     )
 

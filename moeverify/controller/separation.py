@@ -21,7 +21,7 @@ _OF_THE_BATCH = (Cause.SHARE_WEIGHTS, Cause.PADDING)
 
 
 def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
-    """Return the finding, with the layout that tells its candidates apart where several explain it equally well."""
+    """Return the finding, with the layout that separates its candidates where several explain it equally well."""
     explanation = finding.explanation
     if explanation is None or finding.follows or len(explanation.candidates) < 2:
         return finding
@@ -30,7 +30,7 @@ def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
     # A machine that allows 64 ranks is slow with them.
     limit = min(most_ranks, max(4, 2 * case.layout.world_size))
     candidates = explanation.candidates
-    changed = separate(case, candidates, limit, by_ranks=is_told_by_ranks(explanation))
+    changed = separate(case, candidates, limit, by_ranks=differs_by_groups(explanation))
     if not changed:
         return finding
     axes = tuple(dict.fromkeys(source for product in candidates for source in product.sources))
@@ -39,15 +39,15 @@ def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
     )
 
 
-def is_told_by_ranks(explanation: Explanation) -> bool:
-    """Return whether other groups of ranks tell candidates apart: replicas are summed over groups, not sizes."""
+def differs_by_groups(explanation: Explanation) -> bool:
+    """Return whether other groups of ranks are enough to separate candidates: replicas are summed over groups."""
     return isinstance(explanation.operation, Unreduced)
 
 
 def separate(case: Case, candidates: Sequence[Product], most_ranks: int, *, by_ranks: bool) -> dict[str, int]:
-    """Return what to change in the layout to tell these candidates best apart; nothing where no layout does.
+    """Return the degrees to change so that most of these candidates differ; nothing where no layout does that.
 
-    Of layouts that tell equally many apart, one with few ranks is taken, and of these one that changes little.
+    Of layouts that separate equally many, one with few ranks is taken, and of these one that changes little.
     With `by_ranks` other groups of ranks are enough, else the sizes must differ.
     """
     best: tuple[tuple[int, int, int], dict[str, int]] | None = None
@@ -67,7 +67,7 @@ def change_layout(case: Case, changed: dict[str, int]) -> Case:
 
 
 def count_apart(case: Case, candidates: Sequence[Product], *, by_ranks: bool) -> int:
-    """Return how many of these candidates the case's layout tells apart.
+    """Return how many of these candidates differ in the case's layout.
 
     0 where one of them has an axis of a single rank there: what such an axis does wrong cannot be seen.
     """

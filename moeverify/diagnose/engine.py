@@ -93,7 +93,7 @@ def complete_log(tensor: WrongTensor, log: Log, inputs: DiagnosisInputs) -> tupl
 def merge_causes(causes: Sequence[DiagnosedCause]) -> list[DiagnosedCause]:
     """Return the causes with equal ones joined, those that explain most tensors first, the unexplained last.
 
-    A reduction that is missing for several tensors is one cause, told by the tensor that leaves the fewest axes.
+    A reduction that is missing for several tensors is one cause, with the axes of the tensor that leaves the fewest.
     """
     groups: dict[str, list[DiagnosedCause]] = {}
     for cause in causes:

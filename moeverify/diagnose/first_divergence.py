@@ -1,4 +1,4 @@
-"""Where it began: the first module, forward and backward, whose output differs although its input does not."""
+"""The first divergence: the first module, forward and backward, whose output differs although its input matches."""
 
 from __future__ import annotations
 

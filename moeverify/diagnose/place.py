@@ -1,4 +1,4 @@
-"""Where a cause acts: its module, ranks, axes and parts, and the collectives that were issued there."""
+"""The place of a cause: its module, ranks, axes and parts, and the collectives that were issued there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas sum to: k times the golden, for each region and each group of ranks of an axis.
+"""Sums of replicas: k times the golden, for each region and each group of ranks of an axis.
 
 Ranks that keep the partial sums of a gradient (the part of their own tokens, or of their own experts) hold
 different values, and a reduction over the axis would add them up. So if the replicas differ and their sum is a

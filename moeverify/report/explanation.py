@@ -66,8 +66,8 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
     if len(exact or hits) == 1:
         return (exact or hits)[0]
     if hits:
-        told = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
-        remedy = f"give a number: {told}"
+        numbers = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
+        remedy = f"give a number: {numbers}"
         raise CaseError([Problem(f"{len(hits)} findings match `{wanted}`", "FINDING", remedy=remedy)])
     raise CaseError([Problem(f"no finding matches `{wanted}`", "FINDING", remedy=_advise(run, wanted))])
 

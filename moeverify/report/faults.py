@@ -30,8 +30,8 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     for row in rows:
         marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
         curve = Text("sees it" if row.loss_curve else "blind")
-        told = _quote(name_finding_place(row), row)
-        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), curve, Text(clean(told)))
+        quoted = _quote(name_finding_place(row), row)
+        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), curve, Text(clean(quoted)))
     print_table(table, console)
     console.print()
     for line in summarize_faults(rows):
@@ -101,7 +101,7 @@ def _quote(place: str, row: FaultRow) -> str:
     """Return what was said of a fault, or what became of it where it was not detected."""
     if row.detected and row.finding is not None:
         return f"{place}: {describe_cause(row.finding)}"
-    return f"{_call(row)}: {row.reason}"
+    return f"{_call(row)}: {row.reason or 'nothing differs'}"
 
 
 def _name_step(row: FaultRow) -> str:

@@ -55,7 +55,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     if question is not None and not question.answer:
         changes = "".join(f" --set layout.{name}={value}" for name, value in question.layout.items())
         apart = f"moeverify run {select}{_keep_options(command, _KEPT)}{changes}"
-        steps.append((apart, f"a layout that tells {name_candidates(question)} apart"))
+        steps.append((apart, f"a layout that separates {name_candidates(question)}"))
     if kept.folder is None:
         place = shlex.quote(f"runs/{case.name}")
         again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"

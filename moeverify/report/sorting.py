@@ -1,4 +1,4 @@
-"""What stands first: the worst check of a case, and findings by step, those with a known cause before others."""
+"""The order of reports: the worst check of a case, and findings by step, those with a known cause first."""
 
 from __future__ import annotations
 

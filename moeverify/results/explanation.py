@@ -1,4 +1,4 @@
-"""Why tensors are wrong, as data: an operation on parts of a quantity, with the factors that measure it."""
+"""Explanations of wrong tensors: an operation on parts of a quantity, with the factors that measure it."""
 
 from __future__ import annotations
 

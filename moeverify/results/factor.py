@@ -11,14 +11,10 @@ SAME = 1e-6
 
 
 class Source(Record):
-    """An integer of the run that a bug can multiply or divide by: the size of a mesh axis, or a count.
-
-    `is_axis` is false for counts that are no set of ranks, such as the number of micro-batches.
-    """
+    """An integer of the run that a bug can multiply or divide by, such as the size of a mesh axis."""
 
     name: str
     size: int
-    is_axis: bool = True
 
 
 class Product(Record):

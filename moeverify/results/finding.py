@@ -1,4 +1,4 @@
-"""What differs and how much: checks and findings, as plain data without torch."""
+"""Checks and findings, as plain data without torch."""
 
 from __future__ import annotations
 

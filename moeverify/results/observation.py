@@ -1,4 +1,4 @@
-"""What was measured on the way to a cause, one record for each kind of measurement: the evidence, as data.
+"""Observations: the measurements on the way to a cause, one record for each kind.
 
 A new kind is a record here, a member of `Observation`, and its line in `moeverify.report.words.observation`.
 """

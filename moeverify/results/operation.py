@@ -1,4 +1,4 @@
-"""What was done to the right values to give the wrong ones: the operations that a diagnosis can find.
+"""Operations that turn right values into wrong ones, as a diagnosis can find them.
 
 An operation acts on parts (`moeverify.results.part`) by factors, whose sources have names
 (`moeverify.results.factor`). A new one is a record here, a member of `Operation`, and its sentence in

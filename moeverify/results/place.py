@@ -1,4 +1,4 @@
-"""Where a finding acts."""
+"""The place of a finding."""
 
 from __future__ import annotations
 

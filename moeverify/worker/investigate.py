@@ -39,7 +39,6 @@ from moeverify.train.module_taps import FORWARD, Reading, Tap
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 
 Assemble = Callable[[], Program]
-MICRO_BATCHES = "micro-batches"  # of what `list_degrees` names, the one that is no set of ranks
 
 
 @dataclass(frozen=True)
@@ -238,13 +237,12 @@ def _make_inputs(
 
 
 def _make_axes(case: Case) -> Axes:
-    degrees = list_degrees(case)
-    sources = [Source(name=name, size=size, is_axis=name != MICRO_BATCHES) for name, size in degrees.items()]
+    sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
     return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor))
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return what the golden held of a tensor a step earlier, and of a buffer before the first."""
+    """Return what the golden has of a tensor a step earlier, and of a buffer before the first."""
     step, kind, name = key
     if step < 0:
         return {}

@@ -1,4 +1,4 @@
-"""What a hypothesis is: which tensors it is about, and what its test says of some of them."""
+"""The interface of a hypothesis: the tensors it is about, and the outcome of its test on some of them."""
 
 from __future__ import annotations
 

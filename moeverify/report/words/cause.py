@@ -1,4 +1,4 @@
-"""Why a finding is there, as one sentence, where it acts, and what that rests on."""
+"""The cause of a finding as one sentence, its place, and its evidence, a line each."""
 
 from __future__ import annotations
 

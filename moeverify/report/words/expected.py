@@ -1,4 +1,4 @@
-"""Where the finding of a known fault should point, in words."""
+"""The expected finding of a known fault, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another layout says of an ambiguity, in words."""
+"""Ambiguities in words: the layout that would end one, and what was found under it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def describe_follow_up(question: FollowUp) -> str:
         return f"not decided: under {layout}, {question.reason or seen}"
     if question.outcome == "not-run":
         return f"not decided: the layout {layout} did not run: {question.reason}"
-    return question.answer or f"layout {layout} tells {' and '.join(names)} apart"
+    return question.answer or f"layout {layout} separates {' and '.join(names)}"
 
 
 def name_candidates(question: FollowUp) -> str:
-    """Return the first two candidates that a layout tells apart: `ep and dp_replicate`."""
+    """Return the first two candidates that a layout separates: `ep and dp_replicate`."""
     names = [name_product(product) for product in question.candidates] or list(question.axes)
     return " and ".join(names[:2])

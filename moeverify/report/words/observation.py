@@ -1,4 +1,4 @@
-"""What was measured, one line for each kind of observation."""
+"""Observations in words, one line for each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was done to the right values, as a sentence: one function for each operation."""
+"""Sentences on operations, one function each."""
 
 from __future__ import annotations
 

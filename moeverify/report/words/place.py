@@ -1,4 +1,4 @@
-"""Where an explanation acts, in a few words: `axis ep, efsdp`, `layers.2.moe, axis tp`, `balance loss`."""
+"""The place of an explanation in a few words: `axis ep, efsdp`, `layers.2.moe, axis tp`, `balance loss`."""
 
 from __future__ import annotations
 

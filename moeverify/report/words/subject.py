@@ -1,4 +1,4 @@
-"""What an explanation is about, as the subject of a sentence: `12 expert gradients`, `the output of layers.0`."""
+"""The subject of a sentence on an explanation: `12 expert gradients`, `the output of layers.0`."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ SEEN = Explanation(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "layout {dp_shard: 8} tells ep and efsdp apart"),
+        ({}, "layout {dp_shard: 8} separates ep and efsdp"),
         (
             {"outcome": "narrowed", "left": (Product(times=("ep",)),), "seen": SEEN},
             "ep: under {dp_shard: 8}, the gradient is 4x too large; 4 = ep",
