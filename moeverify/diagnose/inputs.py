@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Source
 
 # What the golden's value at another time is called.
 STEP_BEFORE, INITIAL_VALUE = "step-before", "initial-value"
+
+# Numbers that are made of all tensors, so that every axis has to do with them.
+_OF_THE_RUN = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 
 Read = Callable[[str], Tensor | None]
 
@@ -70,6 +74,21 @@ class DiagnosisInputs:
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return where in a module a tensor was read; None for what is no module's output or gradient."""
         return next((origin for origin in self.origins.values() if origin.tensor is tensor), None)
+
+    def sources_of(self, tensors: Sequence[WrongTensor]) -> list[Source]:
+        """Return the integers of the run that a factor of these tensors may come from."""
+        if any(tensor.quantity in _OF_THE_RUN for tensor in tensors):
+            return list(self.axes.sources)
+        return self.axes.sources_of(*map(self._name, tensors))
+
+    def groups_of(self, tensor: WrongTensor) -> Groups:
+        """Return the groups of the axes that have to do with a tensor."""
+        return self.axes.groups if tensor.quantity in _OF_THE_RUN else self.axes.groups_of(self._name(tensor))
+
+    def _name(self, tensor: WrongTensor) -> str:
+        """Return the name by which axes know a tensor: that of the module, where it was read in one."""
+        origin = self.origin_of(tensor)
+        return tensor.name if origin is None else origin.culprit
 
     def of_quantity(self, *quantities: Quantity) -> list[WrongTensor]:
         """Return the wrong tensors of some quantities, in the order in which these are given."""

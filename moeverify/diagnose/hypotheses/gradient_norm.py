@@ -31,7 +31,7 @@ class GradientNorm(Hypothesis):
         worst = tensor.worst_shard
         expected, actual = float(tensor.expected), float(worst.values())
         ratio = actual / expected if expected else float("inf")
-        factor = find_factor(ratio, inputs.axes.sources_of(tensor.name), power=2)
+        factor = find_factor(ratio, inputs.sources_of(tensors), power=2)
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         explanation = explain_by(Cause.NORM, operation, tensors, inputs)
         seen: list[Observation] = [ScalarValues(expected=expected, actual=actual, rank=worst.rank)]

@@ -66,7 +66,7 @@ class LinearFit(Hypothesis):
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return the integers of the run that a wrong coefficient may come from."""
-        return inputs.axes.sources_of(*(tensor.name for tensor in tensors))
+        return inputs.sources_of(tensors)
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the operation for the parts that are off."""

@@ -46,8 +46,7 @@ class ReplicaSumHypothesis(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Add up the replicas over every axis."""
         (tensor,) = tensors
-        origin = inputs.origin_of(tensor)
-        groups = inputs.axes.groups_of(origin.culprit if origin is not None else tensor.name)
+        groups = inputs.groups_of(tensor)
         sums = sum_replicas(tensor, groups)
         trials = tuple(self._log_sum(each) for each in sums)
         fitting = [each for each in sums if each.explains]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
+from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
 
+from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.inputs import STEP_BEFORE
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -142,6 +143,20 @@ def test_the_square_of_a_norms_factor_is_what_has_sources() -> None:
     assert (contribution.factor.power, contribution.factor.value) == (2, pytest.approx(2.0**0.5))
     assert [product.sources for product in contribution.factor.equals] == [("dp_replicate",), ("ep",)]
     assert outcome.observations == (ScalarValues(expected=1.0, actual=2.0**0.5, rank=0),)
+
+
+def test_every_axis_has_to_do_with_a_norm_and_a_loss() -> None:
+    dense = Axes(AXES.groups, AXES.sources, lambda axis, name: axis != "ep" or "moe" in name)
+    norm = make_tensor(scalar(1.0), *2 * [scalar(2.0**0.5)], name="total", kind="gradient_norm")
+    loss = make_tensor(scalar(1.0), *2 * [scalar(2.0)], name="lm", kind="loss")
+    gradient = make_tensor(draw(8), *2 * [2 * draw(8)], name="embed.weight")
+    for name, tensor, num_axes in (
+        ("gradient_norm", norm, 2),
+        ("one_factor", loss, 2),
+        ("one_factor", gradient, 1),
+    ):
+        explanation = examine(name, tensor, make_inputs(tensor, axes=dense)).explanation
+        assert len(explanation.candidates) == num_axes
 
 
 def test_ranks_that_disagree_on_the_norm_and_the_worst_of_them_are_named() -> None:
