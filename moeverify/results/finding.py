@@ -83,8 +83,8 @@ class Finding(Record):
     """
 
     check: str
-    tensor: str
     kind: str = ""
+    tensor: str
     step: int
     rank: int
     ranks: tuple[int, ...] = ()
