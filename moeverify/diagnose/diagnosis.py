@@ -13,16 +13,7 @@ from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
-from moeverify.results.checks import (
-    CHECKS,
-    COVERAGE,
-    PRECISION,
-    REPEAT,
-    REPLICAS,
-    SHARDING,
-    TRACE,
-    check_of,
-)
+from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
@@ -32,6 +23,7 @@ from moeverify.train.module_taps import BACKWARD, FORWARD
 _APART = (COVERAGE, SHARDING, REPEAT, TRACE, PRECISION)
 _ORIGINS = (COVERAGE, SHARDING, TRACE, PRECISION)  # of these none follows from anything else
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
+_NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 MOST_LOGGED = 20
 """Origins with a complete log of trials: the tests that no cause needs cost as much as those that one does."""
 
@@ -77,19 +69,18 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
     causes = _explain_backward(failed, inputs)
     if Quantity.BUFFER in failed:
         causes += explain_tensors(inputs.of_quantity(Quantity.BUFFER), inputs)
+    causes = causes or explain_tensors(inputs.of_quantity(Quantity.TENSOR), inputs)
     return causes or _explain_replicas(first)
 
 
 def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:
-    """Return the quantities whose checks failed."""
-    kinds = {
-        kind
-        for finding in findings
-        for check in CHECKS
-        if check.name == finding.check
-        for kind in check.kinds
-    }
-    return {quantity_of(kind, name) for kind in kinds for name in ("total", "")}
+    """Return the quantities that differ from the golden by more than their bounds."""
+    return {quantity_of(finding.kind, finding.tensor) for finding in findings if _is_compared(finding)}
+
+
+def _is_compared(finding: Finding) -> bool:
+    """Return whether a finding is of a comparison with the golden; replicas differ among themselves."""
+    return bool(finding.kind) and finding.check != REPLICAS
 
 
 def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
@@ -100,10 +91,9 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
         return [_find_divergence(cause, inputs) for cause in causes]
     if Quantity.LOSS in failed:
         return explain_tensors(inputs.of_quantity(Quantity.LOSS), inputs)
-    if Quantity.GRADIENT_NORM in failed:
+    if failed.intersection(_NORMS):
         # The clip coefficient is made of the norm: of the two, the norm is the cause.
-        norms = inputs.of_quantity(Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
-        return explain_tensors(norms[:1], inputs)
+        return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
     return explain_tensors(inputs.of_quantity(Quantity.UPDATE, Quantity.OPTIMIZER_STATE), inputs)
 
 
@@ -184,9 +174,9 @@ def make_origins(
 def _choose_head(cause: DiagnosedCause, first: Sequence[Finding]) -> Finding:
     """Return the worst finding of the tensors that a cause explains, or else the first of all."""
     names = {tensor.name for tensor in cause.tensors}
-    checks = {check_of(tensor.key[1]).name for tensor in cause.tensors}
+    kinds = {tensor.key[1] for tensor in cause.tensors}
     about = [finding for finding in first if finding.tensor in names]
-    members = [finding for finding in about if finding.check in checks] or about
+    members = [finding for finding in about if _is_compared(finding) and finding.kind in kinds] or about
     return max(members, key=lambda finding: finding.error, default=first[0])
 
 

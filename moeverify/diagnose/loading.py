@@ -21,9 +21,12 @@ def diagnose_load(findings: Sequence[Finding], inputs: DiagnosisInputs, step: in
 
     `step` is the one that was saved; `inputs.tensors` are those that were loaded wrong.
     """
-    lost = [finding for finding in findings if finding.check == COVERAGE and finding.step == step]
-    loaded = [finding for finding in findings if finding.check == LOADED]
-    others = [finding for finding in findings if finding not in lost and finding.check != LOADED]
+    lost: list[Finding] = []
+    loaded: list[Finding] = []
+    others: list[Finding] = []
+    for finding in findings:
+        is_lost = finding.check == COVERAGE and finding.step == step
+        (lost if is_lost else loaded if finding.check == LOADED else others).append(finding)
     first = next((finding.tensor for finding in (*loaded, *lost)), "")
     return [
         *(_explain_lost(finding) for finding in lost),

@@ -38,10 +38,10 @@ def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> 
     issued = inputs.issued(module, finding.rank) if module else None
     fields: dict[str, object] = {}
     if cause.subject is not None:
-        fields["stage"] = _STAGES[cause.subject.quantity]
+        fields["stage"] = _STAGES.get(cause.subject.quantity)
     if cause.explanation is not None:
         operation = cause.explanation.operation
-        fields["stage"] = _STAGES[cause.explanation.subject.quantity]
+        fields["stage"] = _STAGES.get(cause.explanation.subject.quantity)
         fields["axes"] = tuple(
             dict.fromkeys(source for each in cause.explanation.candidates for source in each.sources)
         )

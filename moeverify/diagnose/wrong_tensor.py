@@ -48,7 +48,7 @@ def quantity_of(kind: str, name: str) -> Quantity:
     """Return what a kind of logical tensor is in a training step."""
     if kind == "gradient_norm":
         return Quantity.GRADIENT_NORM if name == "total" else Quantity.CLIP_COEFFICIENT
-    return _QUANTITIES[kind]
+    return _QUANTITIES.get(kind, Quantity.TENSOR)
 
 
 @dataclass(frozen=True)

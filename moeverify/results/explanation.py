@@ -27,6 +27,7 @@ class Quantity(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     BUFFER = "buffer"
     LOADED = "loaded value"  # after a checkpoint was loaded
+    TENSOR = "tensor"  # of a kind that only its own check knows
 
 
 class Subject(Record):

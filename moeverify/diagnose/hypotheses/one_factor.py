@@ -18,7 +18,13 @@ from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
 # What ranks reduce, so that the size of a group can be a factor of it.
-_REDUCED = (Quantity.GRADIENT, Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.LOSS)
+_REDUCED = (
+    Quantity.GRADIENT,
+    Quantity.OUTPUT,
+    Quantity.MODULE_GRADIENT,
+    Quantity.LOSS,
+    Quantity.TENSOR,
+)
 _CAUSES = {
     # The gradients were compared before, and are right: what is off is the number that is reported.
     Quantity.LOSS: Cause.METRIC,
@@ -40,6 +46,7 @@ class OneFactor(LinearFit):
             Quantity.UPDATE,
             Quantity.OPTIMIZER_STATE,
             Quantity.LOADED,
+            Quantity.TENSOR,
         }
     )
     generalizes = ("detached",)

@@ -31,6 +31,7 @@ class Permutation(Hypothesis):
             Quantity.UPDATE,
             Quantity.OPTIMIZER_STATE,
             Quantity.LOADED,
+            Quantity.TENSOR,
         }
     )
 

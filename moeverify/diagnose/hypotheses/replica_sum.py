@@ -40,6 +40,7 @@ class ReplicaSumHypothesis(Hypothesis):
             Quantity.MODULE_GRADIENT,
             Quantity.LOSS,
             Quantity.ROUTING_COUNT,
+            Quantity.TENSOR,
         }
     )
 

@@ -40,6 +40,7 @@ class Rounding(Hypothesis):
             Quantity.UPDATE,
             Quantity.OPTIMIZER_STATE,
             Quantity.BUFFER,
+            Quantity.TENSOR,
         }
     )
 

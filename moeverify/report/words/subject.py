@@ -20,6 +20,7 @@ _NOUNS: Mapping[Quantity, tuple[str, str]] = {
     Quantity.OPTIMIZER_STATE: ("optimizer state", "optimizer states"),
     Quantity.BUFFER: ("buffer", "buffers"),
     Quantity.LOADED: ("loaded tensor", "loaded tensors"),
+    Quantity.TENSOR: ("tensor", "tensors"),
 }
 # A tensor of these is several things already.
 _PLURALS: Mapping[Quantity, str] = {
