@@ -13,7 +13,8 @@ from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.judging import Judgement
 from moeverify.results.cause import Cause
 from moeverify.results.checks import TRACE
-from moeverify.results.finding import CheckResult, Finding, Place
+from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.place import Place
 
 
 def judge_trace(case: Case, trace: CollectiveTrace) -> Judgement | None:

@@ -9,6 +9,7 @@ from moeverify.axes.claim import Claim
 from moeverify.compare.judging import Assembled, Coordinates, Judgement, Key
 from moeverify.results.checks import COVERAGE, REPEAT, REPLICAS, SHARDING
 from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.place import Place
 
 _PARTS = {"experts": "experts", "others": "what is no expert"}
 
@@ -40,10 +41,11 @@ def _replica_finding(
     entry = entries[odd]
     parts = " | ".join(", ".join(map(str, part)) for part in ranks)
     differing_axes = _axes_between(ranks, coordinates)
-    where = f"replicas over {differing_axes}" if differing_axes else ""
+    where = f"replicas over {', '.join(differing_axes)}" if differing_axes else ""
     return Finding(
         check=REPLICAS,
         tensor=name,
+        kind=kind,
         step=step,
         rank=odd,
         ranks=tuple(rank for part in ranks for rank in part),
@@ -54,20 +56,20 @@ def _replica_finding(
         expected=entry.difference.expected_at,
         actual=entry.difference.actual_at,
         where=where,
+        place=Place(ranks=tuple(rank for part in ranks for rank in part), axes=differing_axes),
         evidence=(f"{kind}: ranks with equal bits: {parts}",),
     )
 
 
-def _axes_between(groups: Sequence[Sequence[int]], coordinates: Coordinates) -> str:
+def _axes_between(groups: Sequence[Sequence[int]], coordinates: Coordinates) -> tuple[str, ...]:
     """Return the axes on which the ranks of different groups differ while those of one group agree."""
     axes = list(coordinates.get(groups[0][0], {}))
-    found = [
+    return tuple(
         axis
         for axis in axes
         if all(len({coordinates[rank][axis] for rank in group}) == 1 for group in groups)
         and len({coordinates[group[0]][axis] for group in groups}) > 1
-    ]
-    return ", ".join(found)
+    )
 
 
 def judge_coverage(
@@ -94,7 +96,14 @@ def judge_coverage(
 
 def _coverage_finding(key: Key, missing: float, message: str) -> Finding:
     return Finding(
-        check=COVERAGE, tensor=key[2], step=key[0], rank=0, error=missing, bound=0.0, evidence=(message,)
+        check=COVERAGE,
+        tensor=key[2],
+        kind=key[1],
+        step=key[0],
+        rank=0,
+        error=missing,
+        bound=0.0,
+        evidence=(message,),
     )
 
 
@@ -155,6 +164,7 @@ def judge_repeat(
         Finding(
             check=REPEAT,
             tensor=name,
+            kind=kind,
             step=step,
             rank=ranks[0],
             ranks=tuple(ranks),

@@ -13,7 +13,8 @@ from typing import Literal
 
 from moeverify.compare.judging import Coordinates, Judgement
 from moeverify.results.checks import PRECISION
-from moeverify.results.finding import CheckResult, Finding, Place, Worst
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.place import Place
 
 Use = Literal["computes", "reduces", "weight", "gradient", "optimizer state"]
 

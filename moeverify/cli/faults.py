@@ -57,16 +57,17 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> 
     with open_context() as door:
         from moeverify.case.describe import describe_layout
         from moeverify.faults.choice import choose_faults
+        from moeverify.report.words.expected import describe_expected
 
         for fault in choose_faults(numbers):
-            causes = " or ".join(cause.value for cause in fault.expected.causes)
+            expected = describe_expected(fault.expected.where, fault.expected.causes)
             lines = [
                 f"{fault.number}: {fault.title}",
                 f"  source     {fault.source}",
                 f"  mechanism  {fault.mechanism}",
                 f"  trigger    {fault.trigger}",
                 f"  case       {describe_layout(fault.case.layout)}",
-                f"  expected   {causes}, at {fault.expected.where}",
+                f"  expected   {expected}",
                 f"  inject     moeverify run CASE --fault {fault.target}",
             ]
             if fault.notes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -28,22 +28,6 @@ def describe_record(record: Record) -> str:
     if record["num_tensors"] > 1:
         line += f" and {record['num_tensors'] - 1} more"
     return f"{line}, called at {record['site']}, {_STATES[record['state']]}"
-
-
-def summarize_records(records: Sequence[Record], name_group: Callable[[Sequence[int]], str]) -> list[str]:
-    """Return one line for each kind of collective among these: operation, group, shape, how often, from where."""
-    kinds: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        key = (record["op"], tuple(record["group"]), record["dtype"], record["site"])
-        kinds.setdefault(key, []).append(record)
-    lines = []
-    for (op, group, dtype, site), members in kinds.items():
-        shapes = {tuple(record["shape"]) for record in members}
-        shape = list(next(iter(shapes))) if len(shapes) == 1 else " of several shapes"
-        what = f" on {dtype}{shape}" if members[0]["num_tensors"] else ""
-        times = f", {len(members)} times" if len(members) > 1 else ""
-        lines.append(f"{op} over {name_group(group)} ({_join(group)}){what}{times}, called at {site}")
-    return lines
 
 
 def explain_disagreement(records: Mapping[int, Sequence[Record]]) -> str:

@@ -137,7 +137,7 @@ def _unit(key: Key) -> Key:
 def _describe(
     tensor: Assembled, check: Check, error: float, bound: float, coordinates: Coordinates
 ) -> Finding:
-    step, _, name = tensor.key
+    step, kind, name = tensor.key
     rank, entry = tensor.worst_piece()
     difference = tensor.difference()
     states = {piece.state for _, piece in tensor.pieces}
@@ -152,6 +152,7 @@ def _describe(
     return Finding(
         check=check.name,
         tensor=name,
+        kind=kind,
         step=step,
         rank=rank,
         ranks=tensor.differing_ranks(),

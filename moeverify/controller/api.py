@@ -19,6 +19,7 @@ from moeverify.errors import CaseError, MachineError, Problem
 from moeverify.launch.world import external_world
 from moeverify.report.console import open_console
 from moeverify.report.text import render_run, summarize_run
+from moeverify.report.words.run import word_run
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event, RunResult
 
@@ -122,7 +123,7 @@ def _run(case: Case, device: Literal["auto", "cpu", "cuda"]) -> Verification:
         raise MachineError(result.cases[0].reason)
     # The notes say that no golden is recorded: here none is meant to be.
     quiet = result.cases[0].model_copy(update={"notes": ()})
-    return Verification(result.model_copy(update={"cases": (quiet,)}))
+    return Verification(word_run(result.model_copy(update={"cases": (quiet,)})))
 
 
 def name_function(function: Function, field: str) -> str:

@@ -11,7 +11,6 @@ from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
 from moeverify.faults.fault import Fault
 from moeverify.results.benchmark import FaultRow
-from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event
 
 LOSS_CURVE = 1e-3
@@ -77,8 +76,7 @@ def change_precision(fault: Fault, precision: Precision) -> Fault:
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:
     """Return how well the findings of one run describe the fault."""
-    origins = [finding for finding in result.findings if not finding.follows]
-    first = origins[0] if origins else None
+    first = next((finding for finding in result.findings if not finding.follows), None)
     detected = result.verdict == "mismatch"
     return FaultRow(
         number=fault.number,
@@ -87,23 +85,15 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
         is_moe=fault.is_moe,
         verdict=result.verdict,
         detected=detected,
-        located=first is not None and fault.expected.locates(place_text(first)),
-        cause_named=first is not None and first.code in {cause.value for cause in fault.expected.causes},
+        located=first is not None and fault.expected.locates(first),
+        cause_named=first is not None and fault.expected.names(first),
         loss_curve=sees_loss_curve(result),
-        step=first.step if first else None,
-        check=first.check if first else "",
-        place=place_text(first) if first else "",
-        cause=first.cause if first else "",
-        code=first.code if first else "",
-        expected=f"{fault.expected.where}: {' or '.join(cause.value for cause in fault.expected.causes)}",
-        reason=result.reason or ("" if detected else fault.notes or "nothing differs"),
+        finding=first,
+        expected_places=fault.expected.where,
+        expected_causes=fault.expected.causes,
+        reason=result.reason or ("" if detected else fault.notes),
         seconds=result.seconds,
     )
-
-
-def place_text(finding: Finding) -> str:
-    """Return where a finding says it is: its tensor and its place."""
-    return f"{finding.tensor} | {finding.where}" if finding.where else finding.tensor
 
 
 def sees_loss_curve(result: CaseResult) -> bool:

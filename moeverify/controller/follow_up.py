@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moeverify.axes.groups import list_degrees
@@ -10,10 +10,11 @@ from moeverify.case.schema import Case
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.controller.separation import change_layout
-from moeverify.diagnose.verdict import is_close, measure_axis, name_either
 from moeverify.launch.world import external_world
-from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation
+from moeverify.results.factor import Product, is_same
 from moeverify.results.finding import Finding, FollowUp
+from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.run import CaseResult, Event, RunResult
 
 
@@ -51,22 +52,22 @@ def follow_up(
         )
         for question, answer in zip(questions, answers.cases, strict=True)
     }
-    told = tuple(
+    cases_answered = tuple(
         case.model_copy(update={"findings": tuple(merged.get((case.name, id(f)), f) for f in case.findings)})
         for case in result.cases
     )
     more = {"launches": result.launches + answers.launches, "seconds": result.seconds + answers.seconds}
-    return result.model_copy(update={"cases": told, **more})
+    return result.model_copy(update={"cases": cases_answered, **more})
 
 
 def _list_questions(cases: Sequence[Case], result: RunResult) -> list[_Question]:
     by_name = {case.name: case for case in cases}
     questions: list[_Question] = []
-    for told in result.cases:
-        for finding in told.findings:
+    for answered in result.cases:
+        for finding in answered.findings:
             if finding.follow_up is None or finding.follows:
                 continue
-            case = by_name[told.name]
+            case = by_name[answered.name]
             asked = change_layout(case, finding.follow_up.layout)
             name = f"{case.name}-follow-up-{len(questions) + 1}"
             questions.append(_Question(case, finding, asked.model_copy(update={"name": name})))
@@ -74,45 +75,57 @@ def _list_questions(cases: Sequence[Case], result: RunResult) -> list[_Question]
 
 
 def merge(case: Case, finding: Finding, asked: Case, answer: CaseResult) -> Finding:
-    """Return an ambiguous finding with what another layout says of it."""
+    """Return an ambiguous finding of a case with what another layout says of it."""
     question = finding.follow_up
     assert question is not None
-    where = "{" + ", ".join(f"{name}: {value}" for name, value in question.layout.items()) + "}"
-    same = next((f for f in answer.findings if not f.follows and f.code == finding.code), None)
-    left: tuple[str, ...] = ()
     if answer.verdict in ("error", "skipped"):
-        told = f"the layout {where} did not run: {answer.reason}"
-    elif same is None:
-        other = next((f.cause for f in answer.findings if f.cause), "nothing differs there")
-        told = f"the layout {where} does not show it: {other}"
-    else:
-        left = _find_left(case, finding, asked, same)
-        names = f"axis {' or '.join(left)}" if left else "none of these axes"
-        told = f"{names}: followed up under {where}, where {same.cause}"
-    return _settle(finding, question.model_copy(update={"answer": told}), left)
+        answered = question.model_copy(update={"outcome": "not-run", "reason": answer.reason})
+        return finding.model_copy(update={"follow_up": answered})
+    explained = [each for each in answer.findings if not each.follows and each.explanation is not None]
+    same = next((each for each in explained if each.code == finding.code), None)
+    if same is None:
+        other = explained[0].explanation if explained else None
+        answered = question.model_copy(update={"outcome": "not-shown", "seen": other})
+        return finding.model_copy(update={"follow_up": answered})
+    assert finding.explanation is not None
+    assert same.explanation is not None
+    left = find_left(finding.explanation, same.explanation, list_degrees(asked))
+    answered = question.model_copy(
+        update={
+            "outcome": "narrowed" if left else "none-left",
+            "left": left,
+            "seen": same.explanation.keep(left),
+        }
+    )
+    return _narrow(finding, answered, left)
 
 
-def _find_left(case: Case, finding: Finding, asked: Case, same: Finding) -> tuple[str, ...]:
-    """Return the axes that explain both findings."""
-    question = finding.follow_up
-    assert question is not None
-    if finding.code != Cause.SCALE or finding.scale is None or same.scale is None:
-        also = same.place.axes if same.place is not None else ()
-        return tuple(axis for axis in question.axes if axis in also)
+def find_left(before: Explanation, after: Explanation, degrees: Mapping[str, int]) -> tuple[Product, ...]:
+    """Return the candidates of an explanation that explain another layout's finding too; `degrees` are that one's.
+
+    A reduction is missing over the same axis there. A factor has the value there that the product has.
+    """
+    if isinstance(before.operation, Unreduced):
+        return tuple(product for product in before.candidates if product in after.candidates)
+    if not isinstance(before.operation, Scaled) or not isinstance(after.operation, Scaled):
+        return ()
+    others = {each.part: each.factor for each in after.operation.contributions}
     left = []
-    for axis in question.axes:
-        before, after = (measure_axis(axis, list_degrees(each)) for each in (case, asked))
-        is_inverse = not is_close(finding.scale, before)
-        if is_close(same.scale, 1.0 / after if is_inverse else after):
-            left.append(axis)
+    for product in before.candidates:
+        wanted = product.measure(degrees)
+        factors = [
+            others.get(each.part) for each in before.operation.contributions if product in each.factor.equals
+        ]
+        if all(factor is not None and is_same(factor.value**factor.power, wanted) for factor in factors):
+            left.append(product)
     return tuple(left)
 
 
-def _settle(finding: Finding, question: FollowUp, left: tuple[str, ...]) -> Finding:
-    """Return the finding with its answer; where fewer axes are left, its cause and its place name only these."""
-    changes: dict[str, object] = {"follow_up": question}
-    if left and len(left) < len(question.axes) and finding.place is not None:
-        changes["cause"] = finding.cause.replace(name_either(question.axes), name_either(left))
-        changes["where"] = finding.where.replace(", ".join(question.axes), ", ".join(left))
-        changes["place"] = finding.place.model_copy(update={"axes": left})
+def _narrow(finding: Finding, question: FollowUp, left: tuple[Product, ...]) -> Finding:
+    """Return the finding with its answer, and with the candidates that are left: an axis that was refused is none."""
+    assert finding.explanation is not None
+    changes: dict[str, object] = {"follow_up": question, "explanation": finding.explanation.keep(left)}
+    if finding.place is not None:
+        axes = tuple(dict.fromkeys(source for product in left for source in product.sources))
+        changes["place"] = finding.place.model_copy(update={"axes": axes})
     return finding.model_copy(update=changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,11 +20,12 @@ from moeverify.controller.options import RunOptions
 from moeverify.controller.packages import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
-from moeverify.controller.separation import propose
+from moeverify.controller.separation import suggest_layout
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
-from moeverify.results.finding import BLIND, CheckResult, Finding, Verdict
+from moeverify.results.finding import BLIND, CheckResult, Finding, Verdict, note_failure
+from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.run import CaseResult, Event, RunResult
 
 ENTRY = "moeverify.worker.main"
@@ -82,6 +84,7 @@ class CaseRun:
         self.device: Device = device
         self.on_event = on_event
         self.results: dict[str, CaseResult] = {}
+        self._judged: dict[str, dict[str, Any]] = {}  # by case, before causes are looked for
         self.num_launches = 0
         world = external_world()
         self.is_first = world is None or world.rank == 0
@@ -174,6 +177,8 @@ class CaseRun:
         if event.kind == "launch":
             self.num_launches += 1
             self._tell("launch", detail=f"{event.num_ranks} ranks")
+        elif event.kind == "report":
+            self._judged[event.job] = json.loads(event.detail)
         elif event.kind == "start" and event.job == "goldens":
             self._tell("golden", detail=f"{len(self._goldens.recipes)} recipes on one device each")
         elif event.kind == "start":
@@ -207,22 +212,34 @@ class CaseRun:
         if state.status != "recorded" and not missing_is_fine:
             reports = getattr(self, "_golden_reports", ())
             return self._result(case, "error", state.message, outcome, rank_reports=reports)
-        if outcome.state != "done" or outcome.result is None:
-            verdict: Verdict = "error"
-            return self._result(case, verdict, outcome.summary, outcome, rank_reports=outcome.rank_reports)
-        if "error" in outcome.result:
-            return self._result(case, "error", outcome.result["error"], outcome)
-        checks = tuple(CheckResult.model_validate(check) for check in outcome.result["checks"])
-        found = (Finding.model_validate(finding) for finding in outcome.result["findings"])
-        findings = tuple(propose(case, finding, self._most_ranks) for finding in found)
+        result = outcome.result if outcome.state == "done" else self._judged.get(case.name)
+        if result is None:
+            reports = outcome.rank_reports
+            return self._result(case, "error", outcome.summary, outcome, rank_reports=reports)
+        if "error" in result:
+            return self._result(case, "error", result["error"], outcome)
+        found = [Finding.model_validate(finding) for finding in result["findings"]]
+        if outcome.state != "done":
+            # The ranks were lost while causes were looked for: what the checks say was known before.
+            found = note_failure(found, DiagnosisFailed(message=outcome.summary))
+        checks = tuple(CheckResult.model_validate(check) for check in result["checks"])
+        findings = tuple(suggest_layout(case, finding, self._most_ranks) for finding in found)
         verdict, notes = settle(case.checks, checks)
         notes += tuple(note for check in checks if (note := describe_blind(check)))
         notes += tuple(check.unseen for check in checks if check.unseen)
         notes += (state.message,) if state.status == "missing" else ()
         notes += (state.nearness,) if state.nearness else ()
-        losses = tuple((expected, actual) for expected, actual in outcome.result["losses"])
+        losses = tuple((expected, actual) for expected, actual in result["losses"])
         return self._result(
-            case, verdict, "", outcome, checks=checks, findings=findings, notes=notes, losses=losses
+            case,
+            verdict,
+            "",
+            outcome,
+            checks=checks,
+            findings=findings,
+            notes=notes,
+            losses=losses,
+            rank_reports=outcome.rank_reports,
         )
 
     def _result(

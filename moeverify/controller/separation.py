@@ -1,4 +1,4 @@
-"""Ends an ambiguity: a layout of the same recipe under which axes of one size have different sizes. No torch."""
+"""Ends an ambiguity: a layout of the same recipe under which sources of one size have different sizes. No torch."""
 
 from __future__ import annotations
 
@@ -8,34 +8,46 @@ from collections.abc import Iterator, Sequence
 from moeverify.axes.groups import list_degrees, list_groups
 from moeverify.case.rules import validate
 from moeverify.case.schema import Case, Layout
-from moeverify.diagnose.verdict import measure_axis, split_axis
 from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation
+from moeverify.results.factor import Product
 from moeverify.results.finding import Finding, FollowUp
+from moeverify.results.operation import Unreduced
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batches")
 _SIZES = (1, 2, 3, 4, 6, 8)
-_AMBIGUOUS = (Cause.SCALE, Cause.TERM_SCALE, Cause.MISSING_REDUCTION, Cause.METRIC, Cause.NORM)
+# Their factors are those of parts of the batch: another layout divides it into other parts.
+_OF_THE_BATCH = (Cause.SHARE_WEIGHTS, Cause.PADDING)
 
 
-def propose(case: Case, finding: Finding, most_ranks: int) -> Finding:
-    """Return the finding, with the layout that tells its axes apart where several explain it equally well."""
-    axes = finding.place.axes if finding.place is not None else ()
-    if len(axes) < 2 or finding.code not in _AMBIGUOUS:
+def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
+    """Return the finding, with the layout that separates its candidates where several explain it equally well."""
+    explanation = finding.explanation
+    if explanation is None or finding.follows or len(explanation.candidates) < 2:
         return finding
-    by_ranks = finding.code == Cause.MISSING_REDUCTION
-    limit = min(
-        most_ranks, max(4, 2 * case.layout.world_size)
-    )  # a machine that allows 64 ranks is slow with them
-    changed = separate(case, axes, limit, by_ranks=by_ranks)
-    return (
-        finding.model_copy(update={"follow_up": FollowUp(axes=axes, layout=changed)}) if changed else finding
+    if explanation.cause in _OF_THE_BATCH:
+        return finding
+    # A machine that allows 64 ranks is slow with them.
+    limit = min(most_ranks, max(4, 2 * case.layout.world_size))
+    candidates = explanation.candidates
+    changed = separate(case, candidates, limit, by_ranks=differs_by_groups(explanation))
+    if not changed:
+        return finding
+    axes = tuple(dict.fromkeys(source for product in candidates for source in product.sources))
+    return finding.model_copy(
+        update={"follow_up": FollowUp(axes=axes, layout=changed, candidates=candidates)}
     )
 
 
-def separate(case: Case, axes: Sequence[str], most_ranks: int, *, by_ranks: bool) -> dict[str, int]:
-    """Return what to change in the layout to tell these axes best apart; nothing where no layout does.
+def differs_by_groups(explanation: Explanation) -> bool:
+    """Return whether other groups of ranks are enough to separate candidates: replicas are summed over groups."""
+    return isinstance(explanation.operation, Unreduced)
 
-    Of layouts that tell equally many apart, one with few ranks is taken, and of these one that changes little.
+
+def separate(case: Case, candidates: Sequence[Product], most_ranks: int, *, by_ranks: bool) -> dict[str, int]:
+    """Return the degrees to change so that most of these candidates differ; nothing where no layout does that.
+
+    Of layouts that separate equally many, one with few ranks is taken, and of these one that changes little.
     With `by_ranks` other groups of ranks are enough, else the sizes must differ.
     """
     best: tuple[tuple[int, int, int], dict[str, int]] | None = None
@@ -43,7 +55,7 @@ def separate(case: Case, axes: Sequence[str], most_ranks: int, *, by_ranks: bool
         other = change_layout(case, changed)
         if other.layout.world_size > most_ranks or validate(other):
             continue
-        rank = (-count_apart(other, axes, by_ranks=by_ranks), other.layout.world_size, len(changed))
+        rank = (-count_apart(other, candidates, by_ranks=by_ranks), other.layout.world_size, len(changed))
         if rank[0] < -1 and (best is None or rank < best[0]):
             best = (rank, changed)
     return best[1] if best is not None else {}
@@ -54,16 +66,19 @@ def change_layout(case: Case, changed: dict[str, int]) -> Case:
     return case.model_copy(update={"layout": case.layout.model_copy(update=changed)})
 
 
-def count_apart(case: Case, axes: Sequence[str], *, by_ranks: bool) -> int:
-    """Return how many of these axes the case's layout tells apart.
+def count_apart(case: Case, candidates: Sequence[Product], *, by_ranks: bool) -> int:
+    """Return how many of these candidates differ in the case's layout.
 
-    0 where one of them has a single rank there: what such an axis does wrong cannot be seen.
+    0 where one of them has an axis of a single rank there: what such an axis does wrong cannot be seen.
     """
     degrees, groups = list_degrees(case), list_groups(case)
-    sizes = [measure_axis(axis, degrees) for axis in axes]
-    if 1.0 in sizes or any(measure_axis(part, degrees) == 1.0 for axis in axes for part in split_axis(axis)):
+    known = groups if by_ranks else degrees
+    if any(source not in known for product in candidates for source in product.sources):
         return 0
-    return len({str(groups.get(axis)) for axis in axes} if by_ranks else set(sizes))
+    if by_ranks:
+        return len({str([groups[source] for source in product.sources]) for product in candidates})
+    sizes = {product.measure(degrees) for product in candidates}
+    return 0 if 1.0 in sizes else len(sizes)
 
 
 def _list_changes(layout: Layout, most_ranks: int) -> Iterator[dict[str, int]]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moeverify.diagnose.replicas import Groups
+from moeverify.results.factor import Source
+
+Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 
 
 @dataclass(frozen=True)
 class Axes:
-    """`groups` are the groups of ranks of every axis, `degrees` the sizes that a factor may come from.
+    """`groups` are the groups of ranks of every axis, `sources` the integers that a factor may come from.
 
-    `matters(axis, tensor)` says whether an axis has to do with a logical tensor at all.
+    `affects(axis, tensor)` says whether an axis has to do with a logical tensor at all.
     """
 
     groups: Groups
-    degrees: Mapping[str, int]
-    matters: Callable[[str, str], bool] = lambda axis, tensor: True
+    sources: Sequence[Source] = ()
+    affects: Callable[[str, str], bool] = lambda axis, tensor: True
 
     def groups_of(self, name: str) -> Groups:
         """Return the groups of the axes that have to do with a tensor."""
-        return {axis: groups for axis, groups in self.groups.items() if self.matters(axis, name)}
+        return {axis: groups for axis, groups in self.groups.items() if self.affects(axis, name)}
 
-    def degrees_of(self, *names: str) -> dict[str, int]:
-        """Return the degrees of the axes that have to do with any of these tensors."""
-        return {
-            axis: size
-            for axis, size in self.degrees.items()
-            if any(self.matters(axis, name) for name in names)
-        }
+    def sources_of(self, *names: str) -> list[Source]:
+        """Return the sources that have to do with any of these tensors."""
+        return [source for source in self.sources if any(self.affects(source.name, name) for name in names)]

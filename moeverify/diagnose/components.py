@@ -2,6 +2,11 @@
 
 Every wrong aggregation is a wrong linear combination of these parts, so a fit on them reads off what was done.
 A cell is what one rank of the loss sees in one micro-batch: some rows, some positions.
+
+All losses are sums over tokens divided by global counts (`moeverify.train.objective`), so a gradient is the sum
+over cells and terms of the gradient of that cell's tokens, with the global counts held fixed. A rank that weights
+its tokens otherwise, leaves a term out or counts padding changes the coefficients of these parts and nothing else.
+The balance loss multiplies expert counts (no gradient) by sums of probabilities: its cells differ in the sums alone.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from moeverify.axes.split import split_positions, split_rows
 from moeverify.case.schema import Case, MoE, ReferenceModel
 from moeverify.golden.store import StoredGolden
 from moeverify.model.router import RouterStats
+from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.forward import cross_entropy
@@ -28,11 +34,9 @@ TERMS = ("lm", "balance", "z")
 
 @dataclass(frozen=True)
 class Cell:
-    """What the loss rank `loss_rank`, whose place is `label`, sees in one micro-batch."""
+    """What one rank of the loss sees in one micro-batch: rows and positions of the global batch."""
 
-    loss_rank: int
-    micro_batch: int
-    label: str
+    tokens: Tokens
     rows: tuple[int, ...]
     positions: tuple[int, ...]
 
@@ -41,8 +45,9 @@ class Cell:
 class Components:
     """The parts of the golden's gradient at one step.
 
-    `parts[term][cell]` are their sum: the golden. `padding[term]` is what padding tokens would add to lm and
-    z; for balance it is the whole term with padding counted. `num_valid` counts each cell's valid tokens.
+    `parts[term][cell][parameter]` sum over all terms and cells to the golden. `padding[term]` is what padding tokens
+    would add to lm and z; for balance it is the whole term with padding counted. `num_valid` counts each cell's
+    valid tokens.
     """
 
     cells: tuple[Cell, ...]
@@ -55,7 +60,7 @@ class Components:
         """Return a loss term's part of a parameter's gradient."""
         return torch.stack([vector[name] for vector in self.parts[term]]).sum(dim=0)
 
-    def cell(self, number: int, name: str) -> Tensor:
+    def share(self, number: int, name: str) -> Tensor:
         """Return a cell's part of a parameter's gradient, over all terms."""
         return torch.stack([self.parts[term][number][name] for term in TERMS]).sum(dim=0)
 
@@ -69,12 +74,13 @@ def find_cells(case: Case) -> tuple[Cell, ...]:
         for cp_rank in range(layout.cp):
             positions = split_positions(data.seq_len, layout.cp, cp_rank, layout.context_parallel)
             for micro, part in enumerate(Share(rows, positions).micro_batches(layout.micro_batches)):
-                place = [f"dp {data_rank}"] if layout.data_ranks > 1 else []
-                place += [f"cp {cp_rank}"] if layout.cp > 1 else []
-                place += [f"micro-batch {micro}"] if layout.micro_batches > 1 else []
-                loss_rank = data_rank * layout.cp + cp_rank
-                label = ", ".join(place) or "the whole batch"
-                cells.append(Cell(loss_rank, micro, label, tuple(part.rows), tuple(positions)))
+                # Where there is one alone, naming it says nothing.
+                tokens = Tokens(
+                    data_rank=data_rank if layout.data_ranks > 1 else None,
+                    context_rank=cp_rank if layout.cp > 1 else None,
+                    micro_batch=micro if layout.micro_batches > 1 else None,
+                )
+                cells.append(Cell(tokens, tuple(part.rows), tuple(positions)))
     return tuple(cells)
 
 
@@ -181,7 +187,7 @@ class _TermGradients:
 
 
 def _bring(tensor: Tensor) -> Tensor:
-    """Return a tensor where the pieces of the ranks are: a fit takes both together."""
+    """Return a tensor where the shards of the ranks are: a fit takes both together."""
     return tensor.detach().to("cpu", torch.float64)
 
 

@@ -1,66 +1,31 @@
-"""Findings in, cause and place out: what began it comes first, and what follows from it is marked so."""
+"""Findings in, causes and places out: what began it comes first, and what follows from it is marked so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.components import ComponentSource
-from moeverify.diagnose.evidence import STEP_BEFORE, Key, Suspect
-from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.gradient import Named, name_gradient_causes
-from moeverify.diagnose.state import (
-    name_forward,
-    name_initial,
-    name_loss,
-    name_norm,
-    name_routing,
-    name_state,
-    name_term,
-    name_update,
-)
-from moeverify.diagnose.trials import describe_search, list_trials
-from moeverify.diagnose.verdict import Verdict
+from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
+from moeverify.diagnose.first_divergence import Origin, list_search_trials
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.place import locate
+from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
-from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE, check_of
-from moeverify.results.finding import Finding, Place, Trial
+from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.finding import Finding
+from moeverify.results.observation import HiddenByRounding, Observation
+from moeverify.results.operation import Altered, OwnValues
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
-_FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
-_GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
 _APART = (COVERAGE, SHARDING, REPEAT, TRACE, PRECISION)
 _ORIGINS = (COVERAGE, SHARDING, TRACE, PRECISION)  # of these none follows from anything else
-MOST_EXPLAINED = 20
-
-
-@dataclass
-class Material:
-    """Everything that was gathered about a mismatch.
-
-    `search` says where modules first differ, None where that was not asked; `earlier` gives the golden's value of
-    a tensor at other times, by what it is called; `issued` the collectives that a rank issued inside a module, in
-    words; `num_tokens` the tokens of the batch with padding, `clip` the golden's clip coefficient; `stale` says
-    whether the weights of a step earlier explain where the forward pass went wrong, None where that was not asked.
-    """
-
-    suspects: Mapping[Key, Suspect] = field(default_factory=dict)
-    axes: Axes = field(default_factory=lambda: Axes({}, {}))
-    search: Search | None = None
-    earlier: Callable[[Key], Mapping[str, Tensor | None]] = lambda key: {}
-    issued: Callable[[str, int], tuple[str, ...]] = lambda module, rank: ()
-    components: ComponentSource | None = None
-    num_tokens: int = 0
-    clip: float | None = None
-    stale: bool | None = None
-
-    @property
-    def origins(self) -> Mapping[str, Origin]:
-        """Return where each direction first differs."""
-        return self.search.origins if self.search is not None else {}
+_ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
+_NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
+MOST_LOGGED = 20
+"""Origins with a complete log of trials: the tests that no cause needs cost as much as those that one does."""
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -68,186 +33,185 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
     return min((finding.step for finding in findings if finding.check not in _APART), default=None)
 
 
-def diagnose(findings: Sequence[Finding], material: Material) -> list[Finding]:
+def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     step = origin_step(findings)
     apart = [finding for finding in findings if finding.check in _APART]
     if step is None:
-        return [_name_apart(finding) for finding in apart]
+        return [_explain_apart(finding) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
-    named = _name(first, step, material)
-    origins, explained = _make_origins(named, first, material)
+    origins, explained = make_origins(_explain_step(first, inputs), first, inputs)
     if not origins:
         return list(findings)
-    rest = [finding for finding in findings if _identity(finding) not in explained]
     followers = [
         finding.model_copy(update={"follows": origins[0].tensor})
-        for finding in rest
-        if finding.check not in _ORIGINS
+        for finding in findings
+        if _identity(finding) not in explained and finding.check not in _ORIGINS
     ]
-    return origins + [_name_apart(f) for f in apart if f.check in _ORIGINS] + followers
+    return origins + [_explain_apart(each) for each in apart if each.check in _ORIGINS] + followers
 
 
 def _identity(finding: Finding) -> tuple[str, str, int]:
     return finding.check, finding.tensor, finding.step
 
 
-def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named]:
+def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes of what failed at the first failing step, by the part of the step that failed first."""
-    checks = {finding.check for finding in first}
-    suspects = material.suspects
-    by_kind: dict[str, list[Suspect]] = {}
-    for suspect in suspects.values():
-        by_kind.setdefault(suspect.key[1], []).append(suspect)
-    if "initial state" in checks:
-        return name_initial([*by_kind.get("initial_weight", []), *by_kind.get("initial_buffer", [])])
-    if FORWARD in material.origins and material.stale:
-        where = material.origins[FORWARD].culprit
-        sentence = f"{where} computes with the weights that it had a step earlier: they were not refreshed"
-        losses = (*by_kind.get("token_loss", ()), *by_kind.get("loss", ()))
-        return [
-            Named(losses, Verdict(Cause.STALE, sentence, where), subject=material.origins[FORWARD].suspect)
-        ]
-    if FORWARD in material.origins:
-        return [name_forward(material.origins[FORWARD], material.axes, by_kind)]
-    if checks & {"routing", "routing flips", "routing weights"}:
-        return name_routing(by_kind, material.num_tokens)
-    named = _name_backward(checks, by_kind, material)
-    if "buffers" in checks:
-        named += name_state(by_kind.get("buffer", []), lambda key: material.earlier(key).get(STEP_BEFORE))
-    if not named and REPLICAS in checks:
-        named += _name_replicas(first)
-    return named
+    failed = _find_failed(first)
+    if Quantity.INITIAL_VALUE in failed:
+        return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
+    if FORWARD in inputs.origins:
+        return [_explain_origin(inputs.origins[FORWARD], inputs.of_quantity(Quantity.LOSS), inputs)]
+    if failed.intersection(_ROUTING):
+        # Counts are made of the choice: where both are wrong, the choice is the cause.
+        chosen = inputs.of_quantity(Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
+        return explain_tensors(chosen or inputs.of_quantity(Quantity.ROUTING_COUNT), inputs)
+    causes = _explain_backward(failed, inputs)
+    if Quantity.BUFFER in failed:
+        causes += explain_tensors(inputs.of_quantity(Quantity.BUFFER), inputs)
+    causes = causes or explain_tensors(inputs.of_quantity(Quantity.TENSOR), inputs)
+    return causes or _explain_replicas(first)
 
 
-def _name_backward(checks: set[str], by_kind: Mapping[str, list[Suspect]], material: Material) -> list[Named]:
+def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:
+    """Return the quantities that differ from the golden by more than their bounds."""
+    return {quantity_of(finding.kind, finding.tensor) for finding in findings if _is_compared(finding)}
+
+
+def _is_compared(finding: Finding) -> bool:
+    """Return whether a finding is of a comparison with the golden; replicas differ among themselves."""
+    return bool(finding.kind) and finding.check != REPLICAS
+
+
+def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes in losses, gradients, and what follows from them, over a right forward pass."""
-    if "gradient" in checks:
-        gradients = by_kind.get("gradient", [])
-
-        def previous(key: Key) -> Tensor | None:
-            return material.earlier(key).get(STEP_BEFORE)
-
-        named = name_gradient_causes(gradients, material.components, material.axes, previous)
-        return [_add_place(item, by_kind, material) for item in named]
-    if "loss" in checks:
-        return name_loss(by_kind, material.axes.degrees, gradient_is_right=True)
-    if "gradient norm" in checks:
-        return name_norm(by_kind.get("gradient_norm", []), material.axes.degrees)
-    if checks & {"update", "optimizer state"}:
-        return name_update([*by_kind.get("update", []), *by_kind.get("optimizer_state", [])], material.clip)
-    return []
+    if Quantity.GRADIENT in failed:
+        # What no sum explains stays last: a module from which on gradients are wrong says less than a cause.
+        causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
+        return [_find_divergence(cause, inputs) for cause in causes]
+    if Quantity.LOSS in failed:
+        return explain_tensors(inputs.of_quantity(Quantity.LOSS), inputs)
+    if failed.intersection(_NORMS):
+        # The clip coefficient is made of the norm: of the two, the norm is the cause.
+        return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
+    return explain_tensors(inputs.of_quantity(Quantity.UPDATE, Quantity.OPTIMIZER_STATE), inputs)
 
 
-def _add_place(named: Named, by_kind: Mapping[str, list[Suspect]], material: Material) -> Named:
-    """Give gradients that no sum explains the loss term, or the module from which on they are wrong."""
-    unexplained = named.verdict is None
-    rounded = named.verdict is not None and named.verdict.cause is Cause.ROUNDING
-    if (unexplained or rounded) and (term := name_term(by_kind)) is not None:
-        return replace(named, verdict=term)
-    origin = material.origins.get(BACKWARD)
-    if origin is None or not (unexplained or rounded):
-        return named
-    found = name_forward(origin, material.axes, {})
-    if named.verdict is not None and found.verdict is not None:
-        verdict = Verdict(Cause.ROUNDING, named.verdict.sentence, origin.culprit, found.verdict.evidence)
-        return replace(named, verdict=verdict)
-    return replace(named, verdict=found.verdict, subject=origin.suspect)
+def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:
+    """Give gradients that no sum explains the module from which on, backward, gradients are wrong."""
+    origin = inputs.origins.get(BACKWARD)
+    is_rounded = cause.explanation is not None and cause.explanation.cause is Cause.ROUNDING
+    if origin is None or not (cause.explanation is None or is_rounded):
+        return cause
+    found = _explain_origin(origin, cause.tensors, inputs)
+    if not is_rounded or found.explanation is None:
+        return found
+    assert cause.explanation is not None
+    subject = cause.explanation.subject.model_copy(update={"module": origin.culprit})
+    explanation = cause.explanation.model_copy(update={"subject": subject})
+    return replace(cause, explanation=explanation, observations=(*cause.observations, *found.observations))
 
 
-def _name_replicas(first: Sequence[Finding]) -> list[Named]:
-    differing = [finding for finding in first if finding.check == REPLICAS]
-    where = differing[0].where or "ranks " + ", ".join(map(str, differing[0].ranks))
-    sentence = f"ranks that should hold the same values do not: {where}"
-    return [Named((), Verdict(Cause.REPLICAS, sentence, where))]
+def _explain_origin(
+    origin: Origin, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
+) -> DiagnosedCause:
+    """Return the cause of the first module end that is wrong, which explains these tensors."""
+    (cause,) = explain_tensors([origin.tensor], inputs)
+    assert inputs.search is not None
+    seen = inputs.search.observe(origin.direction)
+    return replace(cause, tensors=tuple(tensors), observations=(seen, *cause.observations))
 
 
-def _name_apart(finding: Finding) -> Finding:
+def _explain_replicas(first: Sequence[Finding]) -> list[DiagnosedCause]:
+    """Return the cause where nothing is wrong but that ranks which should hold the same do not."""
+    differing = next((finding for finding in first if finding.check == REPLICAS), None)
+    if differing is None:
+        return []
+    axes = differing.place.axes if differing.place is not None else ()
+    explanation = Explanation(
+        cause=Cause.REPLICAS,
+        subject=_subject_of(differing),
+        operation=OwnValues(ranks=differing.ranks, axes=axes),
+    )
+    return [DiagnosedCause((), explanation)]
+
+
+def _subject_of(finding: Finding) -> Subject:
+    quantity = quantity_of(finding.kind, finding.tensor) if finding.kind else Quantity.BUFFER
+    return Subject(quantity=quantity, tensors=(finding.tensor,))
+
+
+def _explain_apart(finding: Finding) -> Finding:
+    """Return the finding of a check that compares a run with itself, with the name of its cause."""
     if finding.check == REPEAT:
-        sentence = "two runs of the same layout differ: something in it is not deterministic"
-        return finding.model_copy(update={"cause": sentence, "code": Cause.NONDETERMINISM.value})
-    if finding.check == SHARDING:
-        return finding.model_copy(update={"code": Cause.LAYOUT.value})
-    if finding.check == PRECISION:
-        return finding.model_copy(update={"code": Cause.PRECISION.value})
-    return finding
+        explanation = Explanation(
+            cause=Cause.NONDETERMINISM, subject=_subject_of(finding), operation=Altered()
+        )
+        return finding.model_copy(update={"explanation": explanation, "code": explanation.cause.value})
+    codes = {SHARDING: Cause.LAYOUT, PRECISION: Cause.PRECISION}
+    code = codes.get(finding.check)
+    return finding.model_copy(update={"code": code.value}) if code is not None else finding
 
 
-def _make_origins(
-    named: Sequence[Named], first: Sequence[Finding], material: Material
+def make_origins(
+    causes: Sequence[DiagnosedCause], first: Sequence[Finding], inputs: DiagnosisInputs
 ) -> tuple[list[Finding], set[tuple[str, str, int]]]:
-    """Return one finding for each cause, and the identities of all findings that the causes explain."""
+    """Return one finding for each cause, and the identities of these findings."""
     origins: list[Finding] = []
     explained: set[tuple[str, str, int]] = set()
-    for item in named:
-        names = {suspect.name for suspect in item.suspects}
-        checks = {check_of(suspect.key[1]).name for suspect in item.suspects}
-        about = [finding for finding in first if finding.tensor in names]
-        members = [finding for finding in about if finding.check in checks] or about
-        head = max(members, key=lambda finding: finding.error, default=None)
-        if head is None:
-            head = first[0]
+    for cause in causes:
+        head = _choose_head(cause, first)
         if _identity(head) in explained:
             continue
-        finding = _with_verdict(head, item, len(names))
-        if len(origins) < MOST_EXPLAINED:
-            finding = _with_evidence(finding, item, material)
+        finding = _with_explanation(head, cause)
+        if len(origins) < MOST_LOGGED:
+            finding = _with_log(finding, cause, inputs)
         origins.append(finding)
         explained.add(_identity(head))
     return origins, explained
 
 
-def _with_verdict(head: Finding, named: Named, num_tensors: int) -> Finding:
-    others = f" ({num_tensors} tensors in all)" if num_tensors > 1 else ""
-    if named.verdict is None:
-        cause = f"no linear combination of the golden's parts explains it{others}"
-        tried = [f"{fit.name}: {fit.words}" for fit in named.fits if fit.verdict == "no"]
-        tried += _advise_float64(named.suspects)
-        return head.model_copy(update={"cause": cause, "evidence": (*head.evidence, *tried)})
-    verdict = named.verdict
+def _choose_head(cause: DiagnosedCause, first: Sequence[Finding]) -> Finding:
+    """Return the worst finding of the tensors that a cause explains, or else the first of all."""
+    names = {tensor.name for tensor in cause.tensors}
+    kinds = {tensor.key[1] for tensor in cause.tensors}
+    about = [finding for finding in first if finding.tensor in names]
+    members = [finding for finding in about if _is_compared(finding) and finding.kind in kinds] or about
+    return max(members, key=lambda finding: finding.error, default=first[0])
+
+
+def _with_explanation(head: Finding, cause: DiagnosedCause) -> Finding:
+    if cause.explanation is None:
+        names = tuple(tensor.name for tensor in cause.tensors)
+        seen = (*head.observations, *_note_rounding(cause))
+        return head.model_copy(update={"unexplained": names, "observations": seen})
     return head.model_copy(
         update={
-            "cause": verdict.sentence + others,
-            "code": verdict.cause.value,
-            "where": verdict.where or head.where,
-            "evidence": (*head.evidence, *verdict.evidence),
+            "explanation": cause.explanation,
+            "code": cause.explanation.cause.value,
+            "rivals": cause.rivals,
+            "observations": (*head.observations, *cause.observations),
         }
     )
 
 
-def _advise_float64(suspects: Sequence[Suspect]) -> list[str]:
-    """Return what to do where rounding may be all that keeps a cause from being seen."""
-    if not suspects or suspects[0].precision == torch.float64:
+def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
+    """Return that rounding may be all that keeps a cause from being seen."""
+    precision = cause.subject.precision if cause.subject is not None else torch.float64
+    if precision == torch.float64:
         return []
-    precision = str(suspects[0].precision).removeprefix("torch.")
-    return [f"rounding of {precision} hides causes: --set recipe.precision=float64 names them"]
+    return [HiddenByRounding(precision=str(precision).removeprefix("torch."))]
 
 
-def _with_evidence(finding: Finding, named: Named, material: Material) -> Finding:
+def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Finding:
     """Return the finding with its place and with all tests of what was examined for it."""
-    members = [suspect for suspect in named.suspects if suspect.name == finding.tensor]
-    subject = named.subject or next(iter(members or named.suspects), None)
-    axes = named.verdict.axes if named.verdict is not None else ()
-    module = _find_module(finding, named, material)
-    place = Place(
-        module=module,
-        ranks=finding.ranks or (finding.rank,),
-        axes=axes,
-        collectives=material.issued(module, finding.rank) if module else (),
+    subject, log = cause.subject, cause.log
+    if subject is not None and inputs.origin_of(subject) is None and subject.name != finding.tensor:
+        # Another tensor stands for the cause, and the numbers must be those of the finding's own.
+        subject = next((tensor for tensor in cause.tensors if tensor.name == finding.tensor), subject)
+        log = Log()
+    trials = complete_log(subject, log, inputs) if subject is not None else ()
+    place = locate(finding, cause, inputs)
+    return finding.model_copy(
+        update={"place": place, "trials": (*trials, *list_search_trials(inputs.search))}
     )
-    trials: tuple[Trial, ...] = ()
-    if subject is not None:
-        is_module = subject is named.subject
-        earlier = {} if is_module else material.earlier(subject.key)
-        stale = material.stale if is_module else None
-        trials = list_trials(subject, material.axes, named.fits, earlier, stale)
-    return finding.model_copy(update={"place": place, "trials": (*trials, *describe_search(material.search))})
-
-
-def _find_module(finding: Finding, named: Named, material: Material) -> str:
-    """Return the module that a finding is about: where it began, or the one that holds the parameter."""
-    if named.subject is not None:
-        culprits = [origin for origin in material.origins.values() if origin.suspect is named.subject]
-        return culprits[0].culprit if culprits else ""
-    holders = ("gradient", "update", "optimizer state", "initial state", "buffers")
-    return finding.tensor.rpartition(".")[0] if finding.check in holders else ""

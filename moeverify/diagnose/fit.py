@@ -1,4 +1,9 @@
-"""Least squares of wrong gradients on the golden's parts: which linear combination of them was computed."""
+"""Least squares of wrong tensors on parts of their goldens: which linear combination of them was computed.
+
+With parts c_i (each a tensor of the golden's shape, all of them together the golden) a wrong sum is
+`actual = sum_i k_i * c_i`, so the error is `sum_i (k_i - 1) * c_i`. The error is fitted and not the tensor: a
+term that is 1e-5 of the gradient would drown in it, but it is all of its own error.
+"""
 
 from __future__ import annotations
 
@@ -8,96 +13,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.components import TERMS, Components
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.part import WHOLE, Part
 
-PADDING = "of padding"
+Column = tuple[Part, Callable[[str], Tensor]]  # a part, and parameter name -> that part of its gradient
 
-Column = Callable[[str], Tensor]  # parameter name -> that part of its gradient
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A wrong gradient and its golden, float64."""
-
-    name: str
-    actual: Tensor
-    expected: Tensor
+EXPLAINED = 1e-3
+"""The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The coefficients of the golden's parts that explain some gradients best; all ones is the golden.
+    """The coefficients of parts that explain some tensors best; each part of the golden once is the golden.
 
-    `residual` is what they leave of the error, as a share of it, in the gradient that they explain worst.
+    `residual` is what they leave of the error, as a share of it, in the tensor that they explain worst.
     """
 
-    labels: tuple[str, ...]
+    parts: tuple[Part, ...]
     coefficients: tuple[float, ...]
     residual: float
 
+    @property
+    def explains(self) -> bool:
+        """Return whether nothing of the errors is left but rounding."""
+        return self.residual < EXPLAINED
 
-def fit_columns(wrong: Sequence[Wrong], columns: Sequence[tuple[str, Column]]) -> Fit | None:
-    """Return the best fit of some gradients' errors together, or None where it would prove nothing.
 
-    Each gradient's error is scaled to norm 1, so that a small error in a large gradient must be explained as
-    well as a large one. It proves something where there are at least twice as many numbers as coefficients.
-    Parts that are zero for all of these parameters get no coefficient.
+def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fit | None:
+    """Return the best fit of some tensors' errors together, or None where it would prove nothing.
+
+    Each tensor's error is scaled to norm 1, so that a small error in a large tensor must be explained as well as
+    a large one. It proves something where there are at least twice as many numbers as coefficients. Parts that are
+    zero in all of these tensors get no coefficient. Shapes: the tensors' elements one after another, (numbers,),
+    are fitted on (numbers, columns).
     """
-    errors = [(item.actual - item.expected).reshape(-1) for item in wrong]
+    errors = [(tensor.whole - tensor.expected).reshape(-1) for tensor in tensors]
     norms = [float(error.norm()) or 1.0 for error in errors]
     target = torch.cat([error / norm for error, norm in zip(errors, norms, strict=True)])
+    if not bool(torch.isfinite(target).all()):
+        return None
     stacked = [
-        torch.cat([column(item.name).reshape(-1) / norm for item, norm in zip(wrong, norms, strict=True)])
-        for _, column in columns
+        torch.cat([part(tensor.name).reshape(-1) / norm for tensor, norm in zip(tensors, norms, strict=True)])
+        for _, part in columns
     ]
     lengths = [float(part.norm()) for part in stacked]
     used = [number for number, length in enumerate(lengths) if length > 1e-12 * max(lengths)]
     if not used or len(target) < 2 * len(used):
         return None
+    # Columns of norm 1: terms differ by five orders of magnitude (lm 1, z 1e-5), and the solver cuts off small ones.
     matrix = torch.stack([stacked[number] / lengths[number] for number in used], dim=1)
     solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution
     left = (matrix @ solution - target.unsqueeze(1)).squeeze(1)
     residual = max(float(part.norm()) for part in left.split([len(error) for error in errors]))
-    labels = tuple(columns[number][0] for number in used)
+    parts = tuple(columns[number][0] for number in used)
     off = [float(value) / lengths[number] for value, number in zip(solution, used, strict=True)]
     # The golden has every part once, and nothing of padding.
-    whole = [0.0 if label.endswith(PADDING) else 1.0 for label in labels]
-    return Fit(labels, tuple(base + value for base, value in zip(whole, off, strict=True)), residual)
+    right = [1.0 if part.belongs else 0.0 for part in parts]
+    return Fit(parts, tuple(base + value for base, value in zip(right, off, strict=True)), residual)
 
 
-def scale_columns(wrong: Sequence[Wrong]) -> list[tuple[str, Column]]:
-    """Return the golden itself as the one part."""
-    whole = {item.name: item.expected for item in wrong}
-    return [("golden", lambda name: whole[name])]
-
-
-def term_columns(components: Components) -> list[tuple[str, Column]]:
-    """Return the loss terms as parts."""
-    return [(term, lambda name, term=term: components.term(term, name)) for term in TERMS]  # type: ignore[misc]
-
-
-def padding_columns(components: Components) -> list[tuple[str, Column]]:
-    """Return the loss terms, and what padding would add to each."""
-    extra = [
-        (f"{term} {PADDING}", lambda name, term=term: components.padding[term][name])
-        for term in TERMS
-        if term in components.padding
-    ]
-    return term_columns(components) + extra
-
-
-def share_columns(components: Components) -> list[tuple[str, Column]]:
-    """Return the cells as parts, all terms of a cell weighted alike."""
-    return [
-        (cell.label, lambda name, number=number: components.cell(number, name))  # type: ignore[misc]
-        for number, cell in enumerate(components.cells)
-    ]
-
-
-def term_share_columns(components: Components) -> list[tuple[str, Column]]:
-    """Return the parts by term and cell."""
-    return [
-        (f"{term} of {cell.label}", lambda name, t=term, n=number: components.parts[t][n][name])  # type: ignore[misc]
-        for term in TERMS
-        for number, cell in enumerate(components.cells)
-    ]
+def fit_multiple(tensor: WrongTensor) -> Fit | None:
+    """Return the best fit of one tensor by a multiple of its golden, or None where it would prove nothing."""
+    return fit_columns([tensor], [(WHOLE, lambda name: tensor.expected)])

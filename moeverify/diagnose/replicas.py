@@ -1,114 +1,96 @@
-"""Replicas that hold addends: their sum over one axis is the golden, so a reduction over it is missing."""
+"""Sums of replicas: k times the golden, for each region and each group of ranks of an axis.
+
+Ranks that keep the partial sums of a gradient (the part of their own tokens, or of their own experts) hold
+different values, and a reduction over the axis would add them up. So if the replicas differ and their sum is a
+multiple of the golden, in every region with the same multiple, that reduction is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.evidence import EXACT, Piece, Suspect
-from moeverify.diagnose.verdict import Verdict, name_either
-from moeverify.results.cause import Cause
-
-Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
+from moeverify.diagnose.axes import Groups
+from moeverify.diagnose.wrong_tensor import EXACT, RankShard, WrongTensor
+from moeverify.results.factor import SAME, is_same
+from moeverify.results.trial import Reason
 
 
 @dataclass(frozen=True)
-class ReplicaSum:
-    """What the sum of the replicas over one axis is: `factor` times the golden, or None and why not.
+class SumOfReplicas:
+    """What the sum of the replicas over one axis is: `factor` times the golden, or None and the reason why not.
 
     `residual` is what is left of the sum, None where there was nothing to add up.
     """
 
     axis: str
-    size: int
+    num_replicas: int
     factor: float | None
-    why: str = ""
+    reason: Reason | None = None
     residual: float | None = None
 
     @property
     def explains(self) -> bool:
-        """Return whether the replicas are addends, or addends of a mean."""
-        wanted = (1.0, float(self.size), 1.0 / self.size)
-        return self.factor is not None and any(abs(self.factor - each) < 1e-6 * each for each in wanted)
+        """Return whether the replicas are partial sums: of the golden, or of a mean over the axis.
+
+        A mean that was scaled by the number of ranks first, or twice, leaves n or 1/n.
+        """
+        wanted = (1.0, float(self.num_replicas), 1.0 / self.num_replicas)
+        return self.factor is not None and any(is_same(self.factor, each) for each in wanted)
 
 
-def sum_replicas(suspect: Suspect, groups: Groups) -> list[ReplicaSum]:
+def sum_replicas(tensor: WrongTensor, groups: Groups) -> list[SumOfReplicas]:
     """Return what the sum over each axis is."""
-    return [_sum_over_axis(suspect, axis, members) for axis, members in groups.items()]
+    return [_sum_over_axis(tensor, axis, members) for axis, members in groups.items()]
 
 
-def examine_replica_sums(suspect: Suspect, groups: Groups) -> Verdict | None:
-    """Return a verdict if summing or averaging what replicas hold over one axis gives the golden.
-
-    Every axis is tried; the first that explains it is named, axes of the data before those of the experts.
-    Where it holds for several, the other layouts that could tell are asked for by `axes`.
-    """
-    sums = sum_replicas(suspect, groups)
-    fitting = [each for each in sums if each.explains]
-    if not fitting:
-        return None
-    first = fitting[0]
-    axes = tuple(each.axis for each in fitting if _same_groups(groups[each.axis], groups[first.axis]))
-    sentence = f"it is not reduced over {name_either(axes)}: its {first.size} replicas add up to the golden"
-    tried = [f"sum over {each.axis} = {each.factor:.6g} * golden" for each in fitting]
-    return Verdict(Cause.MISSING_REDUCTION, sentence, f"axis {', '.join(axes)}", tuple(tried), axes)
-
-
-def _same_groups(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
-    return {tuple(group) for group in first} == {tuple(group) for group in second}
-
-
-def _sum_over_axis(suspect: Suspect, axis: str, groups: Sequence[Sequence[int]]) -> ReplicaSum:
+def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int]]) -> SumOfReplicas:
     """Return k if, for every region and group, the sum of the replicas is k times the golden."""
     size = max(map(len, groups))
-    replicas = list(_find_replicas(suspect, groups))
+    replicas = list(_find_replicas(tensor, groups))
     if not replicas or min(map(len, replicas)) < 2:
-        why = f"the ranks of one {axis} group hold different parts" if replicas else "no rank holds any of it"
-        return ReplicaSum(axis, size, None, why)
+        return SumOfReplicas(axis, size, None, Reason.OTHER_REGIONS if replicas else Reason.NOT_HELD)
     if not any(map(_differ, replicas)):
-        return ReplicaSum(axis, size, None, "the replicas are equal, so none is an addend")
-    measured = [_factor(members, suspect.expected) for members in replicas]
+        return SumOfReplicas(axis, size, None, Reason.REPLICAS_EQUAL)
+    measured = [_factor(members, tensor.expected) for members in replicas]
     factors = [factor for factor, _ in measured if factor is not None]
     if len(factors) < len(measured):
-        return ReplicaSum(axis, size, None, "the golden is zero in a part")
+        return SumOfReplicas(axis, size, None, Reason.ZERO_IN_A_PART)
     worst = max(residual for _, residual in measured)
     if not all(residual < EXACT for _, residual in measured):  # also where it is not a number
-        return ReplicaSum(axis, size, None, "the sum is no multiple of the golden", worst)
-    if max(factors) - min(factors) > 1e-6 * abs(max(factors)):
-        return ReplicaSum(axis, size, None, "the sums of the parts are different multiples of it", worst)
-    return ReplicaSum(axis, size, factors[0], "", worst)
+        return SumOfReplicas(axis, size, None, Reason.NO_MULTIPLE, worst)
+    if max(factors) - min(factors) > SAME * abs(max(factors)):
+        return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)
+    return SumOfReplicas(axis, size, factors[0], None, worst)
 
 
-def _find_replicas(suspect: Suspect, groups: Sequence[Sequence[int]]) -> Iterator[list[Piece]]:
-    """Yield, for each region, what each group of ranks that holds it has."""
-    for pieces in suspect.by_region().values():
-        held = {piece.rank: piece for piece in pieces}
+def _find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
+    """Yield, for each region, what each group of ranks that have it holds."""
+    for shards in tensor.by_region().values():
+        by_rank = {shard.rank: shard for shard in shards}
         for group in groups:
-            members = [held[rank] for rank in group if rank in held]
+            members = [by_rank[rank] for rank in group if rank in by_rank]
             if members:
                 yield members
 
 
-def _differ(members: Sequence[Piece]) -> bool:
-    first = _value(members[0])
-    return any(not torch.equal(first, _value(piece)) for piece in members[1:])
+def _differ(members: Sequence[RankShard]) -> bool:
+    first = members[0].values()
+    return any(not torch.equal(first, shard.values()) for shard in members[1:])
 
 
-def _factor(members: Sequence[Piece], expected: Tensor) -> tuple[float | None, float]:
-    """Return (k, what is left) of the sum as k times the golden; no k where the golden is zero."""
-    total = torch.stack([_value(piece) for piece in members]).sum(dim=0)
+def _factor(members: Sequence[RankShard], expected: Tensor) -> tuple[float | None, float]:
+    """Return (k, what is left) of the sum as k times the golden; no k where the golden is zero.
+
+    k minimizes |sum - k * golden|, so it is <sum, golden> / <golden, golden>.
+    """
+    total = torch.stack([shard.values() for shard in members]).sum(dim=0)
     wanted = members[0].region.take(expected).reshape(total.shape)
     square = float(torch.sum(wanted * wanted))
     if square == 0.0:
         return None, 0.0
     factor = float(torch.sum(total * wanted)) / square
     return factor, float((total - factor * wanted).norm()) / float(total.norm() or 1.0)
-
-
-def _value(piece: Piece) -> Tensor:
-    if piece.local is None:
-        return torch.zeros(piece.region.local_shape, dtype=torch.float64)
-    return piece.local.to(torch.float64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,23 +11,25 @@ from typing import Any
 
 from moeverify.case.schema import Case
 from moeverify.faults import catalogue
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.finding import Finding
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a diagnosis should say of a fault.
+    """What a diagnosis should say of a fault: at any of some places, one of the right causes for what it does."""
 
-    `where` is a regular expression for what is really at fault: it must match the origin's tensor, its place
-    or its axis, written as `tensor | where`. `causes` are the right names for what the fault does.
-    """
-
-    where: str
+    where: tuple[At, ...]
     causes: tuple[Cause, ...]
 
-    def locates(self, text: str) -> bool:
-        """Return whether a finding's place is the right one."""
-        return re.search(self.where, text) is not None
+    def locates(self, finding: Finding) -> bool:
+        """Return whether a finding points at what is really at fault."""
+        return any(place.matches(finding) for place in self.where)
+
+    def names(self, finding: Finding) -> bool:
+        """Return whether the cause of a finding is a right one."""
+        return finding.code in self.causes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from moeverify.results.finding import Record
+from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]

@@ -25,8 +25,8 @@ def render_bench(result: BenchResult, console: Console) -> None:
     for case in result.cases:
         if case.step is None:
             console.print(Text(clean(f"{case.name}: not measured: {case.reason}")), soft_wrap=True)
-    told = ", ".join(f"{key} {value}" for key, value in result.environment.items())
-    console.print(Text(clean(told), style="dim"), soft_wrap=True)
+    line = ", ".join(f"{key} {value}" for key, value in result.environment.items())
+    console.print(Text(clean(line), style="dim"), soft_wrap=True)
     if not measured:
         return
     legend = (

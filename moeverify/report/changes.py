@@ -1,4 +1,4 @@
-"""What changed from one run to another: cases, verdicts, coverage, how close each check comes, times."""
+"""Changes from one run to another: cases, verdicts, coverage, how close each check comes, times."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def _compare_checks(subject: str, old: CheckResult, new: CheckResult, factor: fl
         return
     shares = [max(excess(worst.error, worst.bound), _FLOOR) for worst in (old.worst, new.worst)]
     if _differ(shares[0], shares[1], factor):
-        told = [f"{format_number(w.error)} / {format_bound(w.bound)}" for w in (old.worst, new.worst)]
+        states = [f"{format_number(w.error)} / {format_bound(w.bound)}" for w in (old.worst, new.worst)]
         if old.worst.tensor != new.worst.tensor:
-            told[0] += f" ({old.worst.tensor})"
-        yield Change("error", subject, told[0], f"{told[1]} ({new.worst.tensor})")
+            states[0] += f" ({old.worst.tensor})"
+        yield Change("error", subject, states[0], f"{states[1]} ({new.worst.tensor})")
     if _differ(old.worst.bound, new.worst.bound, factor):
         yield Change("bound", subject, format_bound(old.worst.bound), format_bound(new.worst.bound))
 

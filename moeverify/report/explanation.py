@@ -16,8 +16,14 @@ from moeverify.report.finding_rows import describe_finding, name_finding, name_t
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import order_findings
-from moeverify.results.finding import Finding, Place, Trial
+from moeverify.report.words.cause import describe_cause, describe_explanation, describe_where
+from moeverify.report.words.issued import describe_issued
+from moeverify.report.words.part import name_contributions
+from moeverify.report.words.trial import describe_trial, name_trial
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.trial import Trial
 
 _MARKS = {"yes": "yes", "no": "no", "untried": "-"}
 _STYLES = {"yes": "bold yellow", "no": "", "untried": "dim"}
@@ -60,8 +66,8 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
     if len(exact or hits) == 1:
         return (exact or hits)[0]
     if hits:
-        told = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
-        remedy = f"give a number: {told}"
+        numbers = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
+        remedy = f"give a number: {numbers}"
         raise CaseError([Problem(f"{len(hits)} findings match `{wanted}`", "FINDING", remedy=remedy)])
     raise CaseError([Problem(f"no finding matches `{wanted}`", "FINDING", remedy=_advise(run, wanted))])
 
@@ -100,10 +106,10 @@ def render_list(run: RunResult, console: Console, path: Path) -> None:
                 console, title.append(f"  {format_count(followers, 'more finding')} follow from these")
             )
         print_lines(console, Text(f"  {item.number}  {clean(_name(item))}", style="bold"))
-        if item.finding.cause:
-            print_fact(console, "cause", item.finding.cause, indent=5, style="yellow")
-        if item.finding.where:
-            print_fact(console, "where", item.finding.where, indent=5)
+        if cause := describe_cause(item.finding):
+            print_fact(console, "cause", cause, indent=5, style="yellow")
+        if where := describe_where(item.finding):
+            print_fact(console, "where", where, indent=5)
     console.print()
     print_lines(console, Text(f"next, all evidence of one: moeverify explain {path} 1", style="dim"))
 
@@ -119,6 +125,7 @@ def render_explanation(item: Numbered, num_findings: int, console: Console) -> N
     _print_facts(describe_finding(finding), console)
     if finding.place is not None:
         _print_facts(_describe_place(finding.place), console)
+    _print_facts([("rival", describe_explanation(rival)) for rival in finding.rivals], console)
     followers = [found for found in item.case.findings if found.follows == finding.tensor]
     if followers:
         print_fact(console, "follow", format_count(len(followers), "finding"), indent=2)
@@ -138,7 +145,7 @@ def _describe_place(place: Place) -> list[tuple[str, str]]:
     facts = [("module", place.module)] if place.module else []
     facts += [("wrong on", format_ranks(place.ranks))] if place.ranks else []
     facts += [("axes", ", ".join(place.axes))] if place.axes else []
-    return facts + [("issued", line) for line in place.collectives]
+    return facts + [("issued", line) for line in describe_issued(place)]
 
 
 def _render_trials(trials: Sequence[Trial], console: Console) -> None:
@@ -149,8 +156,7 @@ def _render_trials(trials: Sequence[Trial], console: Console) -> None:
     print_lines(console, Text("  tests", style="bold"))
     for trial in trials:
         style = _STYLES[trial.verdict]
-        print_fact(console, _MARKS[trial.verdict], f"{trial.name}: {trial.words}", indent=4, style=style)
-        for part, value in trial.coefficients.items():
+        text = f"{name_trial(trial)}: {describe_trial(trial)}"
+        print_fact(console, _MARKS[trial.verdict], text, indent=4, style=style)
+        for part, value in (name_contributions(trial.contributions) or trial.coefficients).items():
             print_fact(console, "", f"  {part}: {value:#.10g}", indent=4)
-        if trial.residual is not None and trial.coefficients:
-            print_fact(console, "", f"  residual: {trial.residual:.2g}", indent=4)

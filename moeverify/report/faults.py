@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.console import choose_box, print_lines
+from moeverify.report.markdown import make_markdown_table
 from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
+from moeverify.report.words.cause import describe_cause, describe_where
 from moeverify.results.benchmark import CleanRow, FaultRow, lower_bound, upper_bound
 
 _MARKS = {True: "yes", False: "NO"}
@@ -27,10 +29,9 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     table.add_column("what was said", overflow="fold", ratio=1)
     for row in rows:
         marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
-        step = "-" if row.step is None else "init" if row.step < 0 else str(row.step)
-        said = f"{row.place}: {row.cause}" if row.detected else f"{_call(row)}: {row.reason}"
         curve = Text("sees it" if row.loss_curve else "blind")
-        table.add_row(Text(row.number), *marks, Text(step), curve, Text(clean(said)))
+        quoted = _quote(name_finding_place(row), row)
+        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), curve, Text(clean(quoted)))
     print_table(table, console)
     console.print()
     for line in summarize_faults(rows):
@@ -73,42 +74,71 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
     """Return the table as a Markdown page."""
     lines = ["# The fault benchmark", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_faults(rows)]
-    lines += ["", "| fault | bug | detected | located | cause named | step | loss curve | what was said |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        step = "" if row.step is None else "init" if row.step < 0 else str(row.step)
-        said = f"`{row.place}`: {row.cause}" if row.detected else f"{_call(row)}: {row.reason}"
-        marks = " | ".join(
-            "yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)
+    headers = ("fault", "bug", "detected", "located", "cause named", "step", "loss curve", "what was said")
+    table = [
+        (
+            row.number,
+            f"{row.title} ({row.source})",
+            *("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)),
+            _name_step(row),
+            "sees it" if row.loss_curve else "blind",
+            _quote(f"`{name_finding_place(row)}`", row),
         )
-        curve = "sees it" if row.loss_curve else "blind"
-        cells = f"{row.number} | {row.title} ({row.source}) | {marks} | {step} | {curve} | {said}"
-        lines.append(f"| {cells.replace(chr(10), ' ')} |")
-    return "\n".join(lines) + "\n"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", make_markdown_table(headers, table)]) + "\n"
+
+
+def name_finding_place(row: FaultRow) -> str:
+    """Return the tensor of the first finding, and where its cause acts."""
+    if row.finding is None:
+        return ""
+    where = describe_where(row.finding)
+    return f"{row.finding.tensor} | {where}" if where else row.finding.tensor
+
+
+def _quote(place: str, row: FaultRow) -> str:
+    """Return what was said of a fault, or what became of it where it was not detected."""
+    if row.detected and row.finding is not None:
+        return f"{place}: {describe_cause(row.finding)}"
+    return f"{_call(row)}: {row.reason or 'nothing differs'}"
+
+
+def _name_step(row: FaultRow) -> str:
+    """Return at which step a fault was first seen."""
+    if row.finding is None:
+        return ""
+    return "init" if row.finding.step < 0 else str(row.finding.step)
 
 
 def write_clean(rows: Sequence[CleanRow], environment: dict[str, str], command: str) -> str:
     """Return the clean matrix as a Markdown page: counts by group, and every run that cried wolf."""
     lines = ["# The clean matrix", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_clean(rows)]
-    lines += [
-        "",
-        "| group | runs | false positives | largest share of a bound that was used | tensors compared "
-        "| of these with a bound above 0.5 | s on the ranks |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    headers = (
+        "group",
+        "runs",
+        "false positives",
+        "largest share of a bound that was used",
+        "tensors compared",
+        "of these with a bound above 0.5",
+        "s on the ranks",
+    )
+    table = []
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        cells = [
-            group,
-            str(len(members)),
-            str(sum(row.verdict == "mismatch" for row in members)),
-            f"{max(row.worst for row in members):.2g}",
-            str(sum(row.tensors for row in members)),
-            str(sum(row.blind for row in members)),
-            f"{sum(row.seconds for row in members):.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        table.append(
+            (
+                group,
+                str(len(members)),
+                str(sum(row.verdict == "mismatch" for row in members)),
+                f"{max(row.worst for row in members):.2g}",
+                str(sum(row.tensors for row in members)),
+                str(sum(row.blind for row in members)),
+                f"{sum(row.seconds for row in members):.0f}",
+            )
+        )
+    lines += ["", make_markdown_table(headers, table)]
     alarms = [f"- {row.name}: {row.verdict}: {row.detail}" for row in rows if row.verdict != "pass"]
     return "\n".join(lines + (["", *alarms] if alarms else [])) + "\n"
 

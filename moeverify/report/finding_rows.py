@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_excess, format_ranks
+from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
+from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.results.checks import PRECISION
-from moeverify.results.finding import Finding, FollowUp
+from moeverify.results.finding import Finding
 
 
 def name_tensor(check: str, tensor: str) -> str:
@@ -27,22 +29,14 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts.append(("scale", _describe_scale(finding)))
     if finding.index or finding.expected is not None or finding.actual is not None:
         facts.append(("at", _describe_place(finding)))
-    if finding.cause:
-        facts.append(("cause", finding.cause))
-    if finding.where:
-        facts.append(("where", finding.where))
-    facts.extend(("evidence", line) for line in finding.evidence)
+    if cause := describe_cause(finding):
+        facts.append(("cause", cause))
+    if where := describe_where(finding):
+        facts.append(("where", where))
+    facts.extend(("evidence", line) for line in describe_evidence(finding))
     if finding.follow_up is not None:
-        facts.append(("apart", _describe_follow_up(finding.follow_up)))
+        facts.append(("follow-up", describe_follow_up(finding.follow_up)))
     return facts
-
-
-def _describe_follow_up(question: FollowUp) -> str:
-    """Return what was found under the layout that ends an ambiguity, or which layout would end it."""
-    if question.answer:
-        return question.answer
-    changes = ", ".join(f"{name} {value}" for name, value in question.layout.items())
-    return f"under {changes} the axes {', '.join(question.axes)} are not alike"
 
 
 def _describe_rank(finding: Finding) -> str:

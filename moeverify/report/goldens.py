@@ -1,4 +1,4 @@
-"""What became of each golden, on the console."""
+"""The outcome for each golden, on the console."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def render_goldens(rows: Sequence[GoldenRow], console: Console) -> None:
         line.rstrip()
         print_lines(console, line)
     counts = Counter(row.status for row in rows)
-    told = ", ".join(f"{number} {status}" for status, number in counts.items())
-    print_lines(console, Text(f"{format_count(len(rows), 'golden')}{': ' if told else ''}{told}"))
+    statuses = ", ".join(f"{number} {status}" for status, number in counts.items())
+    print_lines(console, Text(f"{format_count(len(rows), 'golden')}{': ' if statuses else ''}{statuses}"))

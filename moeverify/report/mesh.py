@@ -67,17 +67,17 @@ def _make_table(picture: MeshPicture, console: Console) -> Table:
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
     axes = [*picture.axes, *picture.borrowed]
-    held = list(dict.fromkeys(name for place in picture.ranks for name in place.holds))
+    kinds = list(dict.fromkeys(name for place in picture.ranks for name in place.holds))
     table.add_column("rank", justify="right", no_wrap=True)
     for axis in axes:
         table.add_column(axis, justify="right", no_wrap=True)
     with_rows = any(place.rows for place in picture.ranks)
     with_positions = any(place.positions for place in picture.ranks)
-    for header in ("rows",) * with_rows + ("positions",) * with_positions + tuple(held):
+    for header in ("rows",) * with_rows + ("positions",) * with_positions + tuple(kinds):
         table.add_column(header, overflow="fold")
     for place in picture.ranks:
         cells = [str(place.rank), *(str(place.coordinates.get(axis, "-")) for axis in axes)]
         cells += [format_range(place.rows)] * with_rows + [format_range(place.positions)] * with_positions
-        cells += [format_range(place.holds.get(name, ())) or "-" for name in held]
+        cells += [format_range(place.holds.get(name, ())) or "-" for name in kinds]
         table.add_row(*(Text(cell) for cell in cells))
     return table

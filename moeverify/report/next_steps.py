@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeverify.report.words.follow_up import name_candidates
 from moeverify.results.run import CaseResult
 
 # Options of the run that change what the case does, so that a repeat must keep them.
@@ -54,7 +55,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     if question is not None and not question.answer:
         changes = "".join(f" --set layout.{name}={value}" for name, value in question.layout.items())
         apart = f"moeverify run {select}{_keep_options(command, _KEPT)}{changes}"
-        steps.append((apart, f"a layout under which {' and '.join(question.axes[:2])} are not alike"))
+        steps.append((apart, f"a layout that separates {name_candidates(question)}"))
     if kept.folder is None:
         place = shlex.quote(f"runs/{case.name}")
         again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"

@@ -1,4 +1,4 @@
-"""What this machine can do, on the console."""
+"""The probes of `moeverify doctor`, on the console."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def render_probes(probes: Sequence[Probe], console: Console) -> None:
     failed = sum(probe.status == "fail" for probe in probes)
     warned = sum(probe.status == "warn" for probe in probes)
     good = len(probes) - failed - warned
-    told = [(f"{good} ok", "ok"), (f"{warned} warn", "warn"), (f"{failed} fail", "fail")]
-    line = Text(", ").join(Text(text, style=_STYLES[status]) for text, status in told)
+    counts = [(f"{good} ok", "ok"), (f"{warned} warn", "warn"), (f"{failed} fail", "fail")]
+    line = Text(", ").join(Text(text, style=_STYLES[status]) for text, status in counts)
     print_lines(console, line)

@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a live view in a terminal, a line for each event anywhere else."""
+"""Progress of a run: a live view in a terminal, a line for each event anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand in a report: text from ranks can hold anything, a terminal and XML cannot take it."""
+"""Text from ranks made safe for a terminal and for XML: it can hold anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands first: the worst check of a case, and findings by step, those with a known cause before others."""
+"""The order of reports: the worst check of a case, and findings by step, those with a known cause first."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def order_findings(findings: Sequence[Finding]) -> list[Finding]:
     """
 
     def rank(finding: Finding) -> tuple[bool, int, bool, float]:
-        known = not finding.cause
-        return bool(finding.follows), finding.step, known, -excess(finding.error, finding.bound)
+        is_open = not finding.is_explained
+        return bool(finding.follows), finding.step, is_open, -excess(finding.error, finding.bound)
 
     return sorted(findings, key=rank)
 

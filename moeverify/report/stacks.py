@@ -1,4 +1,4 @@
-"""Reports of failed ranks, folded: ranks that stand in the same place are told once."""
+"""Reports of failed ranks, folded: ranks that stand in the same place are listed once."""
 
 from __future__ import annotations
 

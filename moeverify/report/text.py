@@ -17,6 +17,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
 from moeverify.report.table import make_table, print_table
+from moeverify.report.words.run import list_notes
 from moeverify.results.finding import Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
@@ -44,7 +45,7 @@ def render_run(
             _render_case(case, run, console, kept)
     if not quiet:
         _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)
-        _render_groups("note", [(c.name, note) for c in run.cases for note in c.notes], console)
+        _render_groups("note", [(c.name, note) for c in run.cases for note in list_notes(c)], console)
         _render_environment(run, console)
     print_lines(console, summarize_run(run))
 
@@ -104,15 +105,15 @@ def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
     """Print the first findings in full and say how many more there are, and where."""
     findings = order_findings(case.findings)
     per_check = Counter(finding.check for finding in findings)
-    told = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
-    print_fact(console, "differ", f"{told}; {_count_checks(case)}", indent=2)
-    told_before: list[tuple[str, str]] = []
+    counts = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
+    print_fact(console, "differ", f"{counts}; {_count_checks(case)}", indent=2)
+    shown_before: list[tuple[str, str]] = []
     origins = [finding for finding in findings if not finding.follows]
     shown = (origins or findings)[:_MAX_FINDINGS]
     for finding in shown:
         facts = describe_finding(finding)
-        _render_finding(finding, _fold_facts(facts, told_before), console)
-        told_before = facts
+        _render_finding(finding, _fold_facts(facts, shown_before), console)
+        shown_before = facts
     num_left_out = len(findings) - len(shown)
     if num_left_out > 0:
         where = name_rest(case, kept)
@@ -129,14 +130,14 @@ def _count_checks(case: CaseResult) -> str:
 
 
 def _fold_facts(facts: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the facts, with `as above` for a cause, place or evidence that the finding before has told."""
+    """Return the facts, with `as above` for a cause, place or evidence that the finding before has, too."""
     folded: list[tuple[str, str]] = []
     for label in dict(facts):
-        told = [fact for fact in facts if fact[0] == label]
-        same = label in ("cause", "where", "evidence") and told == [
+        own = [fact for fact in facts if fact[0] == label]
+        same = label in ("cause", "where", "evidence") and own == [
             fact for fact in before if fact[0] == label
         ]
-        folded.extend([(label, "as above")] if same else told)
+        folded.extend([(label, "as above")] if same else own)
     return folded
 
 
@@ -156,8 +157,8 @@ def _render_group(group: RankGroup, case: CaseResult, console: Console, kept: Ke
     console.print()
     same = ": same stack" if len(group.ranks) > 1 and group.stack else ""
     print_lines(console, Text(f"  {format_ranks(group.ranks)} {group.state}{same}", style="bold"))
-    for label, told in (("", group.summaries), ("in", group.collectives)):
-        for text, ranks in told:
+    for label, texts in (("", group.summaries), ("in", group.collectives)):
+        for text, ranks in texts:
             who = "" if ranks == group.ranks else f"{format_ranks(ranks)}: "
             print_fact(console, label or "what", who + text, indent=4)
     if group.stack:
@@ -183,6 +184,6 @@ def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -
 def _render_environment(run: RunResult, console: Console) -> None:
     """Print on what the run was made, in one paragraph."""
     if run.environment:
-        told = ", ".join(f"{key} {value}" for key, value in run.environment.items())
-        told += f", {run.launches} launch{'es' if run.launches > 1 else ''}" if run.launches else ""
-        print_lines(console, Text(clean(told), style="dim"))
+        line = ", ".join(f"{key} {value}" for key, value in run.environment.items())
+        line += f", {run.launches} launch{'es' if run.launches > 1 else ''}" if run.launches else ""
+        print_lines(console, Text(clean(line), style="dim"))

@@ -1,4 +1,4 @@
-"""What is seen while weights are converted: a bar with bytes, speed and what is left, in a terminal only."""
+"""Progress of a conversion of weights: a bar with bytes, speed and time left, in a terminal only."""
 
 from __future__ import annotations
 

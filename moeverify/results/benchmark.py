@@ -3,15 +3,61 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
+from typing import Literal
 
-from moeverify.results.finding import Record
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place, Stage
+from moeverify.results.record import Record
+
+
+class At(Record):
+    """A place at which the first finding of a fault may point: everything that is given must hold of it.
+
+    `name` is a pattern, as of files, for the finding's tensor or for the module that the explanation is about.
+    `axis` is a mesh axis (or another source) that explains it, `term` a loss term, `stage` a part of the step.
+    `share` says of which ranks or micro-batches shares of the batch are weighted incorrectly.
+    """
+
+    name: str = ""
+    axis: str = ""
+    term: str = ""
+    stage: Stage | None = None
+    share: Literal["", "data_rank", "context_rank", "micro_batch"] = ""
+
+    def matches(self, finding: Finding) -> bool:
+        """Return whether a finding points there."""
+        place = finding.place if finding.place is not None else Place()
+        parts = place.parts
+        module = finding.explanation.subject.module if finding.explanation is not None else ""
+        names = (finding.tensor, module)
+        terms = {part.term for part in parts} | _list_losses(finding)
+        shares = [part.tokens for part in parts if part.tokens is not None]
+        return (
+            (not self.name or any(fnmatchcase(name, self.name) for name in names))
+            and (not self.axis or self.axis in place.axes)
+            and (not self.term or self.term in terms)
+            and (self.stage is None or self.stage is place.stage)
+            and (not self.share or any(getattr(tokens, self.share) is not None for tokens in shares))
+        )
+
+
+def _list_losses(finding: Finding) -> set[str]:
+    """Return the losses that an explanation is about."""
+    explanation = finding.explanation
+    if explanation is None or explanation.subject.quantity is not Quantity.LOSS:
+        return set()
+    return set(explanation.subject.tensors)
 
 
 class FaultRow(Record):
     """One injected fault: whether it was detected, located, its cause named, and what a loss curve would show.
 
-    `step` is the first step with a finding (-1: before the first step). `loss_curve` says whether the losses
-    of the same steps differ by more than a relative 1e-3, which is the practice in the field.
+    `finding` is the first one that follows from none; its step is -1 before the first step. `loss_curve` says
+    whether the losses of the same steps differ by more than a relative 1e-3, which is the practice in the field.
+    `expected_places` and `expected_causes` are what should have been found.
     """
 
     number: str
@@ -23,12 +69,9 @@ class FaultRow(Record):
     located: bool
     cause_named: bool
     loss_curve: bool
-    step: int | None = None
-    check: str = ""
-    place: str = ""
-    cause: str = ""
-    code: str = ""
-    expected: str = ""
+    finding: Finding | None = None
+    expected_places: tuple[At, ...] = ()
+    expected_causes: tuple[Cause, ...] = ()
     reason: str = ""
     seconds: float = 0.0
 

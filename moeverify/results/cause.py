@@ -9,10 +9,12 @@ class Cause(StrEnum):
     """Why a logical tensor differs from its golden."""
 
     SCALE = "scale"  # every value of a family is k times the right one
-    TERM_SCALE = "term-scale"  # the part of one loss term (lm, balance, z) is k times right; 0: it is missing
+    TERM_SCALE = (
+        "term-scale"  # the part of one loss term (lm, balance, z) is k times the right one; 0: it is missing
+    )
     SHARE_WEIGHTS = "share-weights"  # shares of ranks or micro-batches are weighted otherwise, or missing
     PADDING = "padding"  # padding tokens contribute
-    MISSING_REDUCTION = "missing-reduction"  # replicas over an axis hold addends; their sum is the golden
+    MISSING_REDUCTION = "missing-reduction"  # replicas over an axis hold unreduced partial sums
     DETACHED = "detached"  # zero or absent where the golden is not
     PERMUTATION = "permutation"  # the right values in other places
     DUPLICATE = "duplicate"  # a part holds the values of another part

@@ -1,21 +1,23 @@
-"""What differs and how much: checks, findings, places and what was tried, as plain data without torch."""
+"""Checks and findings, as plain data without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from moeverify.results.explanation import Explanation
+from moeverify.results.factor import Product
+from moeverify.results.observation import DiagnosisFailed, Observation
+from moeverify.results.place import Place
+from moeverify.results.record import Record
+from moeverify.results.trial import Trial
 
 BLIND = 0.5
 """A relative bound above which a comparison says nothing: a tensor of zeros would be off by 1."""
 
 Verdict = Literal["pass", "mismatch", "error", "skipped"]
-
-
-class Record(BaseModel):
-    """Immutable data with known fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Worst(Record):
@@ -46,56 +48,42 @@ class CheckResult(Record):
     unseen: str = ""
 
 
-class Trial(Record):
-    """One test of what could have made a tensor wrong, and what it said.
-
-    `coefficients` are those of the golden's parts, by part: all ones is the golden. `residual` is what the
-    hypothesis leaves, as a share of the error for a fit and of the tensor otherwise. A test that had nothing to
-    look at, or that a simpler answer made needless, is `untried`, and `words` say why.
-    """
-
-    name: str
-    verdict: Literal["yes", "no", "untried"]
-    words: str
-    coefficients: dict[str, float] = Field(default_factory=dict)
-    residual: float | None = None
-
-
-class Place(Record):
-    """Where a finding acts: a module, the ranks that are wrong, the mesh axes that explain it.
-
-    `collectives` says which collectives the worst rank issued inside the module, in each direction; a module
-    without any is told by the nearest one around it that has some.
-    """
-
-    module: str = ""
-    ranks: tuple[int, ...] = ()
-    axes: tuple[str, ...] = ()
-    collectives: tuple[str, ...] = ()
-
-
 class FollowUp(Record):
-    """An ambiguity: axes that explain a finding equally well, and the layout that tells them apart.
+    """An ambiguity: products that explain a finding equally well, and the layout that tells them apart.
 
-    `layout` has the degrees to change; `answer` is what came of it, once it has run.
+    `axes` are the sources in them, `layout` has the degrees to change. Once it has run, `outcome` says what came of
+    it: `narrowed` to the products `left`, `none-left`, `not-shown` (the finding is not there), or `not-run` for a
+    `reason`; `seen` is what explains the finding there, or what differs instead. `answer` says all this in words,
+    and is filled when JSON is written.
     """
 
     axes: tuple[str, ...]
     layout: dict[str, int]
+    candidates: tuple[Product, ...] = ()
+    outcome: Literal["", "narrowed", "none-left", "not-shown", "not-run"] = ""
+    left: tuple[Product, ...] = ()
+    reason: str = ""
+    seen: Explanation | None = None
     answer: str = ""
 
 
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
-    `rank` is the rank with the largest difference and `ranks` all that differ; `index` is the global index
-    of the largest difference in the logical tensor. `scale` is the factor k that minimizes
-    |actual - k * expected|, `cosine` the angle between the two. `cause` is a sentence and `code` its name
-    (`moeverify.results.cause`). `follows` names the tensor whose finding explains this one too. Only findings
-    that follow from none have `trials` and `place`, and those that are ambiguous a `follow_up`.
+    `kind` is the kind of logical tensor. `rank` is the rank with the largest difference and `ranks` all that differ;
+    `index` is the global index of the largest difference in the logical tensor. `scale` is the factor k that
+    minimizes |actual - k * expected|, `cosine` the angle between the two.
+
+    `explanation` is what was found out, `code` the name of its cause (`moeverify.results.cause`), `rivals` what
+    explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
+    where no hypothesis explains them. `follows` names the tensor whose finding explains
+    this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones a `follow_up`.
+
+    `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """
 
     check: str
+    kind: str = ""
     tensor: str
     step: int
     rank: int
@@ -113,6 +101,23 @@ class Finding(Record):
     where: str = ""
     evidence: tuple[str, ...] = ()
     follows: str = ""
+    explanation: Explanation | None = None
+    rivals: tuple[Explanation, ...] = ()
+    unexplained: tuple[str, ...] = ()
+    observations: tuple[Observation, ...] = ()
     place: Place | None = None
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
+
+    @property
+    def is_explained(self) -> bool:
+        """Return whether a cause is known, as data or from a file of an older version as words."""
+        return self.explanation is not None or bool(self.cause)
+
+
+def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:
+    """Return findings that have no causes because their diagnosis failed: the first of them says how."""
+    if not findings:
+        return []
+    first, *rest = findings
+    return [first.model_copy(update={"observations": (*first.observations, failure)}), *rest]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from moeverify.results.finding import Record
+from moeverify.results.record import Record
 
 
 class Spread(Record):

@@ -1,4 +1,4 @@
-"""What a run says: the verdicts, checks and findings of its cases, as plain data without torch.
+"""Results of a run: the verdicts, checks and findings of its cases, as plain data without torch.
 
 `RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
 `SCHEMA_VERSION` grows whenever one of them changes its meaning.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moeverify.results.finding import CheckResult, Finding, Record, Verdict
+from moeverify.results.finding import CheckResult, Finding, Verdict
+from moeverify.results.record import Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class RankReport(Record):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,26 +15,24 @@ from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, CustomModel, Recipe
 from moeverify.collectives.trace import CollectiveTrace
-from moeverify.collectives.words import summarize_records
 from moeverify.compare.judging import Judgement
 from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors
 from moeverify.diagnose.components import Components, make_components
-from moeverify.diagnose.diagnosis import Material, diagnose, origin_step
-from moeverify.diagnose.evidence import (
-    INITIAL_VALUE,
-    LIMIT,
-    STEP_BEFORE,
-    Capture,
-    Key,
-    collect_suspects,
-)
+from moeverify.diagnose.diagnosis import diagnose, origin_step
+from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import RankReadings, Search, find_origins
+from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.stale import explains_stale
+from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.results.checks import CHECKS, REPLICAS
+from moeverify.results.collective import IssuedCollective
+from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
+from moeverify.results.observation import Direction
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.module_taps import FORWARD, Reading, Tap
@@ -44,28 +42,33 @@ Assemble = Callable[[], Program]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one rank shows of the step where it began.
+class RankEvidence:
+    """What one rank has of the step where it began.
 
-    `issued` has the collectives that it issued inside each module, by module, in words.
+    `issued` are the collectives that it issued inside each module, by module.
     """
 
-    pieces: list[tuple[Key, Region, Tensor | None]]
+    captured: Sequence[Captured]
     readings: RankReadings
-    issued: dict[str, tuple[str, ...]]
+    issued: Mapping[str, tuple[IssuedCollective, ...]]
 
 
-Gathered = tuple[int, list[Shown]]
+@dataclass(frozen=True)
+class Evidence:
+    """What all ranks have of the step where it began."""
+
+    step: int
+    by_rank: Sequence[RankEvidence]
 
 
-def gather_material(
+def gather_evidence(
     case: Case,
     golden: StoredGolden,
     judgement: Judgement | None,
     assemble: Assemble,
     trace: CollectiveTrace,
-) -> Gathered | None:
-    """Return on rank 0 the step at which it began and what every rank shows of it; None without findings.
+) -> Evidence | None:
+    """Return on rank 0 what every rank has of the step at which it began; None without findings.
 
     `judgement` is given on rank 0 only. Collective: all ranks.
     """
@@ -74,20 +77,17 @@ def gather_material(
     if request[0] is None:
         return None
     step, keys = request[0]
-    shown = _rerun(case, golden, assemble(), step, keys, trace)
+    evidence = _rerun(case, golden, assemble(), step, keys, trace)
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(shown, gathered)
-    return None if gathered is None else (step, gathered)
+    dist.gather_object(evidence, gathered)
+    return None if gathered is None else Evidence(step, gathered)
 
 
-def conclude(
-    case: Case, golden: StoredGolden, judgement: Judgement, gathered: Gathered | None, device: torch.device
+def explain_findings(
+    case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
-    """Return the findings with their causes, on rank 0 alone."""
-    if gathered is None:
-        return diagnose(judgement.findings, Material())
-    step, by_rank = gathered
-    return _diagnose(case, golden, judgement, step, by_rank, device)
+    """Return the findings with their causes, on rank 0 alone; without causes where the diagnosis fails."""
+    return keep_verdict(judgement.findings, lambda: _explain(case, golden, judgement, evidence, device))
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
@@ -150,7 +150,7 @@ def _rerun(
     step: int,
     keys: Sequence[Key],
     trace: CollectiveTrace,
-) -> Shown:
+) -> RankEvidence:
     capture = Capture(keys)
     num_positions = len(program.share.positions)
     tap = Tap(
@@ -164,63 +164,85 @@ def _rerun(
     observer.close()
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
-    return Shown(capture.pieces, RankReadings(tap.readings, shares), _list_issued(case, tap, trace))
+    return RankEvidence(capture.captured, RankReadings(tap.readings, shares), _list_issued(case, tap, trace))
 
 
-def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[str, ...]]:
+def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
     """Return the collectives inside each module, those of the forward pass first."""
     records = {record["number"]: record for record in trace.records()}
-    issued: dict[str, tuple[str, ...]] = {}
+    issued: dict[str, tuple[IssuedCollective, ...]] = {}
     for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
         numbers = (number for begin, end in spans for number in range(begin + 1, end + 1))
         inside = [records[number] for number in numbers if number in records]
-        lines = summarize_records(inside, lambda ranks: name_ranks(case, ranks))
-        issued[module] = (*issued.get(module, ()), *(f"{direction}: {line}" for line in lines))
+        kinds = _summarize(case, cast(Direction, direction), inside)
+        issued[module] = (*issued.get(module, ()), *kinds)
     return issued
 
 
-def _diagnose(
-    case: Case,
-    golden: StoredGolden,
-    judgement: Judgement,
-    step: int,
-    gathered: Sequence[Shown],
-    device: torch.device,
+def _summarize(
+    case: Case, direction: Direction, records: Sequence[Mapping[str, Any]]
+) -> Iterator[IssuedCollective]:
+    """Yield the kinds of collectives among records of a trace: one operation, group, dtype and call site each."""
+    kinds: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for record in records:
+        key = (record["op"], tuple(record["group"]), record["dtype"], record["site"])
+        kinds.setdefault(key, []).append(record)
+    for (op, group, dtype, site), members in kinds.items():
+        shapes = dict.fromkeys(tuple(record["shape"]) for record in members if record["num_tensors"])
+        yield IssuedCollective(
+            direction=direction,
+            op=op,
+            axis=name_ranks(case, group),
+            group=group,
+            dtype=dtype if shapes else "",
+            shapes=tuple(shapes),
+            times=len(members),
+            site=site,
+        )
+
+
+def _explain(
+    case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
-    plan = MeshPlan.of(case.layout)
-    coordinates = {rank: plan.coordinates(rank) for rank in range(len(gathered))}
+    if evidence is None:
+        return diagnose(judgement.findings, DiagnosisInputs())
+    return diagnose(judgement.findings, _make_inputs(case, golden, judgement, evidence, device))
+
+
+def _make_inputs(
+    case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence, device: torch.device
+) -> DiagnosisInputs:
+    step = evidence.step
 
     def read(key: Key) -> Tensor | None:
         found = golden.keys(key[0])
         name = f"{key[1]}/{key[2]}"
         return golden.whole(key[0], name) if name in found else None
 
-    suspects = collect_suspects(
-        [shown.pieces for shown in gathered], read, compute_dtype_of(case.recipe.precision)
-    )
+    precision = compute_dtype_of(case.recipe.precision)
+    tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
-    wrong = {key: suspect for key, suspect in suspects.items() if key in failed and suspect.differs()}
-    search = _search(case, golden, step, [shown.readings for shown in gathered], coordinates, device)
-    forward = search.origins.get(FORWARD) if search is not None else None
     clip = read((step, "gradient_norm", "clip_coefficient")) if step >= 0 else None
-    material = Material(
-        suspects=wrong,
-        axes=Axes(
-            list_groups(case), list_degrees(case), lambda axis, tensor: axis_affects(case, axis, tensor)
-        ),
-        search=search,
+    return DiagnosisInputs(
+        tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
+        axes=_make_axes(case),
+        search=_search(case, golden, evidence, device),
         earlier=lambda key: _read_earlier(read, key),
-        issued=lambda module, rank: _find_issued(gathered[rank].issued, module),
+        issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         clip=None if clip is None else float(clip),
-        stale=None if forward is None else explains_stale(case.recipe, golden, step, forward, device),
+        stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
     )
-    return diagnose(judgement.findings, material)
+
+
+def _make_axes(case: Case) -> Axes:
+    sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
+    return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor))
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return what the golden held of a tensor a step earlier, and of a buffer before the first."""
+    """Return what the golden has of a tensor a step earlier, and of a buffer before the first."""
     step, kind, name = key
     if step < 0:
         return {}
@@ -229,16 +251,12 @@ def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, T
     return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == "buffer" and step > 0 else {})
 
 
-def _find_issued(issued: Mapping[str, tuple[str, ...]], module: str) -> tuple[str, ...]:
+def _find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str) -> Issued:
     """Return the collectives inside a module, or else inside the nearest one around it that issued some."""
     around = module
     while around and not issued.get(around):
         around = around.rpartition(".")[0]
-    lines = issued.get(around, ())
-    if not lines:
-        return ("none in this module, nor in one around it",)
-    where = "" if around == module else f"in {around or 'the model'}, "
-    return tuple(where + line for line in lines)
+    return Issued(around, issued.get(around, ()))
 
 
 def _failed_keys(judgement: Judgement) -> set[Key]:
@@ -247,7 +265,7 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
     for finding in judgement.findings:
         kinds = next((check.kinds for check in CHECKS if check.name == finding.check), ())
         if finding.check == REPLICAS:
-            kinds = (finding.evidence[0].partition(":")[0],)
+            kinds = (finding.kind,)
         failed |= {(finding.step, kind, finding.tensor) for kind in kinds}
     return failed
 
@@ -260,17 +278,13 @@ def _component_source(
     return cache(lambda: make_components(case, golden, step, device))
 
 
-def _search(
-    case: Case,
-    golden: StoredGolden,
-    step: int,
-    by_rank: Sequence[RankReadings],
-    coordinates: Any,
-    device: torch.device,
-) -> Search | None:
-    if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or step == INITIAL:
+def _search(case: Case, golden: StoredGolden, evidence: Evidence, device: torch.device) -> Search | None:
+    if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
         return None  # rounding of bfloat16 hides where it began
-    readings = _read_golden(case.recipe, golden, step, device)
+    readings = _read_golden(case.recipe, golden, evidence.step, device)
+    plan = MeshPlan.of(case.layout)
+    coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
+    by_rank = [each.readings for each in evidence.by_rank]
     return find_origins(readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision))
 
 

@@ -48,7 +48,9 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
             act = save_case if job.payload["kind"] == "save" else load_case
             place = Path(job.payload["checkpoint"])
             return act(case, golden, context.device, place, job.payload["fault"])
-        return verify_case(case, golden, context.device, context.trace, job.payload["fault"])
+        return verify_case(
+            case, golden, context.device, context.trace, job.payload["fault"], report=context.report
+        )
 
 
 def _measure(context: RankContext, job: Job, case: Case) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,17 +17,18 @@ from moeverify.checks.identity import Shares, judge_experts, merge_hashes
 from moeverify.compare.bounds import Bounds
 from moeverify.compare.comparison import Entry
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
-from moeverify.diagnose.evidence import LIMIT
-from moeverify.diagnose.loading import UNKNOWN, LoadedPiece, Saved, name_loaded
+from moeverify.diagnose.capture import LIMIT
+from moeverify.diagnose.failure import keep_verdict
+from moeverify.diagnose.inputs import STEP_BEFORE, DiagnosisInputs, Saved
+from moeverify.diagnose.loading import LOADED, diagnose_load
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.golden.store import StoredGolden, tensor_key
 from moeverify.layout.region import Region
-from moeverify.results.cause import Cause
-from moeverify.results.checks import COVERAGE, EXPERTS, RESUMED, UNCOMPARED_KINDS
+from moeverify.results.checks import EXPERTS, RESUMED, UNCOMPARED_KINDS
 from moeverify.results.finding import Finding
 from moeverify.worker.verify import gather_on_first, replays_routing
 
-LOADED = "loaded"
-_MOST_NAMED = 400
+_MOST_EXAMINED = 400  # tensors: a load that went wrong as a whole has thousands of the same kind
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _expected_names(
     return names
 
 
-def conclude_load(
+def explain_load(
     case: Case,
     golden: StoredGolden,
     held: StoredGolden,
@@ -129,83 +131,58 @@ def conclude_load(
     loaded: Sequence[tuple[str, Tensor, Region]],
     before: Mapping[str, Tensor],
 ) -> list[Finding]:
-    """Return on rank 0 the findings with their causes. Collective: all ranks."""
+    """Return on rank 0 the findings with their causes, and without causes where the diagnosis fails.
+
+    Collective: all ranks.
+    """
     request: list[Any] = [None]
     if judgement is not None:
-        wrong = [finding.tensor for finding in judgement.findings if finding.check in (LOADED, EXPERTS)]
-        request = [list(dict.fromkeys(wrong))[:_MOST_NAMED]]
+        wrong = [finding.tensor for finding in judgement.findings if finding.check == LOADED]
+        request = [list(dict.fromkeys(wrong))[:_MOST_EXAMINED]]
     dist.broadcast_object_list(request)
-    room, pieces = LIMIT, []
+    room, shards = LIMIT, []
     for name, local, region in loaded:
         if name in request[0] and region.numel <= room:
             room -= region.numel
-            pieces.append((name, region, local.cpu(), before[name].cpu()))
-    gathered = gather_on_first(pieces)
+            shards.append((name, region, local.cpu(), before[name].cpu()))
+    gathered = gather_on_first(shards)
     if judgement is None or gathered is None:
         return []
-    by_name: dict[str, list[LoadedPiece]] = {}
-    for rank, shown in enumerate(gathered):
-        for name, region, local, old in shown:
-            by_name.setdefault(name, []).append(LoadedPiece(rank, region, local, old))
-    return _name_all(case, golden, held, judgement.findings, by_name)
+    by_name: dict[str, list[RankShard]] = {}
+    for rank, captured in enumerate(gathered):
+        for name, region, local, old in captured:
+            by_name.setdefault(name, []).append(RankShard(rank, region, local, old))
+    step = case.checkpoint.after - 1
+    return keep_verdict(
+        judgement.findings,
+        lambda: diagnose_load(
+            judgement.findings, _gather_inputs(golden, held, step, judgement.findings, by_name), step
+        ),
+    )
 
 
-def _name_all(
-    case: Case,
+def _gather_inputs(
     golden: StoredGolden,
     held: StoredGolden,
+    step: int,
     findings: Sequence[Finding],
-    by_name: Mapping[str, Sequence[LoadedPiece]],
-) -> list[Finding]:
-    step = case.checkpoint.after - 1
-    saved = Saved(
-        read=lambda name: _read(held, step, LOADED, name),
-        earlier=lambda name: _read_earlier(golden, step - 1, name),
-        by_shape=_index_shapes(held, step),
-        wrong={finding.tensor for finding in findings if finding.check == LOADED},
-    )
-    named: list[Finding] = []
-    lost = [finding for finding in findings if finding.check == COVERAGE and finding.step == step]
-    first = next((f.tensor for f in (*findings, *lost) if f.check == LOADED or f in lost), "")
-    for finding in [*lost, *(finding for finding in findings if finding not in lost)]:
-        if finding in lost:
-            sentence = "no rank has it after the load: it was dropped"
-            code = Cause.NOT_LOADED.value
-            named.append(finding.model_copy(update={"cause": sentence, "code": code}))
-            continue
-        if finding.check == LOADED and finding.tensor in by_name:
-            expected = saved.read(finding.tensor)
-            if expected is not None:
-                named.append(_with_cause(finding, expected, by_name[finding.tensor], saved))
-                continue
-        follows = "" if finding.check == LOADED else first
-        named.append(finding.model_copy(update={"follows": follows}))
-    return _follow_shifts(named)
-
-
-def _follow_shifts(findings: Sequence[Finding]) -> list[Finding]:
-    """Let what is unknown follow what was read in a wrong place: short pieces lie outside of themselves there."""
-    origins: dict[str, str] = {}
-    for finding in findings:
-        if finding.check == LOADED and finding.code == Cause.PERMUTATION.value:
-            origins.setdefault(finding.tensor.partition("/")[0], finding.tensor)
-    return [
-        finding.model_copy(update={"follows": origins.get(finding.tensor.partition("/")[0], "")})
-        if finding.check == LOADED and finding.cause == UNKNOWN
-        else finding
-        for finding in findings
-    ]
-
-
-def _with_cause(finding: Finding, expected: Tensor, pieces: Sequence[LoadedPiece], saved: Saved) -> Finding:
-    verdict = name_loaded(finding.tensor, expected, pieces, saved)
-    return finding.model_copy(
-        update={
-            "cause": verdict.sentence,
-            "code": verdict.cause.value,
-            "where": verdict.where or finding.where,
-            "evidence": (*finding.evidence, *verdict.evidence),
-        }
+    by_name: Mapping[str, Sequence[RankShard]],
+) -> DiagnosisInputs:
+    """Return what was loaded wrong, what was saved, and what was saved a step before."""
+    tensors: dict[Key, WrongTensor] = {}
+    for name, shards in by_name.items():
+        expected = _read(held, step, LOADED, name)
+        if expected is not None:
+            key = (step, LOADED, name)
+            tensors[key] = WrongTensor(key, expected.to(torch.float64), tuple(shards))
+    return DiagnosisInputs(
+        tensors=tensors,
+        earlier=lambda key: {STEP_BEFORE: _read_earlier(golden, step - 1, key[2])},
+        saved=Saved(
+            read=lambda name: _read(held, step, LOADED, name),
+            by_shape=_index_shapes(held, step),
+            wrong={finding.tensor for finding in findings if finding.check == LOADED},
+        ),
     )
 
 

@@ -34,7 +34,7 @@ from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
 from moeverify.train.target import resolve
-from moeverify.worker.reload import Loaded, conclude_load, judge_load
+from moeverify.worker.reload import Loaded, explain_load, judge_load
 from moeverify.worker.verify import BitRecorder, gather_on_first, replays_routing
 
 _OTHER_SEED = 1 << 20
@@ -214,7 +214,7 @@ def load_case(
     resumed = _compare_further(folder / f"further-{rank}.json", entries) if same else None
     gathered = gather_on_first(Loaded(entries, others, resumed, shares))
     judgement = None if gathered is None else judge_load(case, golden, held, gathered)
-    findings = conclude_load(case, golden, held, judgement, loaded, before)
+    findings = explain_load(case, golden, held, judgement, loaded, before)
     if judgement is None:
         return None
     return {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +35,22 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.target import resolve
-from moeverify.worker.investigate import conclude, gather_material
+from moeverify.worker.investigate import explain_findings, gather_evidence
 
 
 def verify_case(
-    case: Case, golden: StoredGolden, device: Any, trace: CollectiveTrace, fault: str | None = None
+    case: Case,
+    golden: StoredGolden,
+    device: Any,
+    trace: CollectiveTrace,
+    fault: str | None = None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any] | None:
     """Return on rank 0 what the checks say, as JSON data; None on the other ranks.
 
-    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    What they say without causes is reported before these are looked for: ranks may be lost in the second run that
+    a diagnosis needs, and the verdict must not be. Collective: all ranks of the default process group, which has
+    as many ranks as the layout.
     """
     with restored():
         if fault is not None:
@@ -51,11 +59,17 @@ def verify_case(
         assemble = _Assembly(case, device, build_meshes(case.layout, device.type))
         observed = _observe(case, golden, assemble, trace)
         judgement = None if observed is None else observed.judgement
-        material = gather_material(case, golden, judgement, assemble, trace)
+        if observed is not None and observed.judgement.findings:
+            report(json.dumps(_make_result(observed, observed.judgement.findings)))
+        evidence = gather_evidence(case, golden, judgement, assemble, trace)
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
-    findings = conclude(case, golden, observed.judgement, material, device)
+    findings = explain_findings(case, golden, observed.judgement, evidence, device)
+    return _make_result(observed, findings)
+
+
+def _make_result(observed: _Observed, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "checks": [check.model_dump(mode="json") for check in observed.judgement.checks],
         "findings": [finding.model_dump(mode="json") for finding in findings],

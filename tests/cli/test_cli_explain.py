@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeverify.report.formats.json import write_run
-from moeverify.results.finding import Finding, Place, Trial
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.report.words.cause import describe_explanation
+from moeverify.report.words.issued import describe_collective
+from moeverify.report.words.trial import describe_trial, name_trial
+from moeverify.results.cause import Cause
+from moeverify.results.collective import IssuedCollective
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor
+from moeverify.results.finding import Finding
+from moeverify.results.observation import LargestValue
+from moeverify.results.operation import Scaled
+from moeverify.results.part import Contribution, Part
+from moeverify.results.place import Place
+from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
+from moeverify.results.trial import Reason, Trial
 
 TRIALS = (
-    Trial(name="absent or zero", verdict="no", words="the largest value is 2, 1 expected"),
+    Trial(hypothesis="detached", verdict="no", observations=(LargestValue(expected=1.0, actual=2.0),)),
     Trial(
-        name="a factor for each loss term",
+        hypothesis="loss_terms",
         verdict="yes",
-        words="1e-15 of the error is left",
-        coefficients={"lm": 1.0, "balance": 0.5},
+        contributions=tuple(
+            Contribution(part=Part(term=term), factor=Factor(value=value))
+            for term, value in (("lm", 1.0), ("balance", 0.5))
+        ),
         residual=1e-15,
     ),
-    Trial(name="rounding", verdict="untried", words="there is nothing to round"),
+    Trial(hypothesis="rounding", verdict="untried", reason=Reason.EXPECTED_IS_ZERO),
 )
+EXPLANATION = Explanation(
+    cause=Cause.TERM_SCALE,
+    subject=Subject(quantity=Quantity.GRADIENT, tensors=("layers.1.moe.experts.up",)),
+    operation=Scaled(contributions=TRIALS[1].contributions[1:]),
+    residual=1e-15,
+)
+
+
+ISSUED: Any = {"direction": "backward", "op": "all_reduce", "axis": "tp", "group": (0, 1)}
 
 
 def make_finding(tensor: str, step: int = 0, **fields: Any) -> Finding:
@@ -31,11 +55,17 @@ def make_finding(tensor: str, step: int = 0, **fields: Any) -> Finding:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    issued = IssuedCollective(**ISSUED)
     place = Place(
-        module="layers.1.moe", ranks=(0, 1), axes=("efsdp", "ep"), collectives=("all_reduce over tp",)
+        module="layers.1.moe",
+        ranks=(0, 1),
+        axes=("efsdp", "ep"),
+        issued=(issued,),
+        issued_in="layers.1.moe",
     )
+    explained = {"explanation": EXPLANATION, "code": "term-scale", "trials": TRIALS, "place": place}
     first = [
-        make_finding("layers.1.moe.experts.up", cause="2 times", trials=TRIALS, place=place),
+        make_finding("layers.1.moe.experts.up", **explained),
         make_finding("layers.0.q_proj.weight", step=1, follows="layers.1.moe.experts.up"),
     ]
     second = [make_finding("embed.weight"), make_finding("layers.1.moe.router.weight")]
@@ -69,16 +99,63 @@ def test_one_finding_tells_every_test(invoke: Any, run: Path, words: tuple[str, 
     assert told.exit_code == 0, told.stderr
     for part in (
         "finding 1 of 3, a: gradient: layers.1.moe.experts.up, step 0",
-        "cause     2 times",
+        f"cause     {describe_explanation(EXPLANATION)}",
         "module    layers.1.moe",
         "axes      efsdp, ep",
-        "issued    all_reduce over tp",
-        "no        absent or zero: the largest value is 2, 1 expected",
-        "yes       a factor for each loss term: 1e-15 of the error is left",
+        f"issued    {describe_collective(IssuedCollective(**ISSUED))}",
+        *(
+            f"{mark:<9} {name_trial(trial)}: {describe_trial(trial)}"
+            for mark, trial in zip(("no", "yes", "-"), TRIALS, strict=True)
+        ),
         "balance: 0.5000000000",
-        "-         rounding: there is nothing to round",
     ):
         assert part in told.stdout
+
+
+OLD = """{"schema_version": 1, "verdict": "mismatch", "environment": {}, "cases": [
+  {"name": "a", "file": "cases/a.yaml", "verdict": "mismatch", "ranks": 2, "seconds": 1.0,
+   "checks": [{"name": "gradient", "verdict": "mismatch", "tensors": 3}],
+   "findings": [
+    {"check": "gradient", "tensor": "w", "step": 0, "rank": 1, "error": 1.0, "bound": 1e-10,
+     "cause": "every value is 2 = tp times the right one", "code": "scale", "where": "axis tp",
+     "evidence": ["golden: 2"],
+     "place": {"module": "layers.0", "ranks": [0, 1], "axes": ["tp"], "collectives": ["all_reduce over tp"]},
+     "trials": [{"name": "one factor", "verdict": "yes", "words": "1e-15 of the error is left",
+                 "coefficients": {"golden": 2.0}, "residual": 1e-15}],
+     "follow_up": {"axes": ["tp", "cp"], "layout": {"tp": 4}, "answer": "axis tp: followed up"}}]}]}
+"""
+
+
+def test_a_run_of_version_1_is_explained_in_its_own_words(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(OLD)
+    told = invoke("explain", tmp_path / "old.json", "1")
+    assert told.exit_code == 0, told.stderr
+    for part in (
+        "cause     every value is 2 = tp times the right one",
+        "where     axis tp",
+        "evidence  golden: 2",
+        "follow-up axis tp: followed up",
+        "issued    all_reduce over tp",
+        "yes       one factor: 1e-15 of the error is left",
+        "golden: 2.000000000",
+    ):
+        assert part in told.stdout
+
+
+def test_a_run_of_version_1_is_reported_compared_and_written_anew(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(OLD)
+    new = tmp_path / "new.json"
+    told = invoke("report", tmp_path / "old.json", "--json", new, "--html", tmp_path / "old.html")
+    assert told.exit_code == 0, told.stderr
+    assert "every value is 2 = tp times the right one" in told.stdout
+    before, after = json.loads(OLD), json.loads(new.read_text())
+    assert after["schema_version"] == SCHEMA_VERSION
+    (old,), (found,) = before["cases"][0]["findings"], after["cases"][0]["findings"]
+    for key in ("cause", "code", "where", "evidence"):
+        assert found[key] == old[key]
+    assert found["trials"][0]["words"] == old["trials"][0]["words"]
+    assert found["follow_up"]["answer"] == old["follow_up"]["answer"]
+    assert invoke("diff", tmp_path / "old.json", new).stdout.startswith("same verdicts")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Section
 from moeverify.cli import app
-from moeverify.results.finding import CheckResult, Finding, FollowUp, Place, Trial, Worst
+from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
+from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
+from moeverify.results.trial import Trial
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,6 +13,7 @@ from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -33,6 +34,6 @@ FAULT = Fault(
     mechanism="an ep rank sums the tokens of all ep ranks and no data-parallel average follows; 1/ep is missing",
     trigger="expert parallelism over data-parallel ranks",
     case=make_case("a01", dp_replicate=2, data_parallel="ddp", ep=2),
-    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.SCALE,)),
     inject=inject,
 )

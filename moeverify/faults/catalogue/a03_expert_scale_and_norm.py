@@ -16,6 +16,7 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
@@ -48,7 +49,7 @@ FAULT = Fault(
     mechanism="1/ep is missing, and the squared norm is averaged over all data ranks, experts included",
     trigger="expert parallelism over data-parallel ranks, with a clip",
     case=make_case("a03", dp_replicate=2, data_parallel="ddp", ep=2),
-    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.SCALE,)),
     inject=inject,
     notes="two mistakes of one pull request; the gradients come first, the norm is wrong beyond what they explain",
 )

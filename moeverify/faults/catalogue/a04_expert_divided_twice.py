@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import fsdp2
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -30,6 +31,6 @@ FAULT = Fault(
     mechanism="divided once by hand and once by the all-reduce: 1/edp too small",
     trigger="sharded data parallelism with expert parallelism and several ranks an expert",
     case=make_case("a04", dp_shard=4, ep=2),
-    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.SCALE,)),
     inject=inject,
 )

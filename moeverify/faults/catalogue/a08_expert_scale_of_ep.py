@@ -12,6 +12,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.experts import Experts
 from moeverify.parallel import fsdp2
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -36,6 +37,6 @@ FAULT = Fault(
     mechanism="an average over edp and then 1/ep; right is edp/dp, which differs by etp/tp",
     trigger="sharded data parallelism with tp, ep and etp unlike tp",
     case=make_case("a08", dp_shard=2, tp=2, ep=2, etp=1),
-    expected=Expected(where=r"moe\.experts", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.SCALE,)),
     inject=inject,
 )

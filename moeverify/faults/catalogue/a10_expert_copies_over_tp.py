@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.experts import Experts
 from moeverify.parallel import moe_tensor
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -34,6 +35,6 @@ FAULT = Fault(
     mechanism="experts with ep 1 and etp unequal to tp are taken for dense weights, whose group leaves tp out",
     trigger="etp 1 with tp above 1 and ep 1",
     case=make_case("a10", tp=2, etp=1),
-    expected=Expected(where=r"moe\.experts.*\btp\b", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe.experts*", axis="tp"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
 )

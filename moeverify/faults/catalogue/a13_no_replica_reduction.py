@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -26,6 +27,6 @@ FAULT = Fault(
     mechanism="the MoE parallelizer builds its mesh without dp_replicate: each replica trains on its own rows",
     trigger="HSDP with expert parallelism",
     case=make_case("a13", dp_replicate=2, dp_shard=2, ep=2),
-    expected=Expected(where=r"dp_replicate", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(axis="dp_replicate"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
 )

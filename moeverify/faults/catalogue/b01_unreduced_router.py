@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
 from moeverify.parallel import moe_tensor
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -30,6 +31,6 @@ FAULT = Fault(
     mechanism="the router's output becomes a local tensor whose partial gradient is labelled as replicated",
     trigger="tp with expert parallelism that borrows it",
     case=make_case("b01", tp=2, ep=2),
-    expected=Expected(where=r"moe\.router", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
 )

@@ -9,6 +9,7 @@ from moeverify.faults.setting import make_case
 from moeverify.model.dispatcher import ExpertFunction
 from moeverify.parallel.collectives import reduce_from
 from moeverify.parallel.moe_tensor import SlicedDispatcher
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -30,7 +31,7 @@ FAULT = Fault(
     mechanism="input gradients of the experts default to Replicate, so each rank keeps its own share of the sum",
     trigger="tp without expert parallelism",
     case=make_case("b03", tp=2),
-    expected=Expected(where=r"moe|\btp\b", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe*"), At(axis="tp")), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     notes="upstream's routers were off most; everything below an MoE block loses the same addends",
 )

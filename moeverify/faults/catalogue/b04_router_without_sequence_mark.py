@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
 from moeverify.parallel import moe_tensor
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -29,6 +30,6 @@ FAULT = Fault(
     mechanism="parameters without the attribute are left out of the all-reduce over tp that sequence slices need",
     trigger="tp with sequence parallelism and experts",
     case=make_case("b04", tp=2, ep=2, sequence_parallel=True),
-    expected=Expected(where=r"moe\.router\.weight", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe.router.weight"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
 )

@@ -9,6 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -32,7 +33,7 @@ FAULT = Fault(
     mechanism="gradient hooks of the gates do not fire, so their gradients never reach the sharded optimizer",
     trigger="sharded gradients with expert parallelism",
     case=make_case("b09", dp_shard=2, ep=2),
-    expected=Expected(where=r"moe\.router", causes=(Cause.DETACHED,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.DETACHED,)),
     inject=inject,
     notes="open upstream; seen there under ZeRO-2",
 )

@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.moe import MoE
 from moeverify.parallel import moe_tensor
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -30,6 +31,6 @@ FAULT = Fault(
     mechanism="a replicated linear layer on a sequence shard is missing from the list of tp reductions",
     trigger="tp with sequence parallelism and a gated shared expert",
     case=make_case("b10", tp=2, ep=2, sequence_parallel=True),
-    expected=Expected(where=r"moe\.shared_gate", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe.shared_gate*"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
 )

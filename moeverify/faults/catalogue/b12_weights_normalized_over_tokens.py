@@ -7,6 +7,7 @@ from torch import Tensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -31,6 +32,6 @@ FAULT = Fault(
     mechanism="max() drops the dim of the choices, so the norm over the last dim runs over tokens",
     trigger="top_k 1 with renormalized weights; depends on how many tokens a rank has",
     case=make_case("b12", preset="stress-tied", moe={"renormalize": True}, dp_shard=2, ep=2),
-    expected=Expected(where=r"moe\.router", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.FORWARD,)),
     inject=inject,
 )

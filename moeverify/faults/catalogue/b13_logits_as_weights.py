@@ -7,6 +7,7 @@ from torch import Tensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router, Routing
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -31,6 +32,6 @@ FAULT = Fault(
     mechanism="the naive gate returns the top-k logits that it should have put through a softmax",
     trigger="any layout with this gate; softmax over the chosen experts",
     case=make_case("b13", preset="tiny-mixtral-8x7b", dp_replicate=2, data_parallel="ddp", ep=2),
-    expected=Expected(where=r"moe\.router", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.FORWARD,)),
     inject=inject,
 )

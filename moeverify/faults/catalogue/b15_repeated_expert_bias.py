@@ -9,6 +9,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.experts import Experts
 from moeverify.parallel import plan
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -32,6 +33,6 @@ FAULT = Fault(
     mechanism="the test for tp looked for DTensor parameters and found none, so every rank adds the whole bias",
     trigger="tp without expert parallelism, with output biases that are not zero",
     case=make_case("b15", tp=2),
-    expected=Expected(where=r"layers\.\d+\.moe", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(name="layers.*.moe*"),), causes=(Cause.FORWARD,)),
     inject=inject,
 )

@@ -11,6 +11,7 @@ from moeverify.case.schema import MoE
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
@@ -38,7 +39,7 @@ FAULT = Fault(
     mechanism="the logits of all layers are concatenated, so imbalances of opposite sign in two layers cancel",
     trigger="any layout, more than one MoE layer",
     case=make_case("c02", dp_shard=2),
-    expected=Expected(where=r"balance|router", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.FORWARD,)),
     inject=inject,
     notes="upstream the joined loss is not multiplied by the number of layers; here the scale is kept right",
 )

@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import router
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,6 +29,6 @@ FAULT = Fault(
     mechanism="the router returns probabilities under the name of logits, and the loss takes their softmax",
     trigger="any layout, a softmax router",
     case=make_case("c04", dp_shard=2, moe={"score": "softmax"}),
-    expected=Expected(where=r"balance|router", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.FORWARD,)),
     inject=inject,
 )

@@ -11,6 +11,7 @@ from moeverify.case.schema import MoE
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
@@ -36,6 +37,6 @@ FAULT = Fault(
     mechanism="the term is only added when a flag for the output is on, whatever its coefficient",
     trigger="any layout",
     case=make_case("c05", dp_shard=2),
-    expected=Expected(where=r"balance|router", causes=(Cause.TERM_SCALE,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.TERM_SCALE,)),
     inject=inject,
 )

@@ -11,6 +11,7 @@ from moeverify.case.schema import MoE
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
@@ -41,6 +42,8 @@ FAULT = Fault(
     mechanism="the scale of the auxiliary losses lacks the factor cp that the main loss has",
     trigger="context parallelism",
     case=make_case("c07", cp=2),
-    expected=Expected(where=r"balance|\bz\b|router", causes=(Cause.TERM_SCALE,)),
+    expected=Expected(
+        where=(At(term="balance"), At(term="z"), At(name="*.moe.router*")), causes=(Cause.TERM_SCALE,)
+    ),
     inject=inject,
 )

@@ -10,6 +10,7 @@ from moeverify.case.schema import MoE
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
@@ -35,7 +36,7 @@ FAULT = Fault(
     mechanism="the tokens of one sequence are given where those of the micro-batch are wanted: 1/rows",
     trigger="more than one row in a micro-batch, sequence scope",
     case=make_case("c09", dp_shard=2, data={"batch": 12}),
-    expected=Expected(where=r"balance|router", causes=(Cause.TERM_SCALE,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.TERM_SCALE,)),
     inject=inject,
     notes="six rows a micro-batch, a number that is no degree of the layout",
 )

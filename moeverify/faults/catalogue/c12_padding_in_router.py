@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.moe import MoE
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,6 +29,6 @@ FAULT = Fault(
     mechanism="the router gets no padding mask, so padding enters both losses and the counts behind the bias",
     trigger="padded rows",
     case=make_case("c12", dp_shard=2),
-    expected=Expected(where=r"router|balance", causes=(Cause.PADDING,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.PADDING,)),
     inject=inject,
 )

@@ -10,6 +10,7 @@ from moeverify.case.schema import MoE
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import RouterStats
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import forward
 from moeverify.train.data import Batch
@@ -35,6 +36,6 @@ FAULT = Fault(
     mechanism="what the autograd function that attaches the loss returns is discarded, so it is not in the graph",
     trigger="any layout",
     case=make_case("c14", dp_shard=2),
-    expected=Expected(where=r"balance|router", causes=(Cause.TERM_SCALE,)),
+    expected=Expected(where=(At(term="balance"), At(name="*.moe.router*")), causes=(Cause.TERM_SCALE,)),
     inject=inject,
 )

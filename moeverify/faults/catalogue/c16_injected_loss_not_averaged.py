@@ -9,6 +9,7 @@ from torch import Tensor
 from moeverify.case.schema import Recipe
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
@@ -37,7 +38,7 @@ FAULT = Fault(
     mechanism="the scale of a loss that is injected in the backward pass lacks 1/micro-batches",
     trigger="gradient accumulation",
     case=make_case("c16", dp_shard=2, micro_batches=4),
-    expected=Expected(where=r"\bz\b|router", causes=(Cause.TERM_SCALE,)),
+    expected=Expected(where=(At(term="z"), At(name="*.moe.router*")), causes=(Cause.TERM_SCALE,)),
     inject=inject,
     notes="upstream the injected loss is that of a sparse attention indexer; here it is the router's z loss",
 )

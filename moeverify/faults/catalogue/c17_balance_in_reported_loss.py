@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.objective import Losses
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="the loss that is logged is the one that is differentiated, balance part included",
     trigger="any layout, MoE",
     case=make_case("c17", dp_shard=2),
-    expected=Expected(where=r"\blm\b", causes=(Cause.METRIC,)),
+    expected=Expected(where=(At(term="lm"),), causes=(Cause.METRIC,)),
     inject=inject,
     notes="upstream also logged the balance loss of one rank; this is the part that the fix calls the main issue",
 )

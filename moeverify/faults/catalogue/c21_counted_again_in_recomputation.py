@@ -9,6 +9,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
 from moeverify.model.router import Router, Routing
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
@@ -47,7 +48,7 @@ FAULT = Fault(
     mechanism="the forward pass adds to a log, and recomputation runs it once more",
     trigger="activation recomputation",
     case=make_case("c21", dp_shard=2, recompute=True),
-    expected=Expected(where=r"router", causes=(Cause.METRIC,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.METRIC,)),
     inject=inject,
     notes="upstream it is the log of the auxiliary loss; what a router logs in its forward pass here is its counts",
 )

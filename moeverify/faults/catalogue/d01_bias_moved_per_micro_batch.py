@@ -11,6 +11,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop, routing
 from moeverify.train.data import Batch
@@ -51,6 +52,6 @@ FAULT = Fault(
     mechanism="updated in a hook of the backward pass, so later micro-batches of a step route with another bias",
     trigger="gradient accumulation with loss-free balancing",
     case=make_case("d01", dp_shard=2, micro_batches=2),
-    expected=Expected(where=r"moe\.router", causes=(Cause.STATE,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.STATE,)),
     inject=inject,
 )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import routing
 
@@ -26,7 +27,7 @@ FAULT = Fault(
     mechanism="the rate is set and the load-balancing hook is not registered for this model",
     trigger="any layout with loss-free balancing",
     case=make_case("d05", dp_shard=2, ep=2),
-    expected=Expected(where=r"selection_bias", causes=(Cause.STALE, Cause.STATE)),
+    expected=Expected(where=(At(name="*.selection_bias"),), causes=(Cause.STALE, Cause.STATE)),
     inject=inject,
     notes="a bias that stays at its value is a state that moved by 0: both names are right",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -27,6 +28,6 @@ FAULT = Fault(
     trigger="loss-free balancing",
     saver=make_saved_case("d08", dp_shard=2, ep=2),
     case=make_saved_case("d08", dp_shard=2, ep=2),
-    expected=Expected(where=r"^buffer/.*selection_bias", causes=(Cause.NOT_LOADED,)),
+    expected=Expected(where=(At(name="buffer/*.selection_bias"),), causes=(Cause.NOT_LOADED,)),
     inject=inject,
 )

@@ -9,6 +9,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import moe_tensor
 from moeverify.parallel.collectives import gather_from
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,6 +29,6 @@ FAULT = Fault(
     mechanism="the global index of a token is taken as local index + rank * local tokens, whatever the rows",
     trigger="TP + EP with the positions sliced over TP, more than one row",
     case=make_case("e01", tp=2, ep=2),
-    expected=Expected(where=r"moe", causes=(Cause.PERMUTATION, Cause.FORWARD)),
+    expected=Expected(where=(At(name="*.moe*"),), causes=(Cause.PERMUTATION, Cause.FORWARD)),
     inject=inject,
 )

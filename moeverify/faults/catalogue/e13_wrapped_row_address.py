@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import dispatcher
 from moeverify.parallel import expert
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 ADDRESSES = 2**12
@@ -35,7 +36,7 @@ FAULT = Fault(
     mechanism="row times stride is computed in too few bits, so large buffers are read at wrapped addresses",
     trigger="EP, many routed rows",
     case=make_case("e13", dp_shard=2, ep=2),
-    expected=Expected(where=r"moe", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(name="*.moe*"),), causes=(Cause.FORWARD,)),
     inject=inject,
     notes="the width of an address is scaled down from 31 to 12 bits; a wrapped address is taken modulo the limit",
 )

@@ -9,6 +9,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.init import initial_values
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
@@ -36,6 +37,6 @@ FAULT = Fault(
     mechanism="all workers draw their experts under the same seed, so rank r's experts equal rank 0's",
     trigger="expert parallelism",
     case=make_case("f01", dp_replicate=2, data_parallel="ddp", ep=2),
-    expected=Expected(where=r"moe\.experts", causes=(Cause.DUPLICATE,)),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.DUPLICATE,)),
     inject=inject,
 )

@@ -9,6 +9,7 @@ from moeverify.case.schema import ReferenceModel
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
@@ -31,7 +32,7 @@ FAULT = Fault(
     mechanism="a parameter of all experts is drawn under the ep rank's seed; averaged gradients keep the offset",
     trigger="expert parallelism with parameters that all experts share",
     case=make_case("f03", dp_replicate=2, data_parallel="ddp", ep=2),
-    expected=Expected(where=r"moe\.shared\.", causes=(Cause.REPLICAS,)),
+    expected=Expected(where=(At(name="*.moe.shared.*"),), causes=(Cause.REPLICAS,)),
     inject=inject,
     notes="upstream's parameter was a LoRA adapter shared by the experts; here it is the shared expert",
 )

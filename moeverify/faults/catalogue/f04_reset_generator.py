@@ -11,7 +11,9 @@ from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model import init
 from moeverify.model.init import initial_values
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import assemble
 
 
@@ -39,7 +41,7 @@ FAULT = Fault(
     mechanism="each random operation on a DTensor forks and restores the CPU's random state, so all begin alike",
     trigger="FSDP2 with parameters on the CPU",
     case=make_case("f04", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r".", causes=(Cause.DUPLICATE,)),
+    expected=Expected(where=(At(stage=Stage.INITIALIZATION),), causes=(Cause.DUPLICATE,)),
     inject=inject,
     is_moe=False,
     notes="every parameter is at fault, so every place is right",

@@ -12,6 +12,7 @@ from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -39,7 +40,7 @@ FAULT = Fault(
     trigger="anything random: dropout, jitter",
     saver=make_saved_case("f09", dp_replicate=2, data_parallel="ddp"),
     case=make_saved_case("f09", dp_replicate=2, data_parallel="ddp"),
-    expected=Expected(where=r"^rng/", causes=(Cause.DUPLICATE,)),
+    expected=Expected(where=(At(name="rng/*"),), causes=(Cause.DUPLICATE,)),
     inject=inject,
     is_moe=False,
     notes="status of the report: title only",

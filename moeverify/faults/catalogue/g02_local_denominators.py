@@ -8,6 +8,7 @@ import torch
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
@@ -31,7 +32,7 @@ FAULT = Fault(
     mechanism="the tokens of a step are counted on each device alone, and the means of devices are averaged",
     trigger="data parallelism over rows of unequal token counts",
     case=make_case("g02", preset="tiny-gpt", dp_replicate=2, data_parallel="ddp"),
-    expected=Expected(where=r"denominator|\bdp \d", causes=(Cause.SHARE_WEIGHTS,)),
+    expected=Expected(where=(At(share="data_rank"),), causes=(Cause.SHARE_WEIGHTS,)),
     inject=inject,
     is_moe=False,
 )

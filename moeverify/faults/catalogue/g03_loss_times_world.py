@@ -8,6 +8,7 @@ from torch import Tensor
 from moeverify.case.schema import Recipe
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
@@ -36,7 +37,7 @@ FAULT = Fault(
     mechanism="to undo the average over data ranks the loss is multiplied by all processes, those of tp included",
     trigger="tp or cp under a trainer that averages tokens over devices",
     case=make_case("g03", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"axis .*\btp\b", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(axis="tp"),), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

@@ -11,6 +11,7 @@ from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.plan import Parallelized
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
@@ -40,7 +41,7 @@ FAULT = Fault(
     mechanism="tokens are counted over all ranks, gradients rescaled by the data ranks instead of the world's",
     trigger="tp, with gradients rescaled after accumulation",
     case=make_case("g05", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"axis .*\btp\b", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(axis="tp"),), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

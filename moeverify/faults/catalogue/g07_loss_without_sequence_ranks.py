@@ -7,6 +7,7 @@ from torch import Tensor
 from moeverify.case.schema import Recipe
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import loop
 from moeverify.train.data import Batch
@@ -35,7 +36,7 @@ FAULT = Fault(
     mechanism="the denominator is all-reduced over dp * sp ranks, the numerator multiplied by dp only",
     trigger="sequence parallelism by all-to-all",
     case=make_case("g07", preset="tiny-gpt", cp=2, context_parallel="alltoall"),
-    expected=Expected(where=r"axis .*\bcp\b", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(axis="cp"),), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

@@ -11,6 +11,7 @@ from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.plan import Parallelized
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
@@ -33,7 +34,7 @@ FAULT = Fault(
     mechanism="the loss is multiplied by the size of cp, which the division of the gradients does not undo",
     trigger="context parallelism",
     case=make_case("g11", preset="tiny-gpt", cp=2),
-    expected=Expected(where=r"axis .*\bcp\b", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(axis="cp"),), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

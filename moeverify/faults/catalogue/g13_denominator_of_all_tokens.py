@@ -8,7 +8,9 @@ import torch
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import loop
 from moeverify.train.data import Batch
 from moeverify.train.objective import Normalizers, Sums
@@ -31,7 +33,7 @@ FAULT = Fault(
     mechanism="tokens are removed from the mask of the numerator, the denominator is counted before that",
     trigger="any, with tokens that do not count",
     case=make_case("g13", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r".", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(stage=Stage.BACKWARD),), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
     notes="upstream removed non-finite tokens of a policy loss; here the removed tokens are padding",

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import clipping
 
 
@@ -39,6 +41,6 @@ FAULT = Fault(
     mechanism="the rule that a dense parameter is counted by tp rank 0 is applied to experts, which differ",
     trigger="tp with expert parallelism and etp 1",
     case=make_case("h01", tp=2, ep=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
 )

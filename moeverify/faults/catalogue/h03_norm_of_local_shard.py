@@ -10,7 +10,9 @@ from torch import Tensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import clipping
 
 
@@ -31,7 +33,7 @@ FAULT = Fault(
     mechanism="the mesh axis is looked up under a name that it does not have, so the norm is never reduced",
     trigger="FSDP",
     case=make_case("h03", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -12,7 +12,9 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -41,7 +43,7 @@ FAULT = Fault(
     mechanism="clip_grad_norm_ sums the squares over the process group whether or not its ranks hold shards: sqrt(n)",
     trigger="FSDP1 with NO_SHARD",
     case=make_case("h04", preset="tiny-gpt", dp_replicate=2, data_parallel="fsdp1"),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

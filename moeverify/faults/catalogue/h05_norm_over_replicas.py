@@ -13,7 +13,9 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import clipping
 
 
@@ -39,7 +41,7 @@ FAULT = Fault(
     mechanism="squares are summed over replicas and shards instead of the shards alone: sqrt(replicas)",
     trigger="HSDP",
     case=make_case("h05", preset="tiny-gpt", dp_replicate=2, dp_shard=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

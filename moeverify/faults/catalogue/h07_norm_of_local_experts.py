@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.placement import local_part
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import clipping
 
 
@@ -37,6 +39,6 @@ FAULT = Fault(
     mechanism="FSDP's clip knows its own shards only; expert DTensors count as they are on each rank",
     trigger="FSDP with expert parallelism",
     case=make_case("h07", dp_shard=2, ep=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
 )

@@ -14,7 +14,9 @@ from moeverify.layout.placement import local_part
 from moeverify.parallel import plan
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.gradients import Reduction
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -47,7 +49,7 @@ FAULT = Fault(
     mechanism="the norm of a DTensor placed Partial is computed on each rank's addend and then reduced",
     trigger="tp with gradients that are still addends",
     case=make_case("h09", preset="tiny-gpt", model={"qk_norm": True}, tp=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

@@ -9,7 +9,9 @@ from moeverify.case.schema import Recipe
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.observer import Observer
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import loop
 from moeverify.train.program import Program
 
@@ -32,7 +34,7 @@ FAULT = Fault(
     mechanism="model.parameters() is a generator, exhausted by the norm when the gradients are to be scaled",
     trigger="any",
     case=make_case("h10", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=r"clip|gradient norm|optimizer step", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.CLIP), At(stage=Stage.GRADIENT_NORM)), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
     notes="norm and coefficient are reported right; what is wrong is that the coefficient is not applied",

@@ -13,7 +13,9 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel.collectives import sum_over
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 from moeverify.train import loop
 from moeverify.train.clipping import SumOverShards
 
@@ -42,7 +44,7 @@ FAULT = Fault(
     mechanism="norms of parameters that are not sharded go into the sum over the shard group like those of shards",
     trigger="shards beside replicated parameters",
     case=make_case("h11", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"gradient norm", causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
     notes="upstream's shards were FSDP's; here they are those of tp, beside which the norms are replicated",

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import fsdp1
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="HYBRID_SHARD on a mesh of (n, 1) becomes NO_SHARD over the shard group, whose size is 1",
     trigger="FSDP1 with replicas and shard groups of one rank",
     case=make_case("i01", preset="tiny-gpt", dp_replicate=2, data_parallel="fsdp1"),
-    expected=Expected(where=r"axis .*dp_replicate", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(axis="dp_replicate"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
     notes="torch 2.13 still does it; the layout avoids it, and the fault takes that away",

@@ -10,6 +10,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router
 from moeverify.parallel import fsdp1
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -32,7 +33,7 @@ FAULT = Fault(
     mechanism="ignored parameters stay whole on each rank, and their gradients local unless the user sums them",
     trigger="FSDP1 with ignored modules, as experts and routers often are",
     case=make_case("i04", dp_shard=2, data_parallel="fsdp1"),
-    expected=Expected(where=r"router", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
 )

@@ -10,6 +10,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -30,7 +31,10 @@ FAULT = Fault(
     mechanism="forward, backward and step are called one by one, and finalize_model_grads is not among them",
     trigger="tp with norms of query and key heads",
     case=make_case("j09", preset="tiny-gpt", model={"qk_norm": True}, tp=2, sequence_parallel=True),
-    expected=Expected(where=r"norm\.(weight|bias) .*\btp\b", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(
+        where=(At(name="*norm.weight", axis="tp"), At(name="*norm.bias", axis="tp")),
+        causes=(Cause.MISSING_REDUCTION,),
+    ),
     inject=inject,
     is_moe=False,
 )

@@ -8,6 +8,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import tensor
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="a replicated norm that sees the heads of one rank is marked for reduction by sequence_parallel alone",
     trigger="tp without sequence parallelism",
     case=make_case("j11", preset="tiny-gpt", model={"qk_norm": True}, tp=2),
-    expected=Expected(where=r"[qk]_norm\.weight .*\btp\b", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="*.[qk]_norm.weight", axis="tp"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
     notes="upstream's norm was that of a gated delta net's outputs; here those of query and key heads",

@@ -10,6 +10,7 @@ from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import tensor
 from moeverify.parallel.collectives import copy_to
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -38,7 +39,7 @@ FAULT = Fault(
     mechanism="the all-gather is typed as a value that each rank uses in its own way, so its backward sums over tp",
     trigger="tp with a loss on gathered logits",
     case=make_case("j12", preset="tiny-gpt", tp=2),
-    expected=Expected(where=r"axis .*\btp\b|lm_head", causes=(Cause.SCALE,)),
+    expected=Expected(where=(At(axis="tp"), At(name="lm_head*")), causes=(Cause.SCALE,)),
     inject=inject,
     is_moe=False,
 )

@@ -9,6 +9,7 @@ from moeverify.axes.split import ContextKind
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train import assemble
 
@@ -33,7 +34,7 @@ FAULT = Fault(
     mechanism="by its indentation the cp context is entered only with compiled autograd; else each rank runs it all",
     trigger="context parallelism",
     case=make_case("k01", preset="tiny-gpt", cp=2),
-    expected=Expected(where=r"axis cp", causes=(Cause.LAYOUT,)),
+    expected=Expected(where=(At(name="axis cp"),), causes=(Cause.LAYOUT,)),
     inject=inject,
     is_moe=False,
     notes="upstream showed five times the memory; the numbers are right, as the tokens are counted once a copy too",

@@ -10,6 +10,7 @@ from torch import Tensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model import attention
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -31,7 +32,7 @@ FAULT = Fault(
     mechanism="positions are counted in the local chunk, without the offset of the rank's part of the sequence",
     trigger="context or sequence parallelism",
     case=make_case("k03", preset="tiny-gpt", cp=2, context_parallel="alltoall"),
-    expected=Expected(where=r"attention", causes=(Cause.FORWARD,)),
+    expected=Expected(where=(At(name="*.attention*"),), causes=(Cause.FORWARD,)),
     inject=inject,
     is_moe=False,
 )

@@ -13,6 +13,7 @@ from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
 from moeverify.parallel.pipeline import Pipeline, Work
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.pipeline import StageWork
 
@@ -54,7 +55,7 @@ FAULT = Fault(
     mechanism="scale_grads divides the accumulated gradient after every call of the schedule, earlier ones again",
     trigger="a pipeline with gradient accumulation around it",
     case=make_case("l01", preset="tiny-gpt", pp=2, micro_batches=4, stage_layers=(2, 1)),
-    expected=Expected(where=r"micro-batch [01]", causes=(Cause.SHARE_WEIGHTS,)),
+    expected=Expected(where=(At(share="micro_batch"),), causes=(Cause.SHARE_WEIGHTS,)),
     inject=inject,
     is_moe=False,
 )

@@ -9,6 +9,7 @@ from moeverify.faults.setting import make_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.parallel import plan
 from moeverify.parallel.meshes import Meshes
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="the all-reduce of the gradients of the tied weight over the first and the last stage is left out",
     trigger="a pipeline with a tied embedding",
     case=make_case("l07", preset="stress-tied", pp=2, micro_batches=2),
-    expected=Expected(where=r"embed.*pp", causes=(Cause.MISSING_REDUCTION,)),
+    expected=Expected(where=(At(name="embed*", axis="pp"),), causes=(Cause.MISSING_REDUCTION,)),
     inject=inject,
     is_moe=False,
 )

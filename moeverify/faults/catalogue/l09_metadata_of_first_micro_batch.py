@@ -7,6 +7,7 @@ from torch import Tensor
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel.pipeline import Stage
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.pipeline import StageWork
 
@@ -30,7 +31,8 @@ FAULT = Fault(
     trigger="a pipeline whose stages need to know where rows end",
     case=make_case("l09", pp=2, micro_batches=2, stage_layers=(2, 1)),
     expected=Expected(
-        where=r"router|balance|z loss", causes=(Cause.STATE, Cause.PADDING, Cause.FORWARD, Cause.TERM_SCALE)
+        where=(At(term="balance"), At(term="z"), At(name="*.moe.router*")),
+        causes=(Cause.STATE, Cause.PADDING, Cause.FORWARD, Cause.TERM_SCALE),
     ),
     inject=inject,
     notes="upstream's metadata are the offsets of packed rows; here they say which tokens are padding",

@@ -7,7 +7,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 
 
 def inject() -> None:
@@ -30,7 +32,7 @@ FAULT = Fault(
     mechanism="the buffer between micro-batches is bfloat16, only the last reduction is float32",
     trigger="FSDP with gradient accumulation",
     case=make_case("m01", dp_shard=2, micro_batches=4, recipe={"precision": "float32"}),
-    expected=Expected(where=r".", causes=(Cause.ROUNDING,)),
+    expected=Expected(where=(At(stage=Stage.BACKWARD),), causes=(Cause.ROUNDING,)),
     inject=inject,
     is_moe=False,
     notes=(

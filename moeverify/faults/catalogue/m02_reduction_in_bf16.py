@@ -11,7 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import fsdp2
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
 
 
 def inject() -> None:
@@ -30,7 +32,7 @@ FAULT = Fault(
     mechanism="the sums over ranks, and over replicas in HSDP, are held in the dtype of the reduction",
     trigger="FSDP or HSDP with a bfloat16 reduction",
     case=make_case("m02", dp_replicate=2, dp_shard=2, recipe={"precision": "float32"}),
-    expected=Expected(where=r".", causes=(Cause.ROUNDING,)),
+    expected=Expected(where=(At(stage=Stage.BACKWARD),), causes=(Cause.ROUNDING,)),
     inject=inject,
     is_moe=False,
     notes=(

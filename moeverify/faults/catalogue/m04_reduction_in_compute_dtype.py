@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="the policy of mixed precision sets no reduce_dtype, and FSDP2 falls back to param_dtype",
     trigger="FSDP or HSDP in mixed precision",
     case=make_case("m04", dp_replicate=2, dp_shard=2, recipe={"precision": "mixed"}),
-    expected=Expected(where=r"^the model$", causes=(Cause.PRECISION,)),
+    expected=Expected(where=(At(name="the model"),), causes=(Cause.PRECISION,)),
     inject=inject,
     is_moe=False,
     notes=(

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -28,7 +29,7 @@ FAULT = Fault(
     mechanism="the wrapper never sees the policy, and computes with parameters as they are stored",
     trigger="FSDP or HSDP in mixed precision",
     case=make_case("m05", dp_shard=2, ep=2, recipe={"precision": "mixed"}),
-    expected=Expected(where=r"^the model$", causes=(Cause.PRECISION,)),
+    expected=Expected(where=(At(name="the model"),), causes=(Cause.PRECISION,)),
     inject=inject,
     is_moe=False,
     notes="the results are nearer to the golden than they should be, so no bound can see it",

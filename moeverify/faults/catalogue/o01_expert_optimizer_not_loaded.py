@@ -11,6 +11,7 @@ from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -39,6 +40,6 @@ FAULT = Fault(
     trigger="expert parallelism, which has two optimizers",
     saver=make_saved_case("o01", dp_shard=2, ep=2),
     case=make_saved_case("o01", dp_shard=2, ep=2),
-    expected=Expected(where=r"^optimizer/.*moe\.experts", causes=(Cause.NOT_LOADED,)),
+    expected=Expected(where=(At(name="optimizer/*.moe.experts*"),), causes=(Cause.NOT_LOADED,)),
     inject=inject,
 )

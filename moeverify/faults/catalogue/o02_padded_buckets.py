@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -53,7 +54,7 @@ FAULT = Fault(
     trigger="flat shards in more than one bucket",
     saver=make_saved_case("o02", dp_shard=2, data_parallel="fsdp1"),
     case=make_saved_case("o02", dp_shard=2, data_parallel="fsdp1"),
-    expected=Expected(where=r"^optimizer/", causes=(Cause.PERMUTATION,)),
+    expected=Expected(where=(At(name="optimizer/*"),), causes=(Cause.PERMUTATION,)),
     inject=inject,
     is_moe=False,
 )

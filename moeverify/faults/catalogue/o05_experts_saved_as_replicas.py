@@ -12,6 +12,7 @@ from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -47,7 +48,7 @@ FAULT = Fault(
     saver=make_saved_case("o05", dp_shard=2, ep=2),
     case=make_saved_case("o05"),
     expected=Expected(
-        where=r"^weight/.*moe\.experts",
+        where=(At(name="weight/*.moe.experts*"),),
         causes=(
             Cause.DUPLICATE,
             Cause.PERMUTATION,

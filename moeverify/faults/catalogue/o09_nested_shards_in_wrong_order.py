@@ -16,6 +16,7 @@ from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.placement import shard_region
 from moeverify.layout.region import Region
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -49,7 +50,7 @@ FAULT = Fault(
     trigger="FSDP2 over tensor parallelism, on one dim",
     saver=make_saved_case("o09", dp_shard=2, tp=2),
     case=make_saved_case("o09"),
-    expected=Expected(where=r"^weight/", causes=(Cause.PERMUTATION,)),
+    expected=Expected(where=(At(name="weight/*"),), causes=(Cause.PERMUTATION,)),
     inject=inject,
     is_moe=False,
 )

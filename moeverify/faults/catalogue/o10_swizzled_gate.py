@@ -9,6 +9,7 @@ import torch
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -38,7 +39,7 @@ FAULT = Fault(
     trigger="FSDP2, gated units",
     saver=make_saved_case("o10", dp_shard=2),
     case=make_saved_case("o10", dp_shard=2),
-    expected=Expected(where=r"^weight/.*gate_proj", causes=(Cause.PERMUTATION,)),
+    expected=Expected(where=(At(name="weight/*.gate_proj*"),), causes=(Cause.PERMUTATION,)),
     inject=inject,
     is_moe=False,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeverify.checkpoint import load
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -26,7 +27,7 @@ FAULT = Fault(
     trigger="a load into a fresh optimizer",
     saver=make_saved_case("o11", dp_shard=2),
     case=make_saved_case("o11", dp_shard=2),
-    expected=Expected(where=r"^optimizer/", causes=(Cause.NOT_LOADED,)),
+    expected=Expected(where=(At(name="optimizer/*"),), causes=(Cause.NOT_LOADED,)),
     inject=inject,
     is_moe=False,
 )

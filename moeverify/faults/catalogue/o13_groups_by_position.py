@@ -7,6 +7,7 @@ from typing import Any
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -37,7 +38,7 @@ FAULT = Fault(
     trigger="groups that differ between the one who saves and the one who loads",
     saver=make_saved_case("o13", dp_shard=2),
     case=make_saved_case("o13", tp=2),
-    expected=Expected(where=r"weight_decay", causes=(Cause.STATE,)),
+    expected=Expected(where=(At(name="*weight_decay"),), causes=(Cause.STATE,)),
     inject=inject,
     is_moe=False,
 )

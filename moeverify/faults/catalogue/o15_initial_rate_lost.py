@@ -7,6 +7,7 @@ from typing import Any
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -32,7 +33,7 @@ FAULT = Fault(
     trigger="a rate that falls",
     saver=make_saved_case("o15", dp_shard=2),
     case=make_saved_case("o15", dp_shard=2),
-    expected=Expected(where=r"initial_lr|scheduled lr", causes=(Cause.STATE,)),
+    expected=Expected(where=(At(name="*initial_lr"), At(name="*scheduled lr*")), causes=(Cause.STATE,)),
     inject=inject,
     is_moe=False,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.train.state import TrainingState
 
@@ -30,7 +31,7 @@ FAULT = Fault(
     trigger="any load",
     saver=make_saved_case("o16", dp_shard=2),
     case=make_saved_case("o16", dp_shard=2),
-    expected=Expected(where=r"data position", causes=(Cause.NOT_LOADED,)),
+    expected=Expected(where=(At(name="data position*"),), causes=(Cause.NOT_LOADED,)),
     inject=inject,
     is_moe=False,
 )

@@ -13,6 +13,7 @@ from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 
@@ -49,7 +50,7 @@ FAULT = Fault(
     trigger="expert parallelism",
     saver=make_saved_case("o18", dp_shard=2, ep=2),
     case=make_saved_case("o18", dp_shard=2, ep=2),
-    expected=Expected(where=r"^optimizer/.*moe\.experts", causes=(Cause.DUPLICATE,)),
+    expected=Expected(where=(At(name="optimizer/*.moe.experts*"),), causes=(Cause.DUPLICATE,)),
     inject=inject,
     notes="status of the report: title only",
 )

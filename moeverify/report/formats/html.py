@@ -20,6 +20,7 @@ from moeverify.report.numbers import (
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
 from moeverify.report.stacks import group_ranks
+from moeverify.report.words.run import list_notes
 from moeverify.results.finding import BLIND
 from moeverify.results.run import CaseResult, RunResult
 
@@ -59,6 +60,7 @@ def format_page(run: RunResult) -> str:
         name_tensor=name_tensor,
         describe_finding=describe_finding,
         describe_cell=describe_cell,
+        list_notes=list_notes,
     )
     template = environment.get_template("run.html")
     return template.render(

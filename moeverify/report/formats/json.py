@@ -10,14 +10,15 @@ from pydantic import ValidationError
 from moeverify.errors import FormatError
 from moeverify.report.files import write_atomically
 from moeverify.report.numbers import format_count
+from moeverify.report.words.run import word_run
 from moeverify.results.run import SCHEMA_VERSION, RunResult
 
 RUN_FILE = "result.json"
 
 
 def format_json(run: RunResult) -> str:
-    """Return the run as indented JSON; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
-    return run.model_dump_json(indent=2) + "\n"
+    """Return the run, with its words, as indented JSON; not finite numbers are "NaN", "Infinity", "-Infinity"."""
+    return word_run(run).model_dump_json(indent=2) + "\n"
 
 
 def write_run(run: RunResult, path: Path) -> None:
@@ -59,7 +60,8 @@ def read_run(path: Path) -> RunResult:
         raise FormatError(f"{file} is nested too deeply to be a run; name what `--json` wrote") from error
     _check_version(content, file)
     try:
-        return RunResult.model_validate(content)
+        # Of version 1 findings have words and no data behind them, which every report can do with.
+        return RunResult.model_validate({**content, "schema_version": SCHEMA_VERSION})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -68,7 +70,7 @@ def read_run(path: Path) -> RunResult:
 
 
 def _check_version(content: object, file: Path) -> None:
-    """Raise FormatError unless the content is a run of the version that this program reads."""
+    """Raise FormatError unless the content is a run of a version that this program reads."""
     if not isinstance(content, dict) or "schema_version" not in content:
         raise FormatError(f"{file} is JSON but no run of moeverify; name what `moeverify run --json` wrote")
     version = content["schema_version"]
@@ -78,10 +80,6 @@ def _check_version(content: object, file: Path) -> None:
         )
     if version > SCHEMA_VERSION:
         raise FormatError(
-            f"{file} has schema version {version}, this moeverify reads {SCHEMA_VERSION}; "
+            f"{file} has schema version {version}, this moeverify reads 1 to {SCHEMA_VERSION}; "
             "upgrade moeverify, or run the cases again with this one"
-        )
-    if version < SCHEMA_VERSION:
-        raise FormatError(
-            f"{file} has schema version {version}, this moeverify reads {SCHEMA_VERSION}; run the cases again"
         )

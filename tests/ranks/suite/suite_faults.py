@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moeverify.diagnose import diagnosis
 from moeverify.model.transformer import Transformer
 from moeverify.train import state
+from moeverify.worker import investigate
 from moeverify.worker import verify as verification
 
 
@@ -74,6 +76,45 @@ def _stray(first: int) -> None:
 
 
 _STRAYS = itertools.count(1)
+
+
+def fail_to_diagnose() -> None:
+    """Train wrong, and let the search for causes raise on rank 0."""
+    _change_weights()
+
+    def explain_tensors(*_: Any) -> Any:
+        raise ZeroDivisionError("planted in the diagnosis")
+
+    diagnosis.explain_tensors = explain_tensors
+
+
+def die_in_diagnosis() -> None:
+    """Train wrong, and lose rank 1 in the second run that a diagnosis needs."""
+    _change_weights()
+    if dist.get_rank() == 1:
+
+        def run_again(*_: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        investigate._rerun = run_again  # type: ignore[assignment]
+
+
+def _change_weights() -> None:
+    """Let every update be too large by a hundredth of the weight."""
+    inner = state.build_optimizer
+
+    def build(*arguments: Any) -> Any:
+        optimizer = inner(*arguments)
+
+        def change(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(1.01)
+
+        optimizer.register_step_post_hook(change)
+        return optimizer
+
+    state.build_optimizer = build
 
 
 def reduce_other_shapes() -> None:

@@ -10,6 +10,7 @@ from moeverify.controller.follow_up import follow_up
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.faults.fault import load_faults
+from moeverify.results.factor import Product
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,10 +24,13 @@ def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
     result = run_cases([fault.case], options, lambda event: None)
     (before,) = [finding for finding in result.cases[0].findings if not finding.follows]
     assert before.place.axes == ("ep", "dp_replicate")
+    assert before.explanation.candidates == tuple(Product(times=(axis,)) for axis in before.place.axes)
     assert before.follow_up.layout == {"dp_replicate": 4}
     told = follow_up([fault.case], result, options, lambda event: None)
     (after,) = [finding for finding in told.cases[0].findings if not finding.follows]
     assert after.place.axes == ("dp_replicate",)
-    assert after.cause.startswith("every value is 2 = dp_replicate times the right one")
-    assert "where every value is 4 = dp_replicate" in after.follow_up.answer
+    assert after.explanation.candidates == (Product(times=("dp_replicate",)),)
+    assert after.explanation.factors[0].value == pytest.approx(2.0)
+    assert (after.follow_up.outcome, after.follow_up.left) == ("narrowed", after.explanation.candidates)
+    assert after.follow_up.seen.factors[0].value == pytest.approx(4.0)
     assert told.launches == result.launches + 1

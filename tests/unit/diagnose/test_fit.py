@@ -1,123 +1,221 @@
-"""The fit of wrong gradients on the golden's parts."""
+"""The fit of wrong gradients on the golden's parts, and the hypotheses that differ in these parts."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
+from wrong_tensors import (
+    PARAMETERS,
+    combine,
+    draw,
+    examine,
+    find_hypothesis,
+    make_components,
+    make_golden,
+    make_inputs,
+    make_tensor,
+)
 
-from moeverify.diagnose.aggregation import examine_aggregation
-from moeverify.diagnose.components import TERMS, Cell, Components
-from moeverify.diagnose.fit import Wrong, fit_columns, share_columns
+from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.fit import fit_columns
 from moeverify.results.cause import Cause
+from moeverify.results.factor import Product, Source
+from moeverify.results.operation import Scaled
+from moeverify.results.part import WHOLE, Part, Tokens
+from moeverify.results.trial import Reason
 
-NAMES = ("a", "b")
-
-
-def make_components(num_cells=4, padding=True):
-    generator = torch.Generator().manual_seed(0)
-
-    def vector(scale):
-        return {name: scale * torch.randn(40, generator=generator, dtype=torch.float64) for name in NAMES}
-
-    scales = {"lm": 1.0, "balance": 1e-3, "z": 1e-5}
-    cells = tuple(Cell(i, 0, f"dp {i}", (i,), (0,)) for i in range(num_cells))
-    parts = {term: [vector(scales[term]) for _ in cells] for term in TERMS}
-    extra = {term: vector(scales[term]) for term in TERMS} if padding else {}
-    return Components(cells, parts, extra, (10, 20, 30, 40)[:num_cells], NAMES)
+FITS = ("one_factor", "loss_terms", "batch_shares", "padding", "share_terms")
+EP_AND_TP = Axes({}, [Source(name="ep", size=2), Source(name="tp", size=4)])
 
 
-def golden(components, name):
-    return sum(components.term(term, name) for term in TERMS)
+def fit(name: str, tensors: Any, components: Any, axes: Axes = EP_AND_TP) -> Any:
+    """Return what one of the fits says of some gradients together."""
+    return find_hypothesis(name).test(tensors, make_inputs(*tensors, components=components, axes=axes))
 
 
-def combine(components, weights):
-    """Return the gradients with the given weight for each (term, cell)."""
-    return [
-        Wrong(
-            name,
-            sum(
-                weights(term, number) * components.parts[term][number][name]
-                for term in TERMS
-                for number in range(len(components.cells))
-            ),
-            golden(components, name),
-        )
-        for name in NAMES
-    ]
+def explain_first(tensors: Any, components: Any, axes: Axes = EP_AND_TP) -> Any:
+    """Return the explanation of the first fit that explains, and the names of those before it."""
+    refused = []
+    for name in FITS:
+        outcome = fit(name, tensors, components, axes)
+        if outcome.explanation is not None:
+            return outcome.explanation, refused
+        refused.append(name)
+    return None, refused
 
 
-def examine(wrong, components, degrees=None):
-    return examine_aggregation(wrong, components, degrees or {"ep": 2, "tp": 4})[0]
+def wrong_parts(explanation: Any) -> dict[Part, float]:
+    assert isinstance(explanation.operation, Scaled)
+    return {each.part: each.factor.value for each in explanation.operation.contributions}
 
 
-def test_one_factor_is_named_after_its_axis():
+@pytest.mark.parametrize(
+    ("weight", "product"), [(2.0, Product(times=("ep",))), (0.25, Product(over=("tp",)))]
+)
+def test_one_factor_is_found_with_its_axis(weight: float, product: Product) -> None:
     components = make_components()
-    verdict = examine(combine(components, lambda term, cell: 2.0), components)
-    assert verdict.cause is Cause.SCALE
-    assert "2 = ep" in verdict.sentence
-    verdict = examine(combine(components, lambda term, cell: 0.25), components)
-    assert "1 / (tp)" in verdict.sentence
+    explanation, refused = explain_first(combine(components, lambda term, cell: weight), components)
+    assert (explanation.cause, refused) == (Cause.SCALE, [])
+    assert wrong_parts(explanation) == {WHOLE: pytest.approx(weight, abs=1e-12)}
+    assert explanation.candidates == (product,)
+    assert explanation.subject.tensors == PARAMETERS
 
 
-def test_axes_of_one_size_are_both_named():
+def test_axes_of_one_size_are_candidates_alike() -> None:
     components = make_components()
-    verdict = examine(combine(components, lambda term, cell: 2.0), components, {"ep": 2, "cp": 2})
-    assert "cannot tell" in verdict.sentence
-    assert "cp" in verdict.where
-    assert "ep" in verdict.where
+    axes = Axes({}, [Source(name="ep", size=2), Source(name="cp", size=2)])
+    explanation, _ = explain_first(combine(components, lambda term, cell: 2.0), components, axes)
+    assert explanation.candidates == (Product(times=("ep",)), Product(times=("cp",)))
+
+
+def test_an_axis_that_does_not_affect_the_tensors_is_no_candidate() -> None:
+    components = make_components()
+    sources = [Source(name="ep", size=2), Source(name="cp", size=2)]
+    axes = Axes({}, sources, lambda axis, tensor: axis != "ep")
+    explanation, _ = explain_first(combine(components, lambda term, cell: 2.0), components, axes)
+    assert explanation.candidates == (Product(times=("cp",)),)
 
 
 @pytest.mark.parametrize(("term", "weight"), [("balance", 0.0), ("balance", 0.5), ("z", 4.0), ("lm", 0.5)])
-def test_a_wrong_loss_term_is_found_however_small_it_is(term, weight):
+def test_a_wrong_loss_term_is_found_however_small_it_is(term: str, weight: float) -> None:
     components = make_components()
-    verdict = examine(combine(components, lambda t, cell: weight if t == term else 1.0), components)
-    assert verdict.cause is Cause.TERM_SCALE
-    assert verdict.where.startswith(f"{term} loss")
+    tensors = combine(components, lambda t, cell: weight if t == term else 1.0)
+    explanation, refused = explain_first(tensors, components)
+    assert (explanation.cause, refused) == (Cause.TERM_SCALE, ["one_factor"])
+    assert wrong_parts(explanation) == {Part(term=term): pytest.approx(weight, abs=1e-7)}
 
 
-def test_a_missing_share_is_named():
+def test_a_missing_share_is_found_and_no_term() -> None:
     components = make_components()
-    verdict = examine(combine(components, lambda term, cell: 0.0 if cell == 2 else 1.0), components)
-    assert verdict.cause is Cause.SHARE_WEIGHTS
-    assert verdict.where == "dp 2"
-    assert "missing" in verdict.sentence
+    tensors = combine(components, lambda term, cell: 0.0 if cell == 2 else 1.0)
+    explanation, refused = explain_first(tensors, components)
+    assert (explanation.cause, refused) == (Cause.SHARE_WEIGHTS, ["one_factor", "loss_terms"])
+    assert wrong_parts(explanation) == {Part(tokens=Tokens(data_rank=2)): pytest.approx(0.0, abs=1e-9)}
+    assert explanation.operation.local_means == 0
 
 
-def test_a_mean_of_means_is_recognized():
+def test_a_weight_of_a_share_that_equals_an_axis_does_so_by_chance() -> None:
+    components = make_components()
+    tensors = combine(components, lambda term, cell: 2.0 if cell == 1 else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    assert (explanation.cause, explanation.candidates) == (Cause.SHARE_WEIGHTS, ())
+
+
+def test_a_mean_of_means_is_recognized_by_all_of_its_weights() -> None:
     components = make_components()
     weights = [100 / (4 * count) for count in components.num_valid]
-    verdict = examine(combine(components, lambda term, cell: weights[cell]), components)
-    assert verdict.cause is Cause.SHARE_WEIGHTS
-    assert "mean of means" in verdict.sentence
+    tensors = combine(components, lambda term, cell: weights[cell])
+    assert explain_first(tensors, components)[0].operation.local_means == 4
+    weights[0] *= 1.1
+    tensors = combine(components, lambda term, cell: weights[cell])
+    explanation, _ = explain_first(tensors, components)
+    assert (explanation.cause, explanation.operation.local_means) == (Cause.SHARE_WEIGHTS, 0)
 
 
-def test_padding_is_named():
+def test_equal_shares_are_no_mean_of_means() -> None:
+    # Where all shares have as many tokens, a mean of means is right: what is off is the balance loss of one rank.
     components = make_components()
-    wrong = [
-        Wrong(name, golden(components, name) + components.padding["lm"][name], golden(components, name))
-        for name in NAMES
+    components = type(components)(
+        components.cells, components.parts, components.padding, (10, 10, 10, 10), components.names
+    )
+    tensors = combine(components, lambda term, cell: 2.0 if (term, cell) == ("balance", 1) else 1.0)
+    explanation, refused = explain_first(tensors, components)
+    assert refused == ["one_factor", "loss_terms", "batch_shares", "padding"]
+    assert explanation.operation.local_means == 0
+    part = Part(term="balance", tokens=Tokens(data_rank=1))
+    assert wrong_parts(explanation) == {part: pytest.approx(2.0, abs=1e-7)}
+
+
+def test_padding_is_a_part_that_does_not_belong() -> None:
+    components = make_components()
+    tensors = [
+        make_tensor(make_golden(components, name), make_golden(components, name) + extra, name=name)
+        for name, extra in components.padding["lm"].items()
     ]
-    verdict = examine(wrong, components)
-    assert verdict.cause is Cause.PADDING
-    assert verdict.where == "lm loss"
+    explanation, refused = explain_first(tensors, components)
+    assert (explanation.cause, refused) == (Cause.PADDING, ["one_factor", "loss_terms", "batch_shares"])
+    padding = Part(term="lm", tokens=Tokens(padding=True))
+    assert wrong_parts(explanation) == {padding: pytest.approx(1.0, abs=1e-9)}
 
 
-def test_what_is_no_combination_gets_no_cause():
+def test_what_is_no_combination_gets_no_cause() -> None:
     components = make_components()
-    noise = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    wrong = [Wrong(name, golden(components, name) + 1e-3 * noise, golden(components, name)) for name in NAMES]
-    assert examine(wrong, components) is None
-
-
-def test_too_few_numbers_prove_nothing():
-    components = make_components()
-    wrong = [Wrong("a", 2 * golden(components, "a")[:6], golden(components, "a")[:6])]
-    short = [
-        (label, lambda name, column=column: column(name)[:6]) for label, column in share_columns(components)
+    tensors = [
+        make_tensor(
+            make_golden(components, name), make_golden(components, name) + 1e-3 * draw(40, seed=9), name=name
+        )
+        for name in PARAMETERS
     ]
-    assert fit_columns(wrong, short) is None
+    explanation, refused = explain_first(tensors, components)
+    assert explanation is None
+    assert refused == list(FITS)
+    for name in FITS:
+        (trial,) = fit(name, tensors, components).trials
+        assert (trial.verdict, trial.residual > 0.1) == ("no", True)
+        assert trial.contributions
 
 
-def test_coefficients_come_out_to_ten_digits():
+def test_an_error_in_one_of_two_tensors_is_not_explained_by_the_other() -> None:
+    components = make_components()
+    first, second = combine(components, lambda term, cell: 2.0)
+    other = make_tensor(second.expected, second.expected + 1e-9 * draw(40, seed=3), name=second.name)
+    assert fit("one_factor", [first, other], components).explanation is None
+
+
+def test_a_factor_near_one_keeps_its_digits() -> None:
+    expected = draw(64)
+    outcome = examine("one_factor", make_tensor(expected, (1 + 3e-8) * expected))
+    assert wrong_parts(outcome.explanation)[WHOLE] - 1 == pytest.approx(3e-8, rel=1e-6)
+
+
+def test_without_parts_only_one_factor_is_tested() -> None:
+    expected = draw(6, 6)
+    tensor = make_tensor(expected, 2 * expected, 2 * expected)
+    verdicts = {name: fit(name, [tensor], None).trials[0] for name in FITS}
+    assert verdicts.pop("one_factor").verdict == "yes"
+    assert {(trial.verdict, trial.reason) for trial in verdicts.values()} == {
+        ("untried", Reason.NO_SUCH_PARTS)
+    }
+
+
+def test_a_batch_without_padding_has_no_such_parts() -> None:
+    components = make_components(padding=False)
+    tensors = combine(components, lambda term, cell: 2.0)
+    assert fit("padding", tensors, components).trials[0].reason is Reason.NO_SUCH_PARTS
+
+
+def test_too_few_numbers_prove_nothing() -> None:
+    expected = draw(6)
+    tensor = make_tensor(expected, 2 * expected)
+    columns = [(Part(term=str(number)), lambda name, seed=number: draw(6, seed=seed)) for number in range(4)]
+    assert fit_columns([tensor], columns) is None
+    assert fit_columns([tensor], columns[:3]) is not None
+
+
+def test_what_is_not_finite_is_not_fitted() -> None:
+    expected = draw(8)
+    actual = expected.clone()
+    actual[3] = float("nan")
+    (trial,) = examine("one_factor", make_tensor(expected, actual)).trials
+    assert (trial.verdict, trial.reason) == ("untried", Reason.NOT_COMPARABLE)
+
+
+def test_parts_that_are_zero_everywhere_get_no_coefficient() -> None:
+    expected = draw(20)
+    tensor = make_tensor(expected, 3 * expected)
+    zero = torch.zeros(20, dtype=torch.float64)
+    found = fit_columns(
+        [tensor], [(Part(term="lm"), lambda name: expected), (Part(term="z"), lambda name: zero)]
+    )
+    assert found.parts == (Part(term="lm"),)
+    assert found.coefficients == (pytest.approx(3.0),)
+
+
+def test_coefficients_come_out_to_ten_digits() -> None:
     components = make_components()
     weights = [1.0, 0.75, 0.25, 1.5]
-    fit = fit_columns(combine(components, lambda term, cell: weights[cell]), share_columns(components))
-    assert fit.coefficients == pytest.approx(weights, abs=1e-10)
+    tensors = combine(components, lambda term, cell: weights[cell])
+    (trial,) = fit("batch_shares", tensors, components).trials
+    assert [each.factor.value for each in trial.contributions] == pytest.approx(weights, abs=1e-10)

@@ -1,0 +1,44 @@
+"""Finds the integers of a run that a measured factor may come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from moeverify.results.factor import Factor, Product, Source, is_same
+
+# These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
+_MADE_OF_OTHERS = {"efsdp", "edp"}
+
+
+def find_factor(value: float, sources: Sequence[Source], *, power: int = 1) -> Factor:
+    """Return the factor with all of the simplest products whose value is its `power`.
+
+    Products of one source (ep, 1/ep) come before those of two (ep * cp, ep / cp, 1 / (ep * cp)): with enough axes
+    some product of many equals any small integer, and says nothing. Sources of one size are all named, because the
+    number cannot tell them apart.
+    """
+    wanted = value**power
+    if wanted <= 0.0 or is_same(wanted, 1.0):
+        return Factor(value=value, power=power)
+    sizes = {source.name: source.size for source in sources if source.size > 1}
+    for products in (_list_single(list(sizes)), _list_double(list(sizes))):
+        hits = tuple(product for product in products if is_same(product.measure(sizes), wanted))
+        if hits:
+            return Factor(value=value, power=power, equals=hits)
+    return Factor(value=value, power=power)
+
+
+def _list_single(names: Sequence[str]) -> Iterator[Product]:
+    for name in names:
+        yield Product(times=(name,))
+        yield Product(over=(name,))
+
+
+def _list_double(names: Sequence[str]) -> Iterator[Product]:
+    for first, second in itertools.combinations(names, 2):
+        yield Product(times=(first,), over=(second,))
+        yield Product(times=(second,), over=(first,))
+        if _MADE_OF_OTHERS.isdisjoint((first, second)):
+            yield Product(times=(first, second))
+            yield Product(over=(first, second))

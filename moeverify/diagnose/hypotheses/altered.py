@@ -1,0 +1,65 @@
+"""The last hypothesis: it comes out otherwise although all that it is made of is right, and how is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.hypotheses.counted_padding import count_choices
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import Observation, ScalarValues, WrongElements
+from moeverify.results.operation import Altered, Operation
+
+_CAUSES: Mapping[Quantity, Cause] = {
+    Quantity.OUTPUT: Cause.FORWARD,
+    Quantity.MODULE_GRADIENT: Cause.BACKWARD,
+    Quantity.EXPERT_CHOICE: Cause.ROUTING,
+    Quantity.ROUTING_WEIGHT: Cause.FORWARD,
+    Quantity.ROUTING_COUNT: Cause.STATE,
+    Quantity.LOSS: Cause.METRIC,
+    Quantity.BUFFER: Cause.STATE,
+    Quantity.LOADED: Cause.STATE,
+}
+
+
+class AlteredHypothesis(Hypothesis):
+    """Named for quantities whose place is known by itself: the inputs match, and this does not.
+
+    Of a gradient or an update it would say nothing, so these stay without a cause.
+    """
+
+    name = "altered"
+    quantities = frozenset(_CAUSES)
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Say so, with what is off. It is no test, and leaves no trial."""
+        (tensor,) = tensors
+        cause = _CAUSES[tensor.quantity]
+        operation: Operation = Altered()
+        seen: list[Observation] = []
+        if tensor.quantity is Quantity.ROUTING_COUNT:
+            operation = count_choices(tensor)
+        elif tensor.quantity is Quantity.OUTPUT and _chooses_otherwise(tensor, inputs):
+            cause = Cause.ROUTING
+        elif tensor.expected.numel() == 1:
+            worst = tensor.worst_shard
+            expected, actual = float(tensor.expected), float(worst.values())
+            seen.append(ScalarValues(expected=expected, actual=actual, rank=worst.rank))
+        elif tensor.quantity is Quantity.BUFFER:
+            num_wrong = int((tensor.whole != tensor.expected).sum())
+            seen.append(WrongElements(num_wrong=num_wrong, num_elements=tensor.expected.numel()))
+        explanation = explain_by(cause, operation, tensors, inputs)
+        return Outcome((), explanation, tuple(seen))
+
+
+def _chooses_otherwise(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+    """Return whether the module is a router whose chosen experts are wrong."""
+    origin = inputs.origin_of(tensor)
+    chosen = {each.name for each in inputs.of_quantity(Quantity.EXPERT_CHOICE)}
+    return origin is not None and origin.culprit in chosen
+
+
+HYPOTHESIS = AlteredHypothesis()

@@ -1,0 +1,41 @@
+"""Hypothesis: nothing arrives; there is no gradient at all, or every rank has zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import LargestValue
+from moeverify.results.operation import Zeroed
+from moeverify.results.trial import Reason
+
+
+class Detached(Hypothesis):
+    """All ranks have zeros, or none has anything, where the golden is not zero."""
+
+    name = "detached"
+    quantities = frozenset({Quantity.GRADIENT, Quantity.INITIAL_VALUE, Quantity.LOADED})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Look at the largest value of any rank."""
+        (tensor,) = tensors
+        expected = float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
+        if expected == 0.0:
+            return self.untried(Reason.EXPECTED_IS_ZERO)
+        held = [shard for shard in tensor.shards if shard.local is not None and shard.region.numel]
+        # Ranks that differ may have partial sums, and the zeros of one are no cause: all must be zero.
+        actual = max((float(shard.values().abs().max()) for shard in held), default=0.0)
+        absent = tuple(shard.rank for shard in tensor.shards if shard.local is None)
+        seen = LargestValue(expected=expected, actual=actual, absent_on=absent)
+        is_single_number = tensor.quantity is Quantity.LOADED and tensor.expected.numel() == 1
+        if actual != 0.0 or is_single_number:
+            return self.refuse(seen)
+        operation = Zeroed(absent=bool(tensor.shards) and len(absent) == len(tensor.shards))
+        return self.accept(explain_by(Cause.DETACHED, operation, tensors, inputs), seen)
+
+
+HYPOTHESIS = Detached()

@@ -1,0 +1,97 @@
+"""The hypotheses that a wrong tensor is a wrong sum of right parts: they differ in the parts alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from moeverify.diagnose.components import TERMS, Components
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.fit import Column, Fit, fit_columns
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Source
+from moeverify.results.observation import FitResult
+from moeverify.results.operation import Scaled
+from moeverify.results.part import Contribution, Part
+from moeverify.results.trial import Reason, Trial
+
+
+class LinearFit(Hypothesis):
+    """Gradients are a sum of some parts of their goldens, each with a coefficient of its own.
+
+    Tested on all gradients together first, then on families, then alone: a wrong combination cannot fit that many
+    numbers by chance, and one cause for all is simpler than one for each.
+    """
+
+    quantities = frozenset({Quantity.GRADIENT})
+    cause: Cause
+
+    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
+        """Return all of them."""
+        del quantity
+        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+
+    @abstractmethod
+    def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
+        """Return the parts that may have another weight; none where these are not known."""
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Fit, and explain where nothing of the errors is left."""
+        if not all(bool(torch.isfinite(tensor.whole).all()) for tensor in tensors):
+            return self.untried(Reason.NOT_COMPARABLE)
+        columns = self.columns(tensors, inputs)
+        if not columns:
+            return self.untried(Reason.NO_SUCH_PARTS)
+        fit = fit_columns(tensors, columns)
+        if fit is None:
+            return self.untried(Reason.TOO_FEW_NUMBERS)
+        plain = list_contributions(fit, ())
+        if not fit.explains:
+            return Outcome((self._log("no", plain, fit),))
+        contributions = list_contributions(fit, self.sources(tensors, inputs))
+        # A factor of 1 + 1e-7 is right by itself, but it is all that is off, and so it is what is wrong.
+        wrong = tuple(each for each in contributions if not each.is_right) or contributions
+        operation = self.describe(wrong, fit, inputs)
+        explanation = explain_by(self.cause, operation, tensors, inputs, residual=fit.residual)
+        evidence = (FitResult(contributions=contributions, residual=fit.residual),)
+        trials = (self._log("yes", contributions, fit),)
+        return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
+
+    def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
+        """Return the integers of the run that a wrong coefficient may come from."""
+        return inputs.sources_of(tensors)
+
+    def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
+        """Return the operation for the parts that are off."""
+        del fit, inputs
+        return Scaled(contributions=wrong)
+
+    def _log(self, verdict: Literal["yes", "no"], contributions: tuple[Contribution, ...], fit: Fit) -> Trial:
+        return Trial(
+            hypothesis=self.name, verdict=verdict, contributions=contributions, residual=fit.residual
+        )
+
+
+def list_contributions(fit: Fit, sources: Sequence[Source]) -> tuple[Contribution, ...]:
+    """Return each part with its coefficient, and where that may come from."""
+    return tuple(
+        Contribution(part=part, factor=find_factor(value, sources))
+        for part, value in zip(fit.parts, fit.coefficients, strict=True)
+    )
+
+
+def knows(components: Components | None, tensors: Sequence[WrongTensor]) -> bool:
+    """Return whether the parts of all of these gradients are known."""
+    return components is not None and all(tensor.name in components.names for tensor in tensors)
+
+
+def list_terms(components: Components) -> list[Column]:
+    """Return the loss terms as parts."""
+    return [(Part(term=term), lambda name, term=term: components.term(term, name)) for term in TERMS]  # type: ignore[misc]

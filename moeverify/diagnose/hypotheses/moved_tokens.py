@@ -1,0 +1,47 @@
+"""Hypothesis: tokens have the values of other tokens, in what a module puts out or in its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.hypotheses.permutation import MOST_MOVES
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.slices import count_matches, match_slices
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import MatchingSlices
+from moeverify.results.operation import Moved
+from moeverify.results.trial import Reason
+
+
+class MovedTokens(Hypothesis):
+    """Every token equals some token of the golden, over rows and positions together.
+
+    Shapes: (rows, positions, ...) is compared as (rows * positions, ...).
+    """
+
+    name = "moved_tokens"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Match tokens."""
+        (tensor,) = tensors
+        if tensor.expected.ndim < 3:
+            return self.untried(Reason.NOT_COMPARABLE)
+        width = tensor.expected.shape[2:].numel()
+        expected, actual = (each.reshape(-1, width) for each in (tensor.expected, tensor.whole))
+        found = count_matches(expected, actual, 0)
+        if found is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        seen = MatchingSlices(dim=None, num_matching=found, num_slices=len(actual))
+        source = match_slices(expected, actual, 0)
+        moves = [(to, origin) for to, origin in enumerate(source or []) if to != origin]
+        if not moves:
+            return self.refuse(seen)
+        operation = Moved(unit="token", moves=tuple(moves[:MOST_MOVES]), num_moves=len(moves))
+        return self.accept(explain_by(Cause.PERMUTATION, operation, tensors, inputs), seen)
+
+
+HYPOTHESIS = MovedTokens()

@@ -1,0 +1,93 @@
+"""Hypothesis: everything is the same number of times the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.fit import Column
+from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
+from moeverify.diagnose.hypotheses.linear_fit import LinearFit
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Source
+from moeverify.results.operation import Scaled
+from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.trial import Reason
+
+# What ranks reduce, so that the size of a group can be a factor of it.
+_REDUCED = (
+    Quantity.GRADIENT,
+    Quantity.OUTPUT,
+    Quantity.MODULE_GRADIENT,
+    Quantity.LOSS,
+    Quantity.TENSOR,
+)
+_CAUSES = {
+    # The gradients were compared before, and are right: what is off is the number that is reported.
+    Quantity.LOSS: Cause.METRIC,
+    Quantity.ROUTING_COUNT: Cause.METRIC,
+}
+
+
+class OneFactor(LinearFit):
+    """All elements have one factor: a wrong divisor, a missing mean, a sum taken twice."""
+
+    name = "one_factor"
+    quantities = frozenset(
+        {
+            Quantity.GRADIENT,
+            Quantity.OUTPUT,
+            Quantity.MODULE_GRADIENT,
+            Quantity.LOSS,
+            Quantity.ROUTING_COUNT,
+            Quantity.UPDATE,
+            Quantity.OPTIMIZER_STATE,
+            Quantity.LOADED,
+            Quantity.TENSOR,
+        }
+    )
+    generalizes = ("detached",)
+    cause = Cause.SCALE
+
+    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
+        """Return all for gradients; other tensors have units of their own."""
+        return super().scopes(quantity) if quantity is Quantity.GRADIENT else (Scope.ALONE,)
+
+    def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
+        """Return the golden itself as the one part."""
+        del inputs
+        whole = {tensor.name: tensor.expected for tensor in tensors}
+        return [(WHOLE, lambda name: whole[name])]
+
+    def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
+        """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance."""
+        return super().sources(tensors, inputs) if tensors[0].quantity in _REDUCED else []
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Fit one coefficient; a reported number has one in any case."""
+        first = tensors[0]
+        if not any(bool(tensor.expected.any()) for tensor in tensors):
+            return self.untried(Reason.EXPECTED_IS_ZERO)
+        if first.quantity is Quantity.LOADED and _is_constant(first):
+            return self.untried(Reason.EXPECTED_IS_CONSTANT)  # any two constants are multiples of each other
+        if first.quantity is Quantity.LOSS and first.expected.numel() == 1:
+            value = float(first.whole) / float(first.expected)
+            factor = find_factor(value, self.sources(tensors, inputs))
+            operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
+            return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
+        outcome = super().test(tensors, inputs)
+        cause = _CAUSES.get(first.quantity)
+        if outcome.explanation is None or cause is None:
+            return outcome
+        explanation = outcome.explanation.model_copy(update={"cause": cause})
+        return Outcome(outcome.trials, explanation, outcome.observations, outcome.num_coefficients)
+
+
+def _is_constant(tensor: WrongTensor) -> bool:
+    return bool((tensor.expected == tensor.expected.reshape(-1)[0]).all())
+
+
+HYPOTHESIS = OneFactor()

@@ -1,0 +1,101 @@
+"""Hypothesis: the values are right up to the rounding of a narrower dtype than the recipe's.
+
+A number rounded to a dtype with p bits of significand is off by up to 2^-p of itself: 2^-24 for float32, 2^-8 for
+bfloat16. A tensor made of such numbers is off by about that much in the Frobenius norm: less where errors of many
+terms average out, more where terms cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import RelativeError
+from moeverify.results.operation import Rounded
+from moeverify.results.trial import Reason
+
+# The narrowest first: what bfloat16 can represent, float32 can too.
+_UNITS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+_WINDOW = (0.01, 8.0)  # errors of sums and products of rounded numbers, in units of rounding
+_SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
+_LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
+
+
+class Rounding(Hypothesis):
+    """Every value is one of a narrower dtype, or nearly all errors have the size of its rounding and no direction."""
+
+    name = "rounding"
+    quantities = frozenset(
+        {
+            Quantity.INITIAL_VALUE,
+            Quantity.OUTPUT,
+            Quantity.GRADIENT,
+            Quantity.MODULE_GRADIENT,
+            Quantity.UPDATE,
+            Quantity.OPTIMIZER_STATE,
+            Quantity.BUFFER,
+            Quantity.TENSOR,
+        }
+    )
+
+    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
+        """Return that of gradients all that are left must look like rounding: one alone may do so by chance."""
+        return (Scope.TOGETHER,) if quantity is Quantity.GRADIENT else (Scope.ALONE,)
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Try the narrower dtypes."""
+        errors = [(tensor, error) for tensor in tensors if (error := measure_error(tensor)) > 0.0]
+        if not errors:
+            return self.untried(Reason.EXPECTED_IS_ZERO)
+        units = {str(dtype).removeprefix("torch."): unit for dtype, unit in _UNITS.items()}
+        seen = RelativeError(error=max(error for _, error in errors), units=units)
+        for dtype, unit in _UNITS.items():
+            if any(tensor.precision.itemsize <= dtype.itemsize for tensor, _ in errors):
+                continue  # the recipe's own precision is no narrower one
+            is_representable = all(
+                error < _LARGEST and _is_representable(tensor, dtype) for tensor, error in errors
+            )
+            if is_representable or _have_size_of(unit, errors):
+                name = str(dtype).removeprefix("torch.")
+                operation = Rounded(dtype=name, is_representable=is_representable)
+                return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
+        return self.refuse(seen)
+
+
+def measure_error(tensor: WrongTensor) -> float:
+    """Return the relative error in the Frobenius norm; 0 where the golden is zero."""
+    norm = float(tensor.expected.norm())
+    return float((tensor.whole - tensor.expected).norm()) / norm if norm else 0.0
+
+
+def _is_representable(tensor: WrongTensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor.whole.to(dtype).to(tensor.whole.dtype), tensor.whole)
+
+
+def _have_size_of(unit: float, errors: Sequence[tuple[WrongTensor, float]]) -> bool:
+    """Return whether nearly all errors have the size of a unit of rounding, and point nowhere."""
+    inside = [_WINDOW[0] * unit < error < _WINDOW[1] * unit for _, error in errors]
+    loose = [_is_unstructured(tensor, error) for tensor, error in errors]
+    return min(sum(inside), sum(loose)) >= _SHARE * len(errors)
+
+
+def _is_unstructured(tensor: WrongTensor, error: float) -> bool:
+    """Return whether the error is nearly orthogonal to the golden, as rounding up and down leaves it.
+
+    A wrong factor lies along the golden: |<error, golden>| / |golden|^2 is then all of the relative error. Of fewer
+    than 8 numbers the angle says nothing.
+    """
+    expected = tensor.expected.reshape(-1)
+    difference = tensor.whole.reshape(-1) - expected
+    norm = float(expected.norm())
+    along = abs(float(torch.dot(difference, expected))) / max(norm * norm, 1e-300)
+    return along < 0.5 * error or len(expected) < 8
+
+
+HYPOTHESIS = Rounding()

@@ -1,0 +1,35 @@
+"""Hypothesis: the optimizer did not change the weight, although its gradient is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import LargestValue
+from moeverify.results.operation import Unmoved
+from moeverify.results.trial import Reason
+
+
+class UnmovedHypothesis(Hypothesis):
+    """The update is zero where the golden's is not."""
+
+    name = "unmoved"
+    quantities = frozenset({Quantity.UPDATE, Quantity.OPTIMIZER_STATE})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Look at the largest change."""
+        (tensor,) = tensors
+        expected, actual = (float(each.abs().max()) for each in (tensor.expected, tensor.whole))
+        if expected == 0.0:
+            return self.untried(Reason.EXPECTED_IS_ZERO)
+        seen = LargestValue(expected=expected, actual=actual)
+        if actual != 0.0:
+            return self.refuse(seen)
+        return self.accept(explain_by(Cause.STALE, Unmoved(), tensors, inputs), seen)
+
+
+HYPOTHESIS = UnmovedHypothesis()

@@ -1,0 +1,57 @@
+"""Finds slices of a tensor among the slices of its golden: the right values in other places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.wrong_tensor import EXACT
+
+# Distances of all slices from all others take (slices, slices) numbers: 128 MiB in float64.
+_MOST_SLICES = 4096
+
+
+def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None:
+    """Return, for each slice of `actual` along a dim, the index of the equal slice of `expected`.
+
+    None where some slice has no equal one, or where slices are too small or too many to say.
+    """
+    measured = _measure_slices(expected, actual, dim)
+    if measured is None:
+        return None
+    distance, norms = measured
+    best = distance.argmin(dim=1)
+    if not bool((distance.amin(dim=1) <= EXACT * norms).all()):
+        return None
+    # A slice that stands where it belongs is taken as such, even where another one equals it.
+    own = distance.diagonal() <= EXACT * norms
+    return [int(index) for index in torch.where(own, torch.arange(len(best)), best)]
+
+
+def count_matches(expected: Tensor, actual: Tensor, dim: int) -> int | None:
+    """Return how many slices of `actual` along a dim equal some slice of `expected`; None as above."""
+    measured = _measure_slices(expected, actual, dim)
+    if measured is None:
+        return None
+    distance, norms = measured
+    return int((distance.amin(dim=1) <= EXACT * norms).sum())
+
+
+def has_same_values(expected: Tensor, actual: Tensor) -> bool:
+    """Return whether both hold exactly the same values, in whatever order."""
+    return bool(torch.equal(expected.reshape(-1).sort().values, actual.reshape(-1).sort().values))
+
+
+def _measure_slices(expected: Tensor, actual: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    """Return the distance of each slice of `actual` from each of `expected`, and the norms of the former.
+
+    Shapes: (slices of actual, slices of expected) and (slices of actual,).
+    """
+    size = actual.shape[dim]
+    if not 2 <= size <= _MOST_SLICES or actual.numel() // size < 2:
+        return None
+    wanted = expected.movedim(dim, 0).reshape(size, -1)
+    found = actual.movedim(dim, 0).reshape(size, -1)
+    # Without matrix products: |a|^2 - 2ab + |b|^2 loses half of the digits where slices are nearly equal.
+    distance = torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance, found.norm(dim=1).clamp(min=1e-300)

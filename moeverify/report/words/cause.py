@@ -1,0 +1,63 @@
+"""The cause of a finding as one sentence, its place, and its evidence, a line each."""
+
+from __future__ import annotations
+
+from moeverify.report.numbers import format_count
+from moeverify.report.words.observation import describe_observation, describe_residual
+from moeverify.report.words.operation import describe_operation
+from moeverify.report.words.place import describe_place
+from moeverify.report.words.trial import name_trial
+from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.finding import Finding
+from moeverify.results.observation import DiagnosisFailed, ScalarValues
+from moeverify.results.operation import Altered
+
+
+def describe_explanation(explanation: Explanation) -> str:
+    """Return an explanation as one sentence."""
+    return describe_operation(explanation.operation, explanation)
+
+
+def describe_cause(finding: Finding) -> str:
+    """Return why a finding is there; nothing where nobody looked, or where another finding explains it."""
+    explanation = finding.explanation
+    if explanation is None:
+        count = len(finding.unexplained)
+        which = f"these {format_count(count, 'tensor')}" if count > 1 else "it"
+        return f"unknown: no hypothesis explains {which}" if count else finding.cause
+    number = next((seen for seen in finding.observations if isinstance(seen, ScalarValues)), None)
+    is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
+    if is_state and number is not None:
+        return f"it is {number.actual:.10g}, and {number.expected:.10g} was saved"
+    return describe_explanation(explanation)
+
+
+def describe_where(finding: Finding) -> str:
+    """Return where the cause of a finding acts."""
+    place = describe_place(finding.explanation) if finding.explanation is not None else ""
+    return place or finding.where
+
+
+def describe_evidence(finding: Finding) -> tuple[str, ...]:
+    """Return what was measured, a line each; what the check itself said comes first."""
+    lines = [
+        describe_observation(seen) for seen in finding.observations if not isinstance(seen, DiagnosisFailed)
+    ]
+    if finding.unexplained:
+        lines += [
+            f"{name_trial(trial)}: {describe_residual(trial.residual)}"
+            for trial in finding.trials
+            if trial.verdict == "no" and trial.contributions and trial.residual is not None
+        ]
+    # A finding that was read from a file has these lines already.
+    return (*(line for line in finding.evidence if line not in lines), *lines)
+
+
+def describe_failures(findings: tuple[Finding, ...]) -> tuple[str, ...]:
+    """Return a line for each diagnosis that failed."""
+    return tuple(
+        describe_observation(seen)
+        for finding in findings
+        for seen in finding.observations
+        if isinstance(seen, DiagnosisFailed)
+    )

@@ -1,0 +1,61 @@
+"""Factors in words: `2x too large; 2 = ep = efsdp (ambiguous in this layout)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.results.factor import Factor, Product
+
+AMBIGUOUS = "(ambiguous in this layout)"
+_MOST_DIGITS = 17
+
+
+def format_factor(value: float) -> str:
+    """Return a factor to six digits, and to as many more as tell it from 1: a wrong factor is never printed as 1."""
+    text = f"{value:.6g}"
+    digits = 6
+    while float(text) == 1.0 and value != 1.0 and digits < _MOST_DIGITS:
+        digits += 1
+        text = f"{value:.{digits}g}"
+    return text
+
+
+def name_product(product: Product) -> str:
+    """Return `ep`, `1/ep`, `ep * cp`, `ep/cp`, `1/(ep * cp)`."""
+    times = " * ".join(product.times)
+    if not product.over:
+        return times
+    over = " * ".join(product.over)
+    over = f"({over})" if len(product.over) > 1 else over
+    return f"{times or '1'}/{over}"
+
+
+def name_products(products: Sequence[Product]) -> str:
+    """Return one product, or all of several that cannot be told apart: `tp or ep (ambiguous in this layout)`."""
+    names = " or ".join(name_product(product) for product in products)
+    return names if len(products) < 2 else f"{names} {AMBIGUOUS}"
+
+
+def describe_amount(factor: Factor) -> str:
+    """Return how much something is: `2x too large`, `0.5x the expected value`, `missing`."""
+    if factor.is_zero:
+        return "missing"
+    if factor.value > 1.0:
+        return f"{format_factor(factor.value)}x too large"
+    return f"{format_factor(factor.value)}x the expected value"
+
+
+def describe_sources(factor: Factor) -> str:
+    """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
+    if not factor.equals:
+        return ""
+    value = format_factor(factor.value**factor.power)
+    text = " = ".join([value, *(name_product(product) for product in factor.equals)])
+    head = "squared: " if factor.power == 2 else ""
+    return f"{head}{text}" + (f" {AMBIGUOUS}" if len(factor.equals) > 1 else "")
+
+
+def describe_factor(factor: Factor) -> str:
+    """Return the amount and what it equals: `2x too large; 2 = ep`."""
+    sources = describe_sources(factor)
+    return describe_amount(factor) + (f"; {sources}" if sources else "")

@@ -1,0 +1,146 @@
+"""Observations in words, one line for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+
+from moeverify.report.numbers import format_number, format_ranks
+from moeverify.report.words.factor import format_factor
+from moeverify.report.words.part import name_contributions
+from moeverify.report.words.subject import MODEL
+from moeverify.results.factor import is_same
+from moeverify.results.observation import (
+    DiagnosisFailed,
+    Distance,
+    FirstDivergence,
+    FitResult,
+    HiddenByRounding,
+    KeptElements,
+    LargestValue,
+    MatchingSlices,
+    Observation,
+    RankValues,
+    RelativeError,
+    ReplicaSum,
+    ScalarValues,
+    StaleWeights,
+    WrongElements,
+)
+
+_MOST_COEFFICIENTS = 8
+_MOST_VALUES = 4
+
+
+@singledispatch
+def describe_observation(seen: object) -> str:
+    """Return one line on what was measured."""
+    raise TypeError(f"there are no words for {type(seen).__name__}")
+
+
+def describe_observations(observations: Sequence[Observation]) -> str:
+    """Return one line on several measurements."""
+    return "; ".join(describe_observation(seen) for seen in observations)
+
+
+def describe_residual(residual: float) -> str:
+    """Return what a fit leaves."""
+    return f"relative fit residual {residual:.2g}"
+
+
+@describe_observation.register
+def _(seen: FitResult) -> str:
+    residual = describe_residual(seen.residual)
+    if len(seen.contributions) == 1:
+        return residual
+    named = name_contributions(seen.contributions)
+    shown = [f"{name} {format_factor(value)}" for name, value in named.items()]
+    left_out = len(shown) - _MOST_COEFFICIENTS
+    more = f", and {left_out} more" if left_out > 0 else ""
+    return f"coefficients {', '.join(shown[:_MOST_COEFFICIENTS])}{more}; {residual}"
+
+
+@describe_observation.register
+def _(seen: ReplicaSum) -> str:
+    if seen.factor is None:
+        return f"the {seen.num_replicas} replicas over {seen.axis} sum to no multiple of the expected value"
+    total = (
+        "the expected value"
+        if is_same(seen.factor, 1.0)
+        else f"{format_factor(seen.factor)}x the expected value"
+    )
+    return f"the {seen.num_replicas} replicas over {seen.axis} sum to {total}"
+
+
+@describe_observation.register
+def _(seen: LargestValue) -> str:
+    absent = f"; absent on {format_ranks(seen.absent_on)}" if seen.absent_on else ""
+    return f"largest absolute value {seen.actual:.3g}, expected {seen.expected:.3g}{absent}"
+
+
+@describe_observation.register
+def _(seen: ScalarValues) -> str:
+    name = f"{seen.name}: " if seen.name else ""
+    rank = f" on rank {seen.rank}" if seen.rank is not None else ""
+    return f"{name}expected {seen.expected:.10g}, actual {seen.actual:.10g}{rank}"
+
+
+@describe_observation.register
+def _(seen: RankValues) -> str:
+    values = ", ".join(f"{value:.10g}" for value in seen.values[:_MOST_VALUES])
+    left_out = len(seen.values) - _MOST_VALUES
+    return f"ranks disagree: {values}" + (f", and {left_out} more" if left_out > 0 else "")
+
+
+@describe_observation.register
+def _(seen: MatchingSlices) -> str:
+    if seen.dim is None:
+        return f"{seen.num_matching} of {seen.num_slices} tokens equal some expected token"
+    return f"{seen.num_matching} of {seen.num_slices} slices along dim {seen.dim} equal some expected slice"
+
+
+@describe_observation.register
+def _(seen: Distance) -> str:
+    return f"relative distance {seen.error:.3g}"
+
+
+@describe_observation.register
+def _(seen: RelativeError) -> str:
+    units = ", ".join(f"{dtype} {unit:.2g}" for dtype, unit in seen.units.items())
+    return f"relative error {seen.error:.3g}" + (f"; units of rounding: {units}" if units else "")
+
+
+@describe_observation.register
+def _(seen: FirstDivergence) -> str:
+    right = f"{seen.num_right} readings match to {format_number(seen.worst_right)}"
+    if seen.error is None:
+        return right
+    end = f"{'gradient of the ' if seen.direction == 'backward' else ''}{seen.end} of {seen.module or MODEL}"
+    return f"{end} is off by {seen.error:.3g} on {format_ranks(seen.ranks)}; before it {right}"
+
+
+@describe_observation.register
+def _(seen: StaleWeights) -> str:
+    which = "this very output" if seen.gives_this_output else "another output"
+    return f"the weights of the step before give {which}"
+
+
+@describe_observation.register
+def _(seen: KeptElements) -> str:
+    return f"{seen.num_kept} of {seen.num_elements} elements are wrong and as they were before the load"
+
+
+@describe_observation.register
+def _(seen: WrongElements) -> str:
+    return f"{seen.num_wrong} of {seen.num_elements} elements differ"
+
+
+@describe_observation.register
+def _(seen: HiddenByRounding) -> str:
+    return f"rounding of {seen.precision} hides causes: --set recipe.precision=float64 names them"
+
+
+@describe_observation.register
+def _(seen: DiagnosisFailed) -> str:
+    raised = f"{seen.error} at {seen.site}: " if seen.error else ""
+    return f"the diagnosis failed, so causes are missing; checks and findings are complete ({raised}{seen.message})"

@@ -1,0 +1,256 @@
+"""Sentences on operations, one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+
+from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import (
+    describe_amount,
+    describe_factor,
+    describe_sources,
+    format_factor,
+    name_products,
+)
+from moeverify.report.words.part import name_part, name_some
+from moeverify.report.words.subject import MODEL, name_subject
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.operation import (
+    Altered,
+    Miscounted,
+    Moved,
+    OwnValues,
+    RepeatedShard,
+    Replaced,
+    Rounded,
+    Scaled,
+    Shifted,
+    Unclipped,
+    Unmoved,
+    Unreduced,
+    Zeroed,
+)
+from moeverify.results.part import WHOLE, Contribution
+
+_MOST_MOVES = 4
+
+
+@singledispatch
+def describe_operation(operation: object, explanation: Explanation) -> str:
+    """Return the sentence of an explanation by its operation."""
+    raise TypeError(f"there are no words for {type(operation).__name__}")
+
+
+@describe_operation.register
+def _(operation: Scaled, explanation: Explanation) -> str:
+    wrong = operation.contributions
+    if operation.local_means:
+        return (
+            f"mean of means: each of the {operation.local_means} data shards is divided by its own number of "
+            "valid tokens"
+        )
+    if [each.part for each in wrong] == [WHOLE]:
+        return _describe_whole(wrong[0], explanation)
+    padding = [each.part.term for each in wrong if not each.part.belongs]
+    if padding:
+        return f"padding tokens count in the {' and the '.join(padding)} loss"
+    if all(each.part.tokens is None for each in wrong):
+        return _describe_terms(wrong, explanation)
+    names = [name_part(each.part) for each in wrong]
+    if all(each.factor.is_zero for each in wrong):
+        return f"the share of {name_some(names)} is missing"
+    weights = [
+        f"{name} by {format_factor(each.factor.value)}" for name, each in zip(names, wrong, strict=True)
+    ]
+    return f"data shards are weighted incorrectly: {name_some(weights)}"
+
+
+def _describe_whole(contribution: Contribution, explanation: Explanation) -> str:
+    subject, factor = name_subject(explanation.subject), contribution.factor
+    amount = "zero" if factor.is_zero else describe_amount(factor)
+    sources = describe_sources(factor)
+    text = f"{subject} {subject.be} {amount}" + (f"; {sources}" if sources else "")
+    quantity = explanation.subject.quantity
+    if explanation.cause is Cause.METRIC:
+        right = "the gradients match" if quantity is Quantity.LOSS else "the choice of experts matches"
+        return f"only a reported number is wrong: {text}; {right}"
+    if explanation.cause is Cause.NORM:
+        return f"the gradients match, and {text}"
+    if quantity is Quantity.UPDATE:
+        return f"{text}; {subject.pick('its gradient matches', 'their gradients match')}"
+    return text
+
+
+def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
+    parts = [f"the part of the {each.part.term} loss is {describe_factor(each.factor)}" for each in wrong]
+    return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
+
+
+@describe_operation.register
+def _(operation: Unreduced, explanation: Explanation) -> str:
+    subject, factor = name_subject(explanation.subject), operation.factor
+    total = "the expected value" if factor.is_one else f"{format_factor(factor.value)}x the expected value"
+    axes = name_products(operation.axes) or "an unknown axis"
+    replicas = f"the {operation.num_replicas} replicas"
+    return f"{subject} {subject.be} not reduced over {axes}: {replicas} sum to {total}"
+
+
+@describe_operation.register
+def _(operation: Zeroed, explanation: Explanation) -> str:
+    subject, quantity = name_subject(explanation.subject), explanation.subject.quantity
+    if quantity is Quantity.LOADED:
+        lost = f"{subject} {subject.be} on no rank: {subject.pick('it was', 'they were')} dropped"
+        return lost if operation.absent else f"{subject} {subject.be} zero"
+    if quantity is Quantity.INITIAL_VALUE:
+        return f"{subject} {subject.be} all zero: nothing was filled in"
+    holder = subject.pick("the parameter is", "the parameters are")
+    if operation.absent:
+        return f"{subject} {subject.be} absent: {holder} detached from the loss"
+    return f"{subject} {subject.be} exactly zero: {holder} not reached"
+
+
+@describe_operation.register
+def _(operation: Moved, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    have = subject.pick("has", "have")
+    if operation.unit == "element":
+        return f"{subject} {have} exactly the expected values, in another order"
+    if operation.unit == "token":
+        return f"{operation.num_moves} tokens of {subject} hold the values of other tokens"
+    moves = ", ".join(f"{to} holds {origin}" for to, origin in operation.moves[:_MOST_MOVES])
+    left_out = operation.num_moves - len(operation.moves[:_MOST_MOVES])
+    moves += f", and {left_out} more" if left_out > 0 else ""
+    if operation.copies:
+        return f"{subject} {have} slices along dim {operation.dim} that are copies of others: {moves}"
+    return f"{subject} {have} the right values, permuted along dim {operation.dim}: {moves}"
+
+
+@describe_operation.register
+def _(operation: Shifted, explanation: Explanation) -> str:
+    direction = "too far along" if operation.offset > 0 else "too early"
+    subject = name_subject(explanation.subject)
+    places = f"{subject.pick('has', 'have')} the right values in wrong places"
+    return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
+
+
+@describe_operation.register
+def _(operation: Replaced, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    if operation.by == "weights-of-step-before":
+        module = explanation.subject.module or MODEL
+        return f"{module} computes with the weights of the step before: they were not refreshed"
+    if operation.by == "tensor" and not operation.exchanged:
+        return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}"
+    values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
+    if operation.by == "value-before-load":
+        was = subject.pick("was", "were")
+        return f"{subject} {was} not loaded on {format_ranks(operation.ranks)}, and {values}"
+    return f"{subject} {values}"
+
+
+def _name_source(operation: Replaced, explanation: Explanation) -> str:
+    """Return of what a tensor has the values."""
+    if operation.by == "value-before-load":
+        return "from before the load"
+    if operation.by == "initial-value":
+        return "from before the first step"
+    if operation.by == "tensor":
+        return f"of {operation.tensor}, which was loaded wrong too"
+    if explanation.subject.quantity is Quantity.LOADED:
+        return "of the step before the one that was saved"
+    return "of the step before: nothing new was accumulated"
+
+
+@describe_operation.register
+def _(operation: Unmoved, explanation: Explanation) -> str:
+    subject, quantity = name_subject(explanation.subject), explanation.subject.quantity
+    if quantity is Quantity.UPDATE:
+        return f"{subject} {subject.be} zero although {subject.pick('the gradient matches', 'the gradients match')}"
+    reason = "the routing" if quantity is Quantity.BUFFER else "the gradient"
+    return f"{subject} did not change in this step although {reason} says it should"
+
+
+@describe_operation.register
+def _(operation: Unclipped, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    coefficient = format_factor(operation.coefficient)
+    return (
+        f"the gradient norm matches, and nothing was clipped by it: {subject} {subject.be} 1/{coefficient}x the "
+        "expected value"
+    )
+
+
+@describe_operation.register
+def _(operation: Rounded, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    module = explanation.subject.module
+    is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
+    first = f", first in {module}" if module and is_tensor else ""
+    if operation.is_representable:
+        hold = subject.pick("holds", "hold")
+        return f"{subject} {hold} only values that {operation.dtype} can represent, and the golden does not{first}"
+    return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
+
+
+@describe_operation.register
+def _(operation: Miscounted, explanation: Explanation) -> str:
+    padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
+    count = len(explanation.subject.tensors)
+    routers = f" of each of {count} routers" if count > 1 else ""
+    return (
+        f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
+        f"{operation.expected:.0f} are expected{padding}"
+    )
+
+
+@describe_operation.register
+def _(operation: RepeatedShard, explanation: Explanation) -> str:
+    first, second = operation.ranks
+    return f"ranks {first} and {second} hold the same values in parts that should differ"
+
+
+@describe_operation.register
+def _(operation: OwnValues, explanation: Explanation) -> str:
+    if explanation.subject.quantity is Quantity.INITIAL_VALUE:
+        return f"{format_ranks(operation.ranks)} started from values that the seed and the name do not give"
+    axes = f", replicas over {', '.join(operation.axes)}," if operation.axes else ""
+    return f"{format_ranks(operation.ranks)}{axes} should hold the same values and do not"
+
+
+@describe_operation.register
+def _(operation: Altered, explanation: Explanation) -> str:
+    subject = explanation.subject
+    names = {
+        "module": subject.module or MODEL,
+        "tensors": ", ".join(subject.tensors) or subject.module or MODEL,
+        "subject": name_subject(subject),
+    }
+    if operation.first_micro_batch:
+        text = (
+            "{module} matches in the first micro-batch and diverges from micro-batch {first} on: something that "
+            "changes once a step changed between them"
+        )
+        return text.format(first=operation.first_micro_batch, **names)
+    text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
+    return text.format(**names)
+
+
+_ALTERED_CAUSES: Mapping[Cause, str] = {
+    Cause.NONDETERMINISM: "two runs of the same layout differ: something in it is not deterministic",
+    Cause.ROUTING: "{tensors} chooses other experts (inputs match)",
+    Cause.METRIC: (
+        "only a reported number is wrong: {subject} is no multiple of the expected value; the gradients match"
+    ),
+}
+_ALTERED: Mapping[Quantity, str] = {
+    Quantity.OUTPUT: "first divergence: {module} (inputs match, output does not)",
+    Quantity.MODULE_GRADIENT: (
+        "first divergence in backward: {module} (its output gradient matches, what it passes back does not)"
+    ),
+    Quantity.LOSS: "{subject} is computed differently (routing and module outputs match)",
+    Quantity.ROUTING_WEIGHT: "{tensors} weights its choice differently (inputs match)",
+    Quantity.BUFFER: "{subject} changed differently from what the routing of this step says",
+    Quantity.LOADED: "{subject} has other values than were saved, and none that are known",
+}

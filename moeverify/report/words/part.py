@@ -1,0 +1,45 @@
+"""Parts of tensors in words: `lm of dp 0, micro-batch 1`, `lm of padding`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.report.numbers import format_range
+from moeverify.results.part import Block, Contribution, Part, Tokens
+
+WHOLE_NAME = "golden"
+_MOST = 4
+
+
+def name_part(part: Part) -> str:
+    """Return the name of a part; that of the whole is `golden`."""
+    names = [part.term] if part.term else []
+    names += [name_tokens(part.tokens)] if part.tokens is not None else []
+    names += [name_block(part.block)] if part.block is not None else []
+    return " of ".join(names) or WHOLE_NAME
+
+
+def name_tokens(tokens: Tokens) -> str:
+    """Return which tokens are meant: `dp 0, cp 1, micro-batch 2`, `padding`."""
+    names = [f"dp {tokens.data_rank}"] if tokens.data_rank is not None else []
+    names += [f"cp {tokens.context_rank}"] if tokens.context_rank is not None else []
+    names += [f"micro-batch {tokens.micro_batch}"] if tokens.micro_batch is not None else []
+    names += ["padding"] if tokens.padding else []
+    return ", ".join(names) or "the whole batch"
+
+
+def name_block(block: Block) -> str:
+    """Return which indices of a dim are meant: `rows 0-3 of dim 0`."""
+    plural = "" if len(block.indices) == 1 else "s"
+    return f"{block.unit}{plural} {format_range(block.indices)} of dim {block.dim}"
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    left_out = len(names) - _MOST
+    return "; ".join(names[:_MOST]) + (f"; and {left_out} more" if left_out > 0 else "")
+
+
+def name_contributions(contributions: Sequence[Contribution]) -> dict[str, float]:
+    """Return the coefficients by the names of their parts."""
+    return {name_part(each.part): each.factor.value for each in contributions}

@@ -1,0 +1,57 @@
+"""Fills the words of a run in, for programs that read JSON and for callers from Python."""
+
+from __future__ import annotations
+
+from moeverify.report.words.cause import (
+    describe_cause,
+    describe_evidence,
+    describe_failures,
+    describe_where,
+)
+from moeverify.report.words.follow_up import describe_follow_up
+from moeverify.report.words.issued import describe_issued
+from moeverify.report.words.part import name_contributions
+from moeverify.report.words.trial import describe_trial, name_trial
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.trial import Trial
+
+
+def word_run(run: RunResult) -> RunResult:
+    """Return a run whose findings say in words, too, what their data say."""
+    return run.model_copy(update={"cases": tuple(word_case(case) for case in run.cases)})
+
+
+def word_case(case: CaseResult) -> CaseResult:
+    """Return a case with the words of its findings."""
+    changes = {"findings": tuple(map(word_finding, case.findings)), "notes": list_notes(case)}
+    return case.model_copy(update=changes)
+
+
+def list_notes(case: CaseResult) -> tuple[str, ...]:
+    """Return the notes of a case, with one for a diagnosis that failed."""
+    return tuple(dict.fromkeys((*case.notes, *describe_failures(case.findings))))
+
+
+def word_finding(finding: Finding) -> Finding:
+    """Return a finding with all of its words."""
+    changes: dict[str, object] = {
+        "cause": describe_cause(finding),
+        "where": describe_where(finding),
+        "evidence": describe_evidence(finding),
+        "trials": tuple(map(word_trial, finding.trials)),
+    }
+    if finding.place is not None:
+        changes["place"] = finding.place.model_copy(update={"collectives": describe_issued(finding.place)})
+    if finding.follow_up is not None and finding.follow_up.outcome:
+        answer = describe_follow_up(finding.follow_up)
+        changes["follow_up"] = finding.follow_up.model_copy(update={"answer": answer})
+    return finding.model_copy(update=changes)
+
+
+def word_trial(trial: Trial) -> Trial:
+    """Return a trial with its name, what came of it, and its coefficients by name."""
+    coefficients = name_contributions(trial.contributions) or trial.coefficients
+    return trial.model_copy(
+        update={"name": name_trial(trial), "words": describe_trial(trial), "coefficients": coefficients}
+    )

@@ -1,0 +1,87 @@
+"""Explanations of wrong tensors: an operation on parts of a quantity, with the factors that measure it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from moeverify.results.cause import Cause
+from moeverify.results.factor import Factor, Product
+from moeverify.results.operation import Operation, Scaled, Unreduced
+from moeverify.results.record import Record
+
+
+class Quantity(StrEnum):
+    """What is wrong, by its place in a training step."""
+
+    INITIAL_VALUE = "initial value"
+    OUTPUT = "output"  # of a module, from right inputs
+    EXPERT_CHOICE = "expert choice"  # of a router
+    ROUTING_WEIGHT = "routing weight"
+    ROUTING_COUNT = "routing count"
+    LOSS = "loss"  # as it is reported
+    GRADIENT = "gradient"  # of a parameter
+    MODULE_GRADIENT = "module gradient"  # of a module's output or input
+    GRADIENT_NORM = "gradient norm"
+    CLIP_COEFFICIENT = "clip coefficient"
+    UPDATE = "update"
+    OPTIMIZER_STATE = "optimizer state"
+    BUFFER = "buffer"
+    LOADED = "loaded value"  # after a checkpoint was loaded
+    TENSOR = "tensor"  # of a kind that only its own check knows
+
+
+class Subject(Record):
+    """What an explanation is about: a quantity of some tensors, or of one module.
+
+    `tensors` are all that are explained. `family` is what the tensors are, such as expert or router, where all are.
+    """
+
+    quantity: Quantity
+    tensors: tuple[str, ...] = ()
+    module: str = ""
+    family: str = ""
+
+
+class Explanation(Record):
+    """A cause that explains the numbers: what was done, to what, and how large that is.
+
+    `residual` is what it leaves: a share of the error for a fit, of the tensor otherwise.
+    """
+
+    cause: Cause
+    subject: Subject
+    operation: Operation
+    residual: float | None = None
+
+    @property
+    def candidates(self) -> tuple[Product, ...]:
+        """Return the products of sources that explain it equally well; more than one is an ambiguity."""
+        if isinstance(self.operation, Unreduced):
+            return self.operation.axes
+        return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
+
+    def keep(self, left: tuple[Product, ...]) -> Explanation:
+        """Return the explanation with these of its candidates alone."""
+
+        def narrow(factor: Factor) -> Factor:
+            return factor.model_copy(update={"equals": tuple(each for each in factor.equals if each in left)})
+
+        operation = self.operation
+        if isinstance(operation, Unreduced):
+            axes = tuple(axis for axis in operation.axes if axis in left)
+            operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
+        elif isinstance(operation, Scaled):
+            kept = tuple(
+                each.model_copy(update={"factor": narrow(each.factor)}) for each in operation.contributions
+            )
+            operation = operation.model_copy(update={"contributions": kept})
+        return self.model_copy(update={"operation": operation})
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """Return the factors that were measured."""
+        if isinstance(self.operation, Unreduced):
+            return (self.operation.factor,)
+        if isinstance(self.operation, Scaled):
+            return tuple(each.factor for each in self.operation.contributions)
+        return ()

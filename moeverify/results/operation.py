@@ -1,0 +1,154 @@
+"""Operations that turn right values into wrong ones, as a diagnosis can find them.
+
+An operation acts on parts (`moeverify.results.part`) by factors, whose sources have names
+(`moeverify.results.factor`). A new one is a record here, a member of `Operation`, and its sentence in
+`moeverify.report.words.operation`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moeverify.results.factor import Factor, Product
+from moeverify.results.part import Contribution
+from moeverify.results.record import Record
+
+
+class Scaled(Record):
+    """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
+
+    `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
+    means of so many shares, each divided by its own number of valid tokens.
+    """
+
+    kind: Literal["scaled"] = "scaled"
+    contributions: tuple[Contribution, ...]
+    local_means: int = 0
+
+
+class Unreduced(Record):
+    """Ranks hold partial sums: a reduction over an axis is missing.
+
+    `axes` are those whose groups explain it equally well, `num_replicas` the ranks of a group, and the sum over a
+    group is `factor` times the expected value.
+    """
+
+    kind: Literal["unreduced"] = "unreduced"
+    axes: tuple[Product, ...]
+    num_replicas: int
+    factor: Factor
+
+
+class Zeroed(Record):
+    """Everything is zero, or `absent`: no rank has a value."""
+
+    kind: Literal["zeroed"] = "zeroed"
+    absent: bool = False
+
+
+class Moved(Record):
+    """The right values stand in other places; with `copies`, some stand in several places and others in none.
+
+    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or tokens; for elements in another order
+    they are not known.
+    """
+
+    kind: Literal["moved"] = "moved"
+    unit: Literal["slice", "token", "element"]
+    dim: int | None = None
+    moves: tuple[tuple[int, int], ...] = ()
+    num_moves: int = 0
+    copies: bool = False
+
+
+class Shifted(Record):
+    """What a rank holds begins `offset` elements too far along its part, or too early where that is negative."""
+
+    kind: Literal["shifted"] = "shifted"
+    offset: int
+    rank: int
+
+
+class Replaced(Record):
+    """It has the values of something else: of another time, of another tensor, of what was there before a load.
+
+    `tensor` names the other tensor; `exchanged` says that that one is wrong too.
+    """
+
+    kind: Literal["replaced"] = "replaced"
+    by: Literal["step-before", "initial-value", "value-before-load", "tensor", "weights-of-step-before"]
+    tensor: str = ""
+    exchanged: bool = False
+    ranks: tuple[int, ...] = ()
+
+
+class Unmoved(Record):
+    """The optimizer has not changed the weight, or a step has not changed the state, though it should have."""
+
+    kind: Literal["unmoved"] = "unmoved"
+
+
+class Unclipped(Record):
+    """The norm is right, and nothing was clipped by it; `coefficient` is the one that should have been applied."""
+
+    kind: Literal["unclipped"] = "unclipped"
+    coefficient: float
+
+
+class Rounded(Record):
+    """Right but for the rounding of a narrower dtype: every value is one of `dtype`, or errors have its size."""
+
+    kind: Literal["rounded"] = "rounded"
+    dtype: str
+    is_representable: bool
+
+
+class Miscounted(Record):
+    """A rank counts another number of things than the routing says."""
+
+    kind: Literal["miscounted"] = "miscounted"
+    expected: float
+    actual: float
+    rank: int
+
+
+class RepeatedShard(Record):
+    """Two ranks hold the same values in parts that should differ."""
+
+    kind: Literal["repeated-shard"] = "repeated-shard"
+    ranks: tuple[int, int]
+
+
+class OwnValues(Record):
+    """Some ranks have values of their own, where others have the right ones; over `axes`, where that is known."""
+
+    kind: Literal["own-values"] = "own-values"
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+
+
+class Altered(Record):
+    """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone."""
+
+    kind: Literal["altered"] = "altered"
+    first_micro_batch: int = 0
+
+
+Operation = Annotated[
+    Scaled
+    | Unreduced
+    | Zeroed
+    | Moved
+    | Shifted
+    | Replaced
+    | Unmoved
+    | Unclipped
+    | Rounded
+    | Miscounted
+    | RepeatedShard
+    | OwnValues
+    | Altered,
+    Field(discriminator="kind"),
+]

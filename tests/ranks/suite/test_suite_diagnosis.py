@@ -1,0 +1,52 @@
+"""A diagnosis that fails costs no verdict: checks and findings are those of a run without it, and a note says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., Any]) -> Any:
+    project = make_project(tmp_path_factory.mktemp("diagnosis"), "tiny")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    project.variables["PYTHONPATH"] = path
+    return project
+
+
+def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
+    """Return the process, the case, and the failure that its first finding notes."""
+    done, cases = project.run("cases", "--fault", f"suite_faults:{fault}")
+    case = cases["tiny"]
+    assert (done.code, case["verdict"], case["reason"]) == (1, "mismatch", ""), done
+    assert "update" in [check["name"] for check in case["checks"] if check["verdict"] != "pass"]
+    assert len(case["checks"]) > 8
+    assert "update" in {finding["check"] for finding in case["findings"]}
+    assert {finding["code"] for finding in case["findings"]} == {""}
+    assert project.find_remains() == []
+    (seen,) = case["findings"][0]["observations"]
+    assert seen["kind"] == "diagnosis-failed"
+    (note,) = [note for note in case["notes"] if seen["message"] in note]
+    assert seen["site"] in note
+    return done, case, seen
+
+
+def test_what_raised_and_where_is_told(project: Any) -> None:
+    done, case, seen = run(project, "fail_to_diagnose")
+    assert (seen["error"], seen["message"]) == ("ZeroDivisionError", "planted in the diagnosis")
+    assert seen["site"].startswith("suite_faults.py:")
+    assert seen["site"] in done.out
+    assert case["rank_reports"] == []
+
+
+def test_a_rank_that_is_lost_meanwhile_is_told(project: Any) -> None:
+    _, case, seen = run(project, "die_in_diagnosis")
+    assert "rank 1 was killed by SIGKILL" in seen["message"]
+    assert (seen["error"], seen["site"]) == ("", "")
+    assert len(case["rank_reports"]) == 2

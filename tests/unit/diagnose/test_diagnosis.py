@@ -1,0 +1,230 @@
+"""Findings in, causes and places out: origins, what follows from them, and a diagnosis that fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from wrong_tensors import AXES, combine, draw, make_components, make_inputs, make_origin, make_tensor
+
+from moeverify.diagnose.diagnosis import diagnose
+from moeverify.diagnose.failure import describe_failure, keep_verdict
+from moeverify.diagnose.inputs import DiagnosisInputs, Issued
+from moeverify.results.cause import Cause
+from moeverify.results.collective import IssuedCollective
+from moeverify.results.explanation import Quantity
+from moeverify.results.finding import Finding
+from moeverify.results.observation import DiagnosisFailed, FirstDivergence, HiddenByRounding
+from moeverify.results.operation import OwnValues
+from moeverify.results.part import Part
+from moeverify.results.place import Place, Stage
+
+NAME = "layers.0.mlp.weight"
+
+
+def find(check: str, tensor: str = NAME, kind: str = "", **fields: Any) -> Finding:
+    content = {"step": 0, "rank": 1, "ranks": (0, 1), "error": 1.0, "bound": 1e-10, **fields}
+    return Finding.model_validate({"check": check, "tensor": tensor, "kind": kind or check, **content})
+
+
+def double(name: str = NAME, **fields: Any) -> Any:
+    expected = draw(4, 4)
+    return make_tensor(expected, 2 * expected, 2 * expected, name=name, **fields)
+
+
+def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
+    tensor = double()
+    collective = IssuedCollective(direction="backward", op="all_reduce", axis="ep", group=(0, 1))
+    inputs = make_inputs(tensor, issued=lambda module, rank: Issued(module, (collective,)))
+    origin, follower = diagnose([find("gradient"), find("update")], inputs)
+    assert origin.explanation.cause is Cause.SCALE
+    assert origin.code == "scale"
+    assert origin.place == Place(
+        module="layers.0.mlp",
+        ranks=(0, 1),
+        axes=("dp_replicate", "ep"),
+        stage=Stage.BACKWARD,
+        issued=(collective,),
+        issued_in="layers.0.mlp",
+    )
+    assert [trial.verdict for trial in origin.trials if trial.hypothesis == "one_factor"] == ["yes"]
+    assert follower.follows == origin.tensor
+    assert (follower.trials, follower.place, follower.explanation) == ((), None, None)
+
+
+def test_tensors_of_a_kind_that_only_its_check_knows_are_explained_if_nothing_else_is_wrong() -> None:
+    tensor = double(kind="activations")
+    (origin,) = diagnose([find("activations")], make_inputs(tensor))
+    assert (origin.unexplained, origin.explanation.cause) == ((), Cause.SCALE)
+    assert origin.explanation.subject.quantity is Quantity.TENSOR
+    assert origin.place.axes == ("dp_replicate", "ep")
+    unknown = make_tensor(draw(8), *2 * [draw(8, seed=4)], kind="activations")
+    (origin,) = diagnose([find("activations")], make_inputs(unknown))
+    assert origin.unexplained == (NAME,)
+
+
+def test_no_words_are_made() -> None:
+    tensors = [double(), make_tensor(draw(8), draw(8, seed=4), name="head")]
+    for finding in diagnose([find("gradient"), find("gradient", "head")], make_inputs(*tensors)):
+        assert (finding.cause, finding.where, finding.evidence) == ("", "", ())
+        assert {(trial.name, trial.words) for trial in finding.trials} <= {("", "")}
+
+
+def test_the_earliest_step_and_the_earliest_part_of_it_are_the_origin() -> None:
+    loss = make_tensor(torch.tensor(1.0), torch.tensor(2.0), name="lm", kind="loss")
+    gradient = double(step=0)
+    findings = [find("update", step=1), find("gradient norm", "total"), find("gradient"), find("loss", "lm")]
+    origin, *rest = diagnose(findings, make_inputs(loss, gradient))
+    assert (origin.check, origin.step) == ("gradient", 0)
+    assert {finding.follows for finding in rest} == {NAME}
+
+
+def test_a_kind_whose_check_passed_is_not_examined() -> None:
+    # Replicas differ in a gradient by less than the bound of its own check: that is no wrong gradient.
+    finding = find("replicas", kind="gradient", place=Place(axes=("dp_replicate",)))
+    (told,) = diagnose([finding], make_inputs(double()))
+    assert told.code == Cause.REPLICAS
+    assert told.explanation.operation == OwnValues(ranks=(0, 1), axes=("dp_replicate",))
+    assert told.explanation.subject.quantity is Quantity.GRADIENT
+    assert told.place.axes == ("dp_replicate",)
+
+
+def test_what_nothing_explains_stands_for_all_of_it() -> None:
+    tensors = [make_tensor(draw(8), draw(8, seed=n + 2), name=f"w{n}") for n in range(3)]
+    findings = [find("gradient", f"w{n}", error=float(n)) for n in range(3)]
+    origin, *rest = diagnose(findings, make_inputs(*tensors))
+    assert (origin.tensor, origin.unexplained, origin.explanation) == ("w2", ("w0", "w1", "w2"), None)
+    assert {finding.follows for finding in rest} == {"w2"}
+
+
+@pytest.mark.parametrize(("precision", "says"), [(torch.float64, False), (torch.bfloat16, True)])
+def test_where_rounding_may_hide_a_cause_it_is_noted(precision: torch.dtype, says: bool) -> None:
+    tensor = make_tensor(draw(6, 4), *2 * [draw(6, 4, seed=3)], precision=precision)
+    (told,) = diagnose([find("gradient", bound=0.1)], make_inputs(tensor))
+    assert told.unexplained
+    assert (HiddenByRounding(precision="bfloat16") in told.observations) == says
+
+
+def test_the_first_divergence_explains_the_losses_and_everything_after() -> None:
+    tensor, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)])
+    loss = make_tensor(torch.tensor(1.0), torch.tensor(2.0), name="lm", kind="loss")
+    inputs = replace(inputs, tensors={loss.key: loss})
+    origin, *_ = diagnose([find("gradient"), find("loss", "lm")], inputs)
+    assert (origin.tensor, origin.code) == ("lm", Cause.FORWARD)
+    assert (origin.place.module, origin.place.stage) == ("layers.0.moe", Stage.FORWARD)
+    assert isinstance(origin.observations[0], FirstDivergence)
+    assert origin.observations[0].module == tensor.name
+
+
+def test_gradients_that_no_sum_explains_get_the_module_from_which_on_they_are_wrong() -> None:
+    _, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)], direction="backward")
+    gradient = make_tensor(draw(8), *2 * [draw(8, seed=5)])
+    (origin,) = diagnose([find("gradient")], replace(inputs, tensors={gradient.key: gradient}))
+    assert (origin.code, origin.place.module) == (Cause.BACKWARD, "layers.0.moe")
+
+
+def test_gradients_that_are_rounded_keep_this_cause_and_get_the_module() -> None:
+    _, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)], direction="backward")
+    expected = draw(16, 8)
+    gradient = make_tensor(expected, *2 * [expected.bfloat16().double()])
+    (origin,) = diagnose([find("gradient")], replace(inputs, tensors={gradient.key: gradient}))
+    assert (origin.code, origin.place.module) == (Cause.ROUNDING, "layers.0.moe")
+    assert origin.explanation.subject.tensors == (NAME,)
+
+
+def test_a_cause_comes_before_the_module_from_which_on_more_gradients_are_wrong() -> None:
+    _, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)], direction="backward")
+    zero = make_tensor(draw(8), *2 * [0 * draw(8)], name="layers.1.moe.router.weight")
+    others = [make_tensor(draw(8), *2 * [draw(8, seed=n + 5)], name=f"layers.0.w{n}") for n in range(3)]
+    tensors = {tensor.key: tensor for tensor in (*others, zero)}
+    findings = [find("gradient", tensor.name) for tensor in tensors.values()]
+    told = diagnose(findings, replace(inputs, tensors=tensors))
+    assert [finding.code for finding in told if not finding.follows] == [Cause.DETACHED, Cause.BACKWARD]
+
+
+def test_gradients_that_a_sum_explains_do_not_need_the_module() -> None:
+    _, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)], direction="backward")
+    gradient = double()
+    (origin,) = diagnose([find("gradient")], replace(inputs, tensors={gradient.key: gradient}))
+    assert (origin.code, origin.place.module) == (Cause.SCALE, "layers.0.mlp")
+
+
+def test_a_norm_is_the_cause_of_the_coefficient_made_of_it() -> None:
+    values = {"total": (1.0, 2.0), "clip_coefficient": (1.0, 0.5)}
+    tensors = [
+        make_tensor(
+            *(torch.tensor(each, dtype=torch.float64) for each in pair), name=name, kind="gradient_norm"
+        )
+        for name, pair in values.items()
+    ]
+    findings = [find("gradient norm", name, kind="gradient_norm") for name in values]
+    origin, follower = diagnose(findings, make_inputs(*tensors))
+    assert (origin.tensor, origin.code, origin.place.stage) == ("total", Cause.NORM, Stage.GRADIENT_NORM)
+    assert follower.follows == "total"
+
+
+def test_parts_of_a_loss_are_in_the_place() -> None:
+    components = make_components()
+    tensors = combine(components, lambda term, cell: 0.0 if term == "z" else 1.0)
+    findings = [find("gradient", tensor.name) for tensor in tensors]
+    origin, _ = diagnose(findings, make_inputs(*tensors, components=components))
+    assert origin.place.parts == (Part(term="z"),)
+
+
+@pytest.mark.parametrize(
+    ("check", "code"),
+    [
+        ("repeat", Cause.NONDETERMINISM),
+        ("sharding", Cause.LAYOUT),
+        ("precision", Cause.PRECISION),
+        ("coverage", ""),
+    ],
+)
+def test_checks_of_a_run_with_itself_have_their_own_causes(check: str, code: str) -> None:
+    (told,) = diagnose([find(check, kind="weight", step=-1)], DiagnosisInputs(axes=AXES))
+    assert told.code == code
+
+
+def test_a_repeat_follows_a_wrong_gradient_and_sharding_does_not() -> None:
+    findings = [find("repeat", kind="weight"), find("sharding", "axis ep"), find("gradient")]
+    told = diagnose(findings, make_inputs(double()))
+    assert [(finding.check, finding.follows) for finding in told] == [
+        ("gradient", ""),
+        ("sharding", ""),
+        ("repeat", NAME),
+    ]
+
+
+# failures
+
+
+def test_a_diagnosis_that_raises_leaves_the_findings_and_says_how() -> None:
+    findings = [find("gradient"), find("update")]
+
+    def explain() -> list[Finding]:
+        raise ZeroDivisionError("planted")
+
+    first, second = keep_verdict(findings, explain)
+    (failure,) = first.observations
+    assert isinstance(failure, DiagnosisFailed)
+    assert (failure.error, failure.message) == ("ZeroDivisionError", "planted")
+    assert failure.site.startswith("test_diagnosis.py:")
+    assert first.model_copy(update={"observations": ()}) == findings[0]
+    assert second == findings[1]
+    assert keep_verdict([], explain) == []
+
+
+def test_the_site_of_a_failure_in_our_code_is_a_path_in_it() -> None:
+    with pytest.raises(AttributeError) as raised:
+        diagnose([find("gradient")], replace(make_inputs(double()), axes=None))  # type: ignore[arg-type]
+    assert describe_failure(raised.value).site.startswith("moeverify/diagnose/")
+
+
+def test_what_is_raised_deep_inside_is_kept_from_the_verdict() -> None:
+    gradient = make_tensor(draw(8), draw(8, seed=1))
+    inputs = replace(make_inputs(gradient), components=lambda: 1 / 0)
+    findings = [find("gradient")]
+    (told,) = keep_verdict(findings, lambda: diagnose(findings, inputs))
+    assert told.observations[0].error == "ZeroDivisionError"

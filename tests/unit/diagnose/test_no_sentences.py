@@ -1,0 +1,61 @@
+"""Sentences are made in report/words alone: what finds causes, and what carries them, has none."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[3] / "moeverify"
+FILES = sorted(
+    [
+        *(PACKAGE / "diagnose").rglob("*.py"),
+        *(path for path in (PACKAGE / "results").rglob("*.py") if path.stem != "checks"),  # it describes them
+        PACKAGE / "worker" / "investigate.py",
+        PACKAGE / "controller" / "follow_up.py",
+        PACKAGE / "controller" / "separation.py",
+        PACKAGE / "controller" / "fault_benchmark.py",
+        PACKAGE / "faults" / "fault.py",
+    ]
+)
+FEWEST_WORDS = 3
+# Methods that take a text apart or change it; of paths and of fully qualified names, which are no texts, they may.
+PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix"}
+OF_NAMES = {
+    "diagnose/families.py",  # parts of a fully qualified name
+    "diagnose/first_divergence.py",
+    "diagnose/place.py",
+    "diagnose/loading.py",  # the kind that a saved tensor's name begins with
+    "diagnose/failure.py",  # the path of a file
+    "diagnose/diagnosis.py",  # the name of a dtype
+    "diagnose/fit.py",  # of tensors
+    "diagnose/hypotheses/rounding.py",
+    "worker/investigate.py",
+}
+
+
+def list_sentences(path: Path) -> Iterator[str]:
+    """Yield texts of some words that are neither docstrings nor part of an error that is raised."""
+    tree = ast.parse(path.read_text())
+    spared: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr | ast.Raise):
+            spared |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and node not in spared and len(node.value.split()) >= FEWEST_WORDS:  # type: ignore[attr-defined]
+            yield f"{path.name}:{node.lineno}: {node.value}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_sentence_is_made_and_no_text_is_taken_apart(path: Path) -> None:
+    assert list(list_sentences(path)) == []
+    calls = {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    if str(path.relative_to(PACKAGE)) not in OF_NAMES:
+        assert not calls & PARSING

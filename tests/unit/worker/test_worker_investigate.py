@@ -1,0 +1,72 @@
+"""The collectives of a module as data, the nearest module that issued some, and the tensors that are gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeverify.compare.judging import Judgement
+from moeverify.diagnose.inputs import Issued
+from moeverify.faults.setting import make_case
+from moeverify.results.collective import IssuedCollective
+from moeverify.results.factor import Source
+from moeverify.results.finding import Finding
+from moeverify.worker.investigate import _failed_keys, _find_issued, _make_axes, _summarize
+
+
+def record(op: str, shape: list[int], **fields: Any) -> dict[str, Any]:
+    content = {
+        "op": op,
+        "group": [0, 1],
+        "dtype": "float64",
+        "shape": shape,
+        "num_tensors": 1,
+        "site": "a.py:1",
+    }
+    return {**content, **fields}
+
+
+def test_collectives_of_one_kind_are_one_record() -> None:
+    case = make_case("a", dp_shard=2, tp=2)
+    records = [
+        record("all_reduce", [4]),
+        record("all_reduce", [4]),
+        record("all_reduce", [8]),
+        record("all_reduce", [4], group=[0, 2]),
+        record("barrier", [], group=[0, 1, 2, 3], num_tensors=0, dtype=""),
+    ]
+    found = list(_summarize(case, "backward", records))
+    assert [(each.op, each.axis, each.shapes, each.times) for each in found] == [
+        ("all_reduce", "tp", ((4,), (8,)), 3),
+        ("all_reduce", "dp_shard", ((4,),), 1),
+        ("barrier", "all ranks", (), 1),
+    ]
+    assert {each.direction for each in found} == {"backward"}
+    assert found[2].dtype == ""
+
+
+def test_the_nearest_module_around_that_issued_some_is_taken() -> None:
+    some = (IssuedCollective(direction="forward", op="barrier"),)
+    issued = {"layers.0": some, "layers.0.mlp": (), "": some}
+    assert _find_issued(issued, "layers.0.mlp.up") == Issued("layers.0", some)
+    assert _find_issued(issued, "layers.0") == Issued("layers.0", some)
+    assert _find_issued(issued, "head") == Issued("", some)
+    assert _find_issued({}, "head") == Issued("", ())
+
+
+def find(check: str, kind: str) -> Finding:
+    return Finding(check=check, tensor="w", kind=kind, step=1, rank=0, error=1.0, bound=0.0)
+
+
+def test_a_tensor_whose_replicas_differ_is_examined_by_its_kind() -> None:
+    keys = _failed_keys(Judgement((), (find("replicas", "update"), find("repeat", "weight"))))
+    assert keys == {(1, "update", "w")}
+    keys = _failed_keys(Judgement((), (find("routing", "router_ids"),)))
+    assert keys == {(1, "router_ids", "w"), (1, "router_counts", "w")}
+
+
+def test_sources_and_groups_are_those_of_the_layout() -> None:
+    axes = _make_axes(make_case("a", dp_shard=2, micro_batches=4))
+    assert Source(name="dp_shard", size=2) in axes.sources
+    assert Source(name="micro-batches", size=4) in axes.sources
+    assert set(axes.groups) == {"dp_shard"}
+    assert axes.sources_of("norm.weight") == list(axes.sources)
