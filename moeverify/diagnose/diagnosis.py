@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from moeverify.checks.base import Role
+from moeverify.checks.registry import CHECKS, check_of
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.evidence import STEP_BEFORE, Key, Suspect
@@ -25,15 +27,14 @@ from moeverify.diagnose.state import (
 )
 from moeverify.diagnose.trials import describe_search, list_trials
 from moeverify.diagnose.verdict import Verdict
+from moeverify.report.words.check import word_finding
 from moeverify.results.cause import Cause
-from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE, check_of
+from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding, Place, Trial
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
-_FORWARD_CHECKS = ("routing", "routing flips", "routing weights", "loss")
-_GRADIENT_CHAIN = ("gradient", "gradient norm", "update", "optimizer state")
-_APART = (COVERAGE, SHARDING, REPEAT, TRACE, PRECISION)
-_ORIGINS = (COVERAGE, SHARDING, TRACE, PRECISION)  # of these none follows from anything else
+_APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
+_ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 MOST_EXPLAINED = 20
 
 
@@ -115,7 +116,7 @@ def _name(first: Sequence[Finding], step: int, material: Material) -> list[Named
     named = _name_backward(checks, by_kind, material)
     if "buffers" in checks:
         named += name_state(by_kind.get("buffer", []), lambda key: material.earlier(key).get(STEP_BEFORE))
-    if not named and REPLICAS in checks:
+    if not named and CheckName.REPLICAS in checks:
         named += _name_replicas(first)
     return named
 
@@ -156,19 +157,19 @@ def _add_place(named: Named, by_kind: Mapping[str, list[Suspect]], material: Mat
 
 
 def _name_replicas(first: Sequence[Finding]) -> list[Named]:
-    differing = [finding for finding in first if finding.check == REPLICAS]
-    where = differing[0].where or "ranks " + ", ".join(map(str, differing[0].ranks))
+    differing = [finding for finding in first if finding.check == CheckName.REPLICAS]
+    where = word_finding(differing[0]).where or "ranks " + ", ".join(map(str, differing[0].ranks))
     sentence = f"ranks that should hold the same values do not: {where}"
     return [Named((), Verdict(Cause.REPLICAS, sentence, where))]
 
 
 def _name_apart(finding: Finding) -> Finding:
-    if finding.check == REPEAT:
+    if finding.check == CheckName.REPEAT:
         sentence = "two runs of the same layout differ: something in it is not deterministic"
         return finding.model_copy(update={"cause": sentence, "code": Cause.NONDETERMINISM.value})
-    if finding.check == SHARDING:
+    if finding.check == CheckName.SHARDING:
         return finding.model_copy(update={"code": Cause.LAYOUT.value})
-    if finding.check == PRECISION:
+    if finding.check == CheckName.PRECISION:
         return finding.model_copy(update={"code": Cause.PRECISION.value})
     return finding
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from moeverify.results.finding import Record
+from moeverify.results.failure import JobFailure
+from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]
@@ -69,15 +70,16 @@ class JobOutcome(Record):
     """What became of a job: its result, or why there is none.
 
     `state` is `done`, `failed` (a rank raised or died), `hung` (over its timeout) or `unstarted` (no launch
-    came up for it, or an external launch ended before it). `rank_reports` holds every rank of a job that
-    failed or hung, the originating ranks first. `seconds` is wall time on the ranks; `launch` counts from 1.
+    came up for it, or an external launch ended before it); unless it is done there is a `failure`. `rank_reports`
+    holds every rank of a job that failed or hung, the originating ranks first. `seconds` is wall time on the ranks;
+    `launch` counts from 1.
     """
 
     job: str
     index: int
     state: Literal["done", "failed", "hung", "unstarted"]
     result: dict[str, Any] | None = None
-    summary: str = ""
+    failure: JobFailure | None = None
     rank_reports: tuple[RankReport, ...] = ()
     seconds: float = 0.0
     launch: int = 0
@@ -87,13 +89,14 @@ class LaunchEvent(Record):
     """Something that happened during a launch, for a progress view.
 
     `launch`: a launch of `num_ranks` begins; `up`: its ranks run; `start` and `end`: of a job; `report`: a
-    rank reported `detail`; `lost`: a launch died between two jobs, and why.
+    rank reported `detail`; `lost`: a launch died between two jobs, by `failure`.
     """
 
     kind: Literal["launch", "up", "start", "report", "end", "lost"]
     job: str = ""
     num_ranks: int = 0
     detail: str = ""
+    failure: JobFailure | None = None
     outcome: JobOutcome | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moeverify.results.finding import Record
+from moeverify.results.record import Record
 
 
 class FaultRow(Record):

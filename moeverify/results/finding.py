@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, Field
 
-BLIND = 0.5
-"""A relative bound above which a comparison says nothing: a tensor of zeros would be off by 1."""
+from moeverify.results.facts import CheckFacts, Facts
+from moeverify.results.record import Record
+
+MAX_CONCLUSIVE = 0.5
+"""A relative bound above which a comparison is inconclusive: a tensor of zeros would be off by 1."""
 
 Verdict = Literal["pass", "mismatch", "error", "skipped"]
-
-
-class Record(BaseModel):
-    """Immutable data with known fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Worst(Record):
@@ -34,14 +31,18 @@ class Worst(Record):
 class CheckResult(Record):
     """One check of one case: how many logical tensors were compared, and the worst of them.
 
-    `blind` of them have a bound so wide that the comparison says nothing. `unseen` says what else was not looked at.
+    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing. `note` says how
+    was compared and `unseen` what was not looked at, both in words; what they are made of is in `facts`.
     """
 
     name: str
     verdict: Verdict
     tensors: int
     worst: Worst | None = None
-    blind: int = 0
+    inconclusive: int = Field(
+        default=0, validation_alias=AliasChoices("inconclusive", "blind"), serialization_alias="blind"
+    )
+    facts: CheckFacts | None = None
     note: str = ""
     unseen: str = ""
 
@@ -92,10 +93,12 @@ class Finding(Record):
     of the largest difference in the logical tensor. `scale` is the factor k that minimizes
     |actual - k * expected|, `cosine` the angle between the two. `cause` is a sentence and `code` its name
     (`moeverify.results.cause`). `follows` names the tensor whose finding explains this one too. Only findings
-    that follow from none have `trials` and `place`, and those that are ambiguous a `follow_up`.
+    that follow from none have `trials` and `place`, and those that are ambiguous a `follow_up`. `kind` is that of
+    the logical tensor (`moeverify.results.checks.Kind`), where it is one; `facts` are what the check found besides.
     """
 
     check: str
+    kind: str = ""
     tensor: str
     step: int
     rank: int
@@ -112,6 +115,7 @@ class Finding(Record):
     code: str = ""
     where: str = ""
     evidence: tuple[str, ...] = ()
+    facts: Facts | None = None
     follows: str = ""
     place: Place | None = None
     trials: tuple[Trial, ...] = ()

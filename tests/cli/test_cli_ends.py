@@ -15,7 +15,7 @@ from moeverify.case.load import load_cases
 from moeverify.cli.context import find_rank, is_continuous_integration, open_context
 from moeverify.cli.keeper import Keeper
 from moeverify.cli.outputs import Outputs
-from moeverify.errors import CaseError, FormatError, GoldenError, MachineError, Problem, RankFailure
+from moeverify.errors import CaseError, FormatError, MachineError, Problem, RankFailure
 from moeverify.report.formats.json import read_run
 from moeverify.results.run import Event
 
@@ -25,7 +25,6 @@ from moeverify.results.run import Event
     [
         (CaseError([Problem("wrong", "a.yaml", 3, "layout.tp")]), 2, "a.yaml:3: layout.tp: wrong"),
         (FormatError("cut off"), 2, "error: cut off"),
-        (GoldenError("no golden"), 2, "error: no golden"),
         (MachineError("no GPU"), 2, "error: no GPU"),
         (RankFailure("rank 3 hung"), 3, "error: rank 3 hung"),
         (KeyboardInterrupt(), 130, "interrupted"),

@@ -1,0 +1,1 @@
+"""Sentences: made here alone, from results that are data."""

@@ -1,0 +1,108 @@
+"""Sentences on collectives: which one, where it was called, who waits in it, and where ranks disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moeverify.results.collective import CollectiveRecord
+from moeverify.results.failure import Absence, Disagreement, Hang, Waiting
+
+_ABSENCES = {
+    "in another of the group": "entered another one of that group",
+    "has left": "has left it",
+    "never entered": "never entered it",
+}
+_STATES = {"started": "not seen to finish", "finished": "finished", "failed": "broke off"}
+
+
+def name_collective(record: CollectiveRecord) -> str:
+    """Return which collective a record is: operation, number and group."""
+    peer = f" with peer {record.peer}" if record.is_point_to_point else ""
+    return f"{record.op} #{record.sequence}{peer} of {_name_group(record)}"
+
+
+def _name_group(record: CollectiveRecord) -> str:
+    axis = f"{record.axis} " if record.axis else ""
+    return f"{axis}group ({_join(record.group)})"
+
+
+def describe_record(record: CollectiveRecord) -> str:
+    """Return one line on a collective: which, on what, from where, and whether it is over."""
+    line = name_collective(record)
+    if record.num_tensors:
+        line += f" on {record.dtype}{list(record.shape)}"
+    if record.num_tensors > 1:
+        line += f" and {record.num_tensors - 1} more"
+    return f"{line}, called at {record.site}, {_STATES[record.state]}"
+
+
+def summarize_records(
+    records: Sequence[CollectiveRecord], name_group: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """Return one line for each kind of collective among these: operation, group, shape, how often, from where."""
+    kinds: dict[tuple[object, ...], list[CollectiveRecord]] = {}
+    for record in records:
+        kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)
+    lines = []
+    for members in kinds.values():
+        first = members[0]
+        shapes = {record.shape for record in members}
+        shape = str(list(first.shape)) if len(shapes) == 1 else " of several shapes"
+        what = f" on {first.dtype}{shape}" if first.num_tensors else ""
+        times = f", {len(members)} times" if len(members) > 1 else ""
+        group = f"{name_group(first.group)} ({_join(first.group)})"
+        lines.append(f"{first.op} over {group}{what}{times}, called at {first.site}")
+    return lines
+
+
+def describe_disagreement(disagreement: Disagreement) -> str:
+    """Return which collective the ranks of a group disagree on, and what each issued there."""
+    issued = "; ".join(
+        f"rank {rank} {record.signature}, called at {record.site}"
+        for rank, record in disagreement.by_rank.items()
+    )
+    first = next(iter(disagreement.by_rank.values()))
+    return f"the ranks disagree on collective #{first.sequence} of {_name_group(first)}: {issued}"
+
+
+def describe_hang(hang: Hang) -> str:
+    """Return who waits in which collective, and why the others are not there."""
+    if not hang.waits:
+        which = "; ".join(
+            f"rank {rank} {describe_waiting(Waiting(place=place))}" for rank, place in hang.places.items()
+        )
+        return f"no rank waits in a collective: {which}"
+    sentences = []
+    for wait in hang.waits:
+        noun = (
+            f"rank {wait.ranks[0]} waits" if len(wait.ranks) == 1 else f"ranks {_join(wait.ranks, ', ')} wait"
+        )
+        clauses = [f"{noun} in {_name_with_site(wait.collective)}", *map(_describe_absence, wait.absent)]
+        sentences.append("; ".join(clauses))
+    return ". ".join(sentences)
+
+
+def describe_waiting(waiting: Waiting) -> str:
+    """Return what one rank does: `waits in ...`."""
+    if waiting.collective is not None:
+        return f"waits in {_name_with_site(waiting.collective)}"
+    return f"waits in no collective, {_name_place(waiting.place)}"
+
+
+def _describe_absence(absence: Absence) -> str:
+    how = _ABSENCES[absence.how]
+    if absence.waiting.collective is not None:
+        return f"rank {absence.rank} {how}: it {describe_waiting(absence.waiting)}"
+    return f"rank {absence.rank} {how}: {_name_place(absence.waiting.place)}"
+
+
+def _name_with_site(record: CollectiveRecord) -> str:
+    return f"{name_collective(record)} called at {record.site}"
+
+
+def _name_place(place: str) -> str:
+    return f"it is at {place}" if place else "where it is, is not known"
+
+
+def _join(ranks: Sequence[int], mark: str = ",") -> str:
+    return mark.join(map(str, ranks))

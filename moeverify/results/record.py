@@ -1,0 +1,13 @@
+"""The base of everything that a run leaves behind as data."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Immutable data with known fields; infinities and NaN are strings in JSON."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_inf_nan="strings", serialize_by_alias=True
+    )
