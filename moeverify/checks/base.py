@@ -123,7 +123,7 @@ class Watch(Generic[R]):
         """Hear that a step begins."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """See one piece; see `moeverify.layout.observer.Observer`."""
+        """See one shard; see `moeverify.layout.observer.Observer`."""
 
     def close(self) -> None:
         """Let go of the model: the run is over, or was broken off."""

@@ -24,7 +24,7 @@ class Coverage(Check[Any]):
         findings: list[Finding] = []
         for key, tensor in shown.tensors.items():
             num_held = int(sum(entry.difference.count for _, entry in tensor.distinct.values()))
-            num_elements = math.prod(tensor.pieces[0][1].shape)
+            num_elements = math.prod(tensor.shards[0][1].shape)
             if num_held != num_elements:
                 facts = CoverageFacts(num_held=num_held, num_elements=num_elements)
                 findings.append(_make_finding(key, 1.0 - num_held / num_elements, facts))

@@ -100,10 +100,10 @@ def _share(error: float, bound: float) -> float:
 
 def _make_finding(shown: Shown, check: CheckName, tensor: Assembled, error: float, bound: float) -> Finding:
     step, kind, name = tensor.key
-    rank, entry = tensor.worst_piece()
+    rank, entry = tensor.worst_shard()
     difference = tensor.difference
-    absent = tuple(rank for rank, piece in tensor.pieces if piece.state == "absent")
-    is_unexpected = any(piece.state == "unexpected" for _, piece in tensor.pieces)
+    absent = tuple(rank for rank, shard in tensor.shards if shard.state == "absent")
+    is_unexpected = any(shard.state == "unexpected" for _, shard in tensor.shards)
     facts = ComparedFacts(
         absent_ranks=absent, is_unexpected=is_unexpected, num_nonfinite=int(difference.num_nonfinite)
     )

@@ -18,7 +18,7 @@ from moeverify.train.program import Program
 
 
 class BitRecorder:
-    """An observer that keeps only the hash of each piece."""
+    """An observer that keeps only the hash of each shard."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[Key, bool]] = []
@@ -28,7 +28,7 @@ class BitRecorder:
         """Do nothing: steps are told apart by what is observed."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Hash one piece; see `moeverify.layout.observer.Observer`."""
+        """Hash one shard; see `moeverify.layout.observer.Observer`."""
         if kind in UNCOMPARED_KINDS:
             return
         empty = local is None or region.numel == 0

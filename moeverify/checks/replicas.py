@@ -23,7 +23,7 @@ class Replicas(Check[Any]):
         num_compared = 0
         for tensor in shown.tensors.values():
             by_region: dict[str, dict[int, list[int]]] = {}
-            for rank, entry in tensor.pieces:
+            for rank, entry in tensor.shards:
                 if entry.difference.count:
                     by_region.setdefault(entry.region, {}).setdefault(entry.bits, []).append(rank)
             replicated = [by_bits for by_bits in by_region.values() if sum(map(len, by_bits.values())) > 1]
@@ -36,7 +36,7 @@ class Replicas(Check[Any]):
 
 def _make_finding(shown: Shown, tensor: Assembled, by_bits: Mapping[int, Sequence[int]]) -> Finding:
     step, kind, name = tensor.key
-    entries = dict(tensor.pieces)
+    entries = dict(tensor.shards)
     groups = sorted(by_bits.values(), key=len, reverse=True)
     odd = max(
         (rank for group in groups for rank in group), key=lambda rank: entries[rank].difference.sum_error2

@@ -38,7 +38,7 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
     findings: list[Finding] = []
     for axis, claim in claims.items():
         regions = [
-            {rank: entry.region for rank, entry in tensor.pieces}
+            {rank: entry.region for rank, entry in tensor.shards}
             for key, tensor in shown.tensors.items()
             if claim.covers(key)
         ]

@@ -1,4 +1,4 @@
-"""The command line: a thin door, one file a command; what a command needs is imported when it runs."""
+"""The command line: one thin file a command; what a command needs is imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Piece against golden: difference, bound, finding."""
+"""What ranks compute against the golden, where it lies: statistics and hashes, merged over ranks."""

@@ -1,4 +1,4 @@
-"""What all ranks together say about one logical tensor: every rank's pieces, put side by side."""
+"""What all ranks together say about one logical tensor: every rank's shards, put side by side."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Coordinates = Mapping[int, Mapping[str, int]]
 
 @dataclass
 class Assembled:
-    """The pieces of one logical tensor, as (rank, entry), complete before any of its properties is asked for."""
+    """The shards of one logical tensor, as (rank, entry), complete before any of its properties is asked for."""
 
     key: Key
-    pieces: list[tuple[int, Entry]] = field(default_factory=list)
+    shards: list[tuple[int, Entry]] = field(default_factory=list)
 
     @property
     def distinct(self) -> dict[str, tuple[int, Entry]]:
         """Return, for each region, the replica that differs most from the golden."""
         worst: dict[str, tuple[int, Entry]] = {}
-        for rank, entry in self.pieces:
+        for rank, entry in self.shards:
             if entry.state == "absent" and entry.region in worst:
                 continue
             best = worst.get(entry.region)
@@ -47,14 +47,14 @@ class Assembled:
             total = total.merge(part)
         return total
 
-    def worst_piece(self) -> tuple[int, Entry]:
-        """Return the piece that differs most, by its largest element."""
-        return max(self.pieces, key=lambda piece: _largest(piece[1]))
+    def worst_shard(self) -> tuple[int, Entry]:
+        """Return the shard that differs most, by its largest element."""
+        return max(self.shards, key=lambda shard: _largest(shard[1]))
 
     def differing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold a hundredth of the worst rank's squared error or more."""
-        most = max(_size(entry) for _, entry in self.pieces)
-        return tuple(rank for rank, entry in self.pieces if most > 0 and _size(entry) >= 0.01 * most)
+        most = max(_size(entry) for _, entry in self.shards)
+        return tuple(rank for rank, entry in self.shards if most > 0 and _size(entry) >= 0.01 * most)
 
 
 def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:
@@ -63,7 +63,7 @@ def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> di
     for rank, entries in enumerate(by_rank):
         for entry in entries:
             key = (entry.step, entry.kind, entry.name)
-            found.setdefault(key, Assembled(key)).pieces.append((rank, entry))
+            found.setdefault(key, Assembled(key)).shards.append((rank, entry))
     return dict(sorted(found.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
 

@@ -17,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Job(Record):
-    """One piece of work for the first `num_ranks` ranks of a launch.
+    """One job for the first `num_ranks` ranks of a launch.
 
     `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `payload` is
     handed to the ranks unchanged and must be JSON data.

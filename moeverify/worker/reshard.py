@@ -1,7 +1,7 @@
 """On every rank: train under one layout and save, or load under another, compare bit for bit, and train on.
 
 The saving layout also writes its state by a way of its own (`_keep`), which has nothing of the checkpoint's code:
-gathered piece by piece on rank 0 into whole tensors. That is what a load is compared with, so that a fault of the
+gathered tensor by tensor on rank 0 into whole tensors. That is what a load is compared with, so that a fault of the
 checkpoint's code cannot hide in both.
 """
 

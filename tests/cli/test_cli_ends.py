@@ -88,7 +88,7 @@ def test_early_end_keeps_what_is_there(case_file: Path, keep: Any, tmp_path: Pat
     on_event(Event(kind="case-start", case="second"))
     assert [event.kind for event in shown] == ["launch", "case-start", "case-end", "case-start"]
 
-    outputs = Outputs(json=tmp_path / "a.json", junit=tmp_path / "a.xml", folder=tmp_path / "kept")
+    outputs = Outputs({"json": tmp_path / "a.json", "junit": tmp_path / "a.xml"}, tmp_path / "kept")
     assert outputs.write(keeper.make_partial(cases, KeyboardInterrupt())) == []
     run = read_run(tmp_path / "kept")
     assert run.model_dump_json() == read_run(tmp_path / "a.json").model_dump_json()
@@ -104,7 +104,7 @@ def test_early_end_keeps_what_is_there(case_file: Path, keep: Any, tmp_path: Pat
 def test_outputs_that_fail_do_not_stop_the_others(keep: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = read_run(keep("a"))
-    outputs = Outputs(json=tmp_path / "file" / "a.json", html=tmp_path / "a.html")
+    outputs = Outputs({"json": tmp_path / "file" / "a.json", "html": tmp_path / "a.html"})
     failures = outputs.write(run)
     assert len(failures) == 1
     assert failures[0].startswith(f"{tmp_path / 'file' / 'a.json'} was not written: ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.formats.json import write_run
+from moeverify.report.formats.registry import write_run
 from moeverify.results.finding import Finding, Place, Trial
 from moeverify.results.run import CaseResult, RunResult
 
@@ -46,7 +46,9 @@ def run(tmp_path: Path) -> Path:
         )
         for name, findings in (("a", first), ("b", second))
     )
-    write_run(RunResult(verdict="mismatch", environment={}, cases=cases), tmp_path / "kept" / "result.json")
+    write_run(
+        "json", RunResult(verdict="mismatch", environment={}, cases=cases), tmp_path / "kept" / "result.json"
+    )
     return tmp_path / "kept"
 
 

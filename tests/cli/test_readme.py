@@ -117,7 +117,10 @@ def test_presets_are_named() -> None:
 def test_keys_of_the_json_are_those_of_the_result() -> None:
     text = README.partition("## JSON")[2].partition("```\n")[2].partition("```")[0]
     models = (RunResult, CaseResult, CheckResult, Worst, Finding, FollowUp, Place, Trial, RankReport)
-    assert set(re.findall(r'"(\w+)"', text)) == {name for model in models for name in model.model_fields}
+    written = {
+        field.serialization_alias or name for model in models for name, field in model.model_fields.items()
+    }
+    assert set(re.findall(r'"(\w+)"', text)) == written
 
 
 @pytest.mark.parametrize("layout", re.findall(r"`(\{[a-z_]+: [^`]+\})`", README.partition("## Layouts")[2]))

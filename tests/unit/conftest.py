@@ -1,4 +1,4 @@
-"""Runs of a few ranks as the comparison sees them: a golden in memory, and pieces that each rank shows."""
+"""Runs of a few ranks as the comparison sees them: a golden in memory, and shards that each rank shows."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_FINDINGS = 200
 
 
-def write_page(run: RunResult, path: Path) -> None:
+def write(run: RunResult, path: Path) -> None:
     """Write the run's page to `path`, completely or not at all.
 
     Raises: OSError when the disk refuses.

@@ -18,7 +18,7 @@ from moeverify.results.run import CaseResult, RunResult
 _MAX_FINDINGS = 50
 
 
-def write_junit(run: RunResult, path: Path) -> None:
+def write(run: RunResult, path: Path) -> None:
     """Write the run's JUnit XML to `path`, completely or not at all.
 
     Raises: OSError when the disk refuses.

@@ -114,7 +114,7 @@ def test_a_hole_and_a_tensor_that_nobody_holds(run_ranks: Callable, weight: Tens
     assert (nobody.tensor, nobody.step, nobody.error) == ("v", 0, 1.0)
 
 
-def test_pieces_that_overlap_cover_too_much(run_ranks: Callable, weight: Tensor) -> None:
+def test_shards_that_overlap_cover_too_much(run_ranks: Callable, weight: Tensor) -> None:
     ranks = run_ranks(AXES)
     ranks.show(0, weight, WHOLE)
     ranks.show(1, HALVES[1].take(weight), HALVES[1])
@@ -211,7 +211,7 @@ def test_the_steps_after_a_load_are_judged_where_the_same_layout_saved(
     assert "without a checkpoint" in finding.evidence[0]
 
 
-def test_bits_are_compared_piece_by_piece_and_absent_ones_not_at_all(weight: Tensor) -> None:
+def test_bits_are_compared_shard_by_shard_and_absent_ones_not_at_all(weight: Tensor) -> None:
     comparison, recorder = Comparison(NOTHING), BitRecorder()
     near = weight.clone()
     near[0, 0] = torch.nextafter(near[0, 0], torch.tensor(math.inf, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""From pieces to verdicts: what is out of bounds, by how much, on which ranks, and what is missing."""
+"""From shards to verdicts: what is out of bounds, by how much, on which ranks, and what is missing."""
 
 from __future__ import annotations
 
