@@ -172,3 +172,8 @@ def write_result(result: RankResult | None) -> dict[str, Any] | None:
 def read_result(content: Mapping[str, Any]) -> RankResult:
     """Return the result that rank 0 gave."""
     return _RESULTS.validate_python(content)
+
+
+def read_report(text: str) -> RankResult:
+    """Return what rank 0 knew of its result before the job was over."""
+    return _RESULTS.validate_json(text)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from moeverify.case.schema import Case, Recipe
+from moeverify.case.schema import Case, Layout, Recipe
 from moeverify.checks.bounds import Bounds
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.assembled import Assembled, Coordinates, Key
@@ -40,6 +40,20 @@ class Role(Enum):
     DIAGNOSED = "a diagnosis says which of them began it; the others follow"
     ORIGIN = "they stand for themselves, whatever else is wrong"
     CONSEQUENCE = "they follow from whatever else is wrong"
+
+
+ALONE = Layout()
+"""The layout of a single device."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One rank that trains a recipe, alone or under a layout; `coordinates` are its place on every mesh axis."""
+
+    recipe: Recipe
+    program: Program
+    layout: Layout = ALONE
+    coordinates: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,8 +160,11 @@ class Check(ABC, Generic[R]):
     kinds: tuple[str, ...] = ()
     role: Role = Role.DIAGNOSED
 
-    def show(self, recipe: Recipe, program: Program, observer: Observer) -> Watch[Any] | None:
-        """Return what shows `observer` further logical tensors of a run; None for a check that needs none."""
+    def show(self, training: Training, observer: Observer) -> Watch[Any] | None:
+        """Return what shows `observer` further logical tensors of a run; None for a check that needs none.
+
+        Only optional checks may: what they show becomes a part of the full golden.
+        """
         return None
 
     def watch(self, run: RankRun, program: Program) -> Watch[R] | None:

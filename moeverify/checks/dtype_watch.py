@@ -24,8 +24,8 @@ from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.facts import Use
+from moeverify.results.trace import CollectiveRecord
 
 _KEPT: Mapping[str, Use] = {
     Kind.WEIGHT: Use.WEIGHT,

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.case.schema import Recipe
-from moeverify.checks.base import Check, Watch
+from moeverify.checks.base import Check, Training, Watch
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
-from moeverify.train.program import Program
 
 
 class _Together:
@@ -32,14 +30,13 @@ class _Together:
 
 @contextmanager
 def open_observers(
-    recipe: Recipe,
-    program: Program,
+    training: Training,
     observer: Observer,
     checks: Sequence[Check[Any]],
     watches: Sequence[Watch[Any]] = (),
 ) -> Iterator[Observer]:
     """Give the observer to train with: `observer`, to which the checks show more, and these watches before it."""
-    shows = [show for check in checks if (show := check.show(recipe, program, observer)) is not None]
+    shows = [show for check in checks if (show := check.show(training, observer)) is not None]
     with ExitStack() as stack:
         for each in (*shows, *watches):
             stack.callback(each.close)

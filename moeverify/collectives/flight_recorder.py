@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Mapping
 from pathlib import Path
 
-from moeverify.results.collective import CollectiveRecord, State
+from moeverify.results.trace import CollectiveRecord, State
 
 NUM_SLOTS = 64
 _SLOT_SIZE = 1024

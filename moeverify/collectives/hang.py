@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.failure import Absence, Disagreement, Hang, Wait, Waiting
+from moeverify.results.trace import CollectiveRecord
 
 How = Literal["in another of the group", "has left", "never entered"]
 Traces = Mapping[int, Sequence[CollectiveRecord]]

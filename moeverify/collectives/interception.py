@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeverify.collectives.ledger import Stream
-from moeverify.results.collective import CollectiveRecord, State
+from moeverify.results.trace import CollectiveRecord, State
 
 
 class Operator(NamedTuple):

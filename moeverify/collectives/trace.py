@@ -32,7 +32,7 @@ from moeverify.collectives.interception import (
     mark_stream,
 )
 from moeverify.collectives.ledger import Ledger, Stream
-from moeverify.results.collective import CollectiveRecord, State
+from moeverify.results.trace import CollectiveRecord, State
 
 _INNER = (str(Path(torch.__file__).parent), __file__, "<")
 # Decorators of these wrap torch's functions, and stand between them and their caller.

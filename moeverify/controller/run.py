@@ -22,7 +22,7 @@ from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
 from moeverify.controller.separation import propose
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
-from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult
+from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 from moeverify.report.words.check import word_check, word_finding
@@ -132,6 +132,8 @@ class CaseRun:
         self._runnable = runnable
         self._goldens = GoldenSet.of([task.case for task in runnable], options)
         self._states: dict[Path, GoldenState] = {}
+        # By case: what its checks say before causes are looked for, and the ranks may be lost in that.
+        self._early: dict[str, VerifyResult] = {}
         self._golden_failure = ""
         self._golden_reports: tuple[RankReport, ...] = ()
 
@@ -214,7 +216,7 @@ class CaseRun:
         if state.status != "recorded" and not is_missing_fine:
             return self._make_case_result(task, "error", describe_golden(state), outcome)
         needed = self.results.get(task.needs)
-        answer = read_outcome(outcome, VerifyResult)
+        answer = read_outcome(outcome, VerifyResult) or self._early.get(task.case.name)
         if isinstance(answer, VerifyResult):
             return self._judge_answer(task, answer, state, outcome)
         reports = _word_reports(outcome.rank_reports)
@@ -238,7 +240,7 @@ class CaseRun:
             findings=tuple(
                 propose(task.case, word_finding(finding), self._limit.most) for finding in answer.findings
             ),
-            notes=list_notes(checks, declared, state),
+            notes=list_notes(checks, declared, state, outcome.failure),
             losses=answer.losses,
         )
 
@@ -268,6 +270,10 @@ class CaseRun:
         if event.kind == "launch":
             self._num_launches += 1
             self._emit("launch", num_ranks=event.num_ranks)
+        elif event.kind == "report":
+            known = read_report(event.detail)
+            assert isinstance(known, VerifyResult)
+            self._early[event.job] = known
         elif event.kind == "start" and event.job == GOLDENS:
             self._emit("golden", num_recipes=len(self._goldens.orders))
         elif event.kind == "start":

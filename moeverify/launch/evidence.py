@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from moeverify.collectives.flight_recorder import read_flight
 from moeverify.launch.root_cause_rank import Origin, find_origin
 from moeverify.launch.stack import trim_stack
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.failure import End, ProcessState, RankEnd
 from moeverify.results.run import RankReport
+from moeverify.results.trace import CollectiveRecord
 
 _TAIL = 4000
 

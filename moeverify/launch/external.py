@@ -28,9 +28,9 @@ from moeverify.launch.plan import Device, Job, JobOutcome, job_folder
 from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.runner import JobRunner, RunJob
 from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.run import RankReport
+from moeverify.results.trace import CollectiveRecord
 
 EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeverify.case.schema import CustomModel, Recipe
-from moeverify.checks.base import Check
+from moeverify.checks.base import Check, Training
 from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import choose_checks
 from moeverify.golden.fingerprint import fingerprint
@@ -51,7 +51,7 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Col
 
 def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], device: torch.device) -> None:
     program = assemble_single(recipe, device, compute="float64")
-    with open_observers(recipe, program, writer, checks) as observer:
+    with open_observers(Training(recipe, program), writer, checks) as observer:
         train(recipe, program, observer)
 
 

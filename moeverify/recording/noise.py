@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeverify.case.schema import CustomModel, Recipe
-from moeverify.checks.base import Check
+from moeverify.checks.base import Check, Training
 from moeverify.checks.observers import open_observers
 from moeverify.compare.comparison import Comparison
 from moeverify.compare.difference import Difference
@@ -107,7 +107,7 @@ def measure_noise(
     """
     comparison = Comparison(reference, hash_bits=False)
     watches = [] if gradients is None else [gradients]
-    with open_observers(recipe, program, comparison, checks, watches) as observer:
+    with open_observers(Training(recipe, program), comparison, checks, watches) as observer:
         train(
             recipe,
             program,

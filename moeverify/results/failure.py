@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.record import Record
+from moeverify.results.trace import CollectiveRecord
 
 
 class End(StrEnum):

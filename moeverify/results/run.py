@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.record import Record
+from moeverify.results.trace import CollectiveRecord
 
 SCHEMA_VERSION = 1
 

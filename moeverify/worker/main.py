@@ -65,7 +65,14 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
             return save_case(case, golden, context.device, job.checkpoint, fault)
         if isinstance(job, LoadJob):
             return load_case(case, golden, context.device, job.checkpoint, fault)
-        return verify_case(case, golden, context.device, context.trace, fault)
+        return verify_case(
+            case,
+            golden,
+            context.device,
+            context.trace,
+            fault,
+            report=lambda result: context.report(result.model_dump_json()),
+        )
 
 
 def _measure(context: RankContext, job: BenchJob) -> RankResult | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moeverify.axes.groups import axis_affects
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
-from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown, Watch
+from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown, Training, Watch
 from moeverify.checks.bounds import Bounds
 from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import KIND_ORDER, choose_checks
@@ -38,11 +39,19 @@ Reports = Mapping[str, Any]  # by the name of the check
 
 
 def verify_case(
-    case: Case, golden: StoredGolden, device: torch.device, trace: CollectiveTrace, fault: str | None = None
+    case: Case,
+    golden: StoredGolden,
+    device: torch.device,
+    trace: CollectiveTrace,
+    fault: str | None = None,
+    *,
+    report: Callable[[VerifyResult], None] = lambda result: None,
 ) -> VerifyResult | None:
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
-    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
+    diagnosis needs, and the verdict must not be. Collective: all ranks of the default process group, which has as
+    many ranks as the layout.
     """
     with restored():
         if fault is not None:
@@ -51,11 +60,17 @@ def verify_case(
         assemble_program = _Assembly(case, device, build_meshes(case.layout, device.type))
         observed = _observe(case, golden, assemble_program, trace)
         judgement = None if observed is None else observed.judgement
+        if observed is not None and observed.judgement.findings:
+            report(_make_result(observed, observed.judgement.findings))
         material = gather_material(case, golden, judgement, assemble_program, trace)
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
     findings = conclude(case, golden, observed.judgement, material, device)
+    return _make_result(observed, findings)
+
+
+def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResult:
     return VerifyResult(
         checks=observed.judgement.checks, findings=tuple(findings), losses=tuple(observed.losses)
     )
@@ -124,7 +139,9 @@ def _train(
     *,
     num_steps: int | None = None,
 ) -> None:
-    with open_observers(case.recipe, program, observer, checks, watches) as observers:
+    place = list_coordinates(case)[dist.get_rank()]
+    training = Training(case.recipe, program, case.layout, place)
+    with open_observers(training, observer, checks, watches) as observers:
         train(
             case.recipe,
             program,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moeverify.results.collective import CollectiveRecord
 from moeverify.results.failure import Absence, Disagreement, Hang, Waiting
+from moeverify.results.trace import CollectiveRecord
 
 _ABSENCES = {
     "in another of the group": "entered another one of that group",

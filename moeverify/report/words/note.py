@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import singledispatch
 
 from moeverify.report.words.check import describe_inconclusive
+from moeverify.report.words.failure import describe_failure
+from moeverify.results.failure import JobFailure
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (
@@ -138,10 +140,18 @@ def describe_declared(declared: Declared) -> str:
 
 
 def list_notes(
-    checks: Sequence[CheckResult], declared: Declared | None, golden: GoldenState
+    checks: Sequence[CheckResult],
+    declared: Declared | None,
+    golden: GoldenState,
+    failure: JobFailure | None = None,
 ) -> tuple[str, ...]:
-    """Return the notes of a case that has run; `checks` are in words already."""
+    """Return the notes of a case that was judged; `checks` are in words already.
+
+    `failure` is what ended its ranks afterwards, while causes were looked for.
+    """
     notes = [describe_declared(declared) if declared is not None else ""]
+    if failure is not None:
+        notes.append(f"no causes are named: the diagnosis failed: {describe_failure(failure)}")
     notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
     notes += [check.unseen for check in checks]
     notes += [describe_golden(golden) if golden.status == "missing" else "", describe_nearness(golden)]

@@ -138,7 +138,8 @@ def test_a_launch_that_dies_between_two_jobs_is_said_and_replaced(programs: Path
     first, second = run_jobs(jobs, entry=entry, folder=tmp_path, on_event=events.append)
     assert (first.state, second.state) == ("done", "unstarted")
     (lost,) = [event for event in events if event.kind == "lost"]
-    assert lost.detail.startswith("between two jobs: rank 0 raised FileExistsError")
+    found = describe_failure(lost.failure)
+    assert found.startswith("the launch failed between two jobs: rank 0 raised FileExistsError")
     assert "FileExistsError" in describe_failure(second.failure)
     assert [event.kind for event in events].count("launch") == 2
 

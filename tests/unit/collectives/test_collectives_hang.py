@@ -13,7 +13,7 @@ from moeverify.report.words.collective import (
     describe_waiting,
     summarize_records,
 )
-from moeverify.results.collective import CollectiveRecord
+from moeverify.results.trace import CollectiveRecord
 
 
 def make_record(
