@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,13 @@ def test_what_stands_for_itself_and_what_follows() -> None:
         CheckName.PRECISION,
     }
     assert roles[CheckName.GRADIENT] is Role.DIAGNOSED
+
+
+def test_the_page_on_checks_has_every_check_with_its_description() -> None:
+    page = (FOLDER.parents[1] / "docs" / "reference" / "checks.md").read_text()
+    rows = re.findall(r"^\| `([a-z ]+)` \| (.+) \|$", page, re.MULTILINE)
+    wanted = [(name.value, name.description) for name in CheckName]
+    assert [(name, text.partition("; only where")[0]) for name, text in rows] == wanted
+    assert {name for name, text in rows if "`checks.also`" in text} == {
+        name for name in CheckName if name.is_optional
+    }
