@@ -14,6 +14,7 @@ from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, m
 from moeverify.collectives.ledger import Disagreement, Entry, Page, Stream, find_unequal, locate
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.gather import gather_on_first
+from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import CollectiveFacts, Issue, NumCollectives
 from moeverify.results.finding import Finding, Place
@@ -90,6 +91,7 @@ def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
         ranks=stream.ranks,
         error=1.0,
         bound=0.0,
+        code=Cause.COLLECTIVES,
         facts=facts,
         place=Place(ranks=(odd,), axes=(axis,)),
     )

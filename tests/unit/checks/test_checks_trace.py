@@ -69,7 +69,7 @@ def test_the_first_difference_has_its_places(find: Callable[..., Finding]) -> No
         ),
         counts={0: 3, 1: 2},
     )
-    assert finding.tensor == "tp group (0,1)"
+    assert (finding.tensor, finding.code) == ("tp group (0,1)", "collectives")
     assert finding.where == "axis tp"
     assert finding.cause == "the ranks issue different collectives, first as collective #2 of tp group (0,1)"
     lines = ("rank 0: b, called at a.py:1 in f", "rank 1: c, called at b.py:2 in g")
