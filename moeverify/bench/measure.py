@@ -33,7 +33,7 @@ from moeverify.train.step import take_step
 
 @dataclass(frozen=True)
 class _Row:
-    """What one rank has measured. Units: seconds of each step, bytes."""
+    """The measurements of one rank. Units: seconds of each step, bytes."""
 
     seconds: list[float]
     peak_memory: float

@@ -1,4 +1,4 @@
-"""What a check is: what it shows and notes on the ranks, how it judges what came of it, and what its findings mean.
+"""The protocol of a check: what it shows and notes on the ranks, how it judges, and what its findings mean.
 
 One file of this package is one check, or several of one make; `moeverify.checks.registry` finds them. A run calls
 
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class Role(Enum):
-    """What the findings of a check are to each other and to those of other checks."""
+    """How the findings of a check relate to each other and to those of other checks."""
 
     DIAGNOSED = "a diagnosis says which of them began it; the others follow"
     ORIGIN = "they stand for themselves, whatever else is wrong"
@@ -74,10 +74,10 @@ class RankRun:
 class RankLoad:
     """One rank that has loaded a checkpoint and trained on.
 
-    `tensors` are the state right after the load, (name, local values, region), and `saved` holds what the saving
-    layout had. `entries` are the comparisons of the load and of the steps after it. `uninterrupted` are the bits of
-    these steps in the run that went on after the save, in their order (None: nothing was held); it is None itself
-    where that was another layout.
+    `tensors` are the state right after the load, (name, local values, region), and `saved` is the state that the
+    saving layout had. `entries` are the comparisons of the load and of the steps after it. `uninterrupted` are the
+    bits of these steps in the run that went on after the save, in their order (None: the rank had nothing of it); it
+    is None itself where that was another layout.
     """
 
     case: Case
@@ -89,7 +89,7 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Shown:
-    """What all ranks have shown of a case, put together on rank 0.
+    """A case as all ranks have shown it, put together on rank 0.
 
     `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
     a checkpoint was made of, in a run that loads one.

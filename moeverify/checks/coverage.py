@@ -20,7 +20,7 @@ class Coverage(Check[Any]):
     role = Role.ORIGIN
 
     def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
-        """Return the verdict, with a finding for each tensor that is not held exactly once; see `Check`."""
+        """Return the verdict, with a finding for each tensor that has not each element once; see `Check`."""
         findings: list[Finding] = []
         for key, tensor in shown.tensors.items():
             num_held = int(sum(entry.difference.count for _, entry in tensor.distinct.values()))

@@ -23,7 +23,7 @@ WHOLE = "the model"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe asks for; parameters of the modules that `wide` names compute as they are kept.
+    """The dtypes of a recipe; parameters of the modules that `wide` names compute as they are kept.
 
     A pattern of `wide` is about a module, and everything in it: `layers.*.norm`.
     """

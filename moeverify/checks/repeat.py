@@ -25,7 +25,7 @@ class BitRecorder:
         self._bits = Fingerprints()
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: steps are told apart by what is observed."""
+        """Do nothing: what is observed says its step."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Hash one shard; see `moeverify.layout.observer.Observer`."""

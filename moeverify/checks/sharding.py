@@ -43,11 +43,13 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
             if claim.covers(key)
         ]
         seen = [
-            (group, held)
+            (group, present)
             for group in claim.groups
-            if (held := [region for region in regions if any(rank in region for rank in group)])
+            if (present := [region for region in regions if any(rank in region for rank in group)])
         ]
-        undivided = [group for group, held in seen if not any(_differs(region, group) for region in held)]
+        undivided = [
+            group for group, present in seen if not any(_differs(region, group) for region in present)
+        ]
         if seen and not undivided:
             continue
         group = undivided[0] if undivided else claim.groups[0]

@@ -78,7 +78,7 @@ class Group(NamedTuple):
 
 
 class Collective:
-    """One collective; `work` is held only until it is seen to be over, since it pins tensors."""
+    """One collective; `work` is kept only until it is seen to be over, since it pins tensors."""
 
     __slots__ = (
         "device",
@@ -124,7 +124,7 @@ class Collective:
     def update(self) -> bool:
         """Return whether it is over, after a look at its work."""
         if self.state == "started" and self.work is not None and self.work.is_completed():
-            # Perhaps with an error: whoever waits for it is told. Asking here makes torch print a warning.
+            # Perhaps with an error: whoever waits for it gets it. Asking here makes torch print a warning.
             self.state = "finished"
         return self.state != "started"
 
@@ -197,7 +197,7 @@ def find_work(returned: Any) -> dist.Work | None:
 
 
 def mark_stream(device: str) -> _StreamMark | None:
-    """Return something to ask whether a collective without a work is over, if the device can tell."""
+    """Return something to ask whether a collective without a work is over, where the device can say."""
     if device != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     return _StreamMark()

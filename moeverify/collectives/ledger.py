@@ -1,4 +1,4 @@
-"""What a rank has issued on each group, in order: enough to find out whether the ranks of a group agree. No torch.
+"""The collectives of a rank, by group and in order: enough to see whether the ranks of a group agree. No torch.
 
 Ranks that meet in a collective must issue the same ones in the same order, with the same element type, and where
 nothing allows other sizes with the same size. What must be the same is a `signature`; a stream is a group, or for

@@ -1,4 +1,4 @@
-"""What all ranks together say about one logical tensor: every rank's shards, put side by side."""
+"""One logical tensor over all ranks: the comparisons of its shards, side by side."""
 
 from __future__ import annotations
 

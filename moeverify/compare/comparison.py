@@ -83,7 +83,7 @@ class Comparison:
         self._pending.append((step, kind, name, region, local is None, tuple(actual.shape), measurer))
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: steps are told apart by what is observed."""
+        """Do nothing: what is observed says its step."""
 
     def entries(self) -> Iterator[Entry]:
         """Yield one entry a shard, in the order of observation."""

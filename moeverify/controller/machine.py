@@ -1,4 +1,4 @@
-"""What this machine offers, as far as a process without torch can tell."""
+"""This machine: devices, ranks, versions and caches, as far as a process without torch can see them."""
 
 from __future__ import annotations
 

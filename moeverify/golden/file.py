@@ -14,7 +14,7 @@ VERSION = 1
 
 
 class GoldenFile(BaseModel):
-    """What one device computed for a recipe.
+    """The recorded golden of a recipe: what one device computed for it.
 
     `recipe` is its fingerprint (`Recipe.fingerprint`), `losses` the losses and gradient norms of every step,
     `tensors` the fingerprints of logical tensors under `step/kind/name`.

@@ -1,4 +1,4 @@
-"""What one device is off from its golden by rounding alone: under which key it is stored, and the unit of it."""
+"""The noise of one device: under which keys its distance from the golden is stored, and the unit of rounding."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class GoldenWriter:
         region.put(self._tensors[key], local.detach().cpu())
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: steps are told apart by what is observed."""
+        """Do nothing: what is observed says its step."""
 
     def flush(self) -> Path:
         """Write the last step and return the folder with all steps, not yet under its final name."""

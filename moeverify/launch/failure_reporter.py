@@ -1,4 +1,4 @@
-"""What a rank leaves behind about itself: who it is, its stack when it dies, its report when it fails."""
+"""One rank's traces on disk: its identity, its stacks when it dies, its report when it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch is asked to do: the jobs, in order, and where their files go. No torch."""
+"""The plan of a launch: its jobs in order, and where their files go. No torch."""
 
 from __future__ import annotations
 

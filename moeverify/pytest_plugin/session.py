@@ -1,4 +1,4 @@
-"""What the cases of one pytest session share: which there are, how they run, and the goldens beside them."""
+"""The cases of one pytest session: which there are, how they run, and the goldens beside them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CaseSession:
         return shlex.join(words)
 
     @property
-    def told(self) -> list[str]:
+    def golden_lines(self) -> list[str]:
         """Return what became of the goldens, a line each; nothing where none was to be refreshed."""
         return [f"{row.status:<10}{row.name}  {describe_row(row)}".rstrip() for row in self._runner.rows]
 
@@ -119,7 +119,7 @@ class CaseSession:
         self._runner.close()
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output["moeverify_told"] = self.told
+            output["moeverify_goldens"] = self.golden_lines
 
 
 class UnusedGoldens(pytest.Item):

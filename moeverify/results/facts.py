@@ -1,4 +1,4 @@
-"""What a check found, beside the numbers that every finding has: data of its own, in the words of no report.
+"""Facts of a finding: what its check found, beside the numbers that every finding has, as data and not in words.
 
 `moeverify.report.words.check` makes the sentences.
 """
@@ -53,7 +53,7 @@ class ShardingFacts(Record):
 
 
 class Use(StrEnum):
-    """What a parameter's dtype is seen in."""
+    """A use of a parameter, which has a dtype."""
 
     COMPUTES = "computes"
     REDUCES = "reduces"

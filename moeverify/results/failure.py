@@ -37,7 +37,7 @@ ProcessState = Literal["stopped", "traced", "uninterruptible"]
 
 
 class Waiting(Record):
-    """What a rank waits for: a collective, or none and then where its code is, if that is known."""
+    """The collective that a rank waits in; if it waits in none, where its code is, as far as that is known."""
 
     collective: CollectiveRecord | None = None
     place: str = ""

@@ -55,10 +55,10 @@ class Roofline(Record):
 
 
 class Measurement(Record):
-    """What one case costs. `reason` says why there are no numbers.
+    """The cost of one case. `reason` says why there are no numbers.
 
     `flops` counts model operations a second of one rank: what the layout computes again does not count.
-    `exposed` is the part of a step in which only collectives ran, None where that cannot be told.
+    `exposed` is the part of a step in which only collectives ran, None where the profile does not show it.
     """
 
     name: str

@@ -38,7 +38,7 @@ class MissingPackages(Record):
 
 
 class Unsupported(StrEnum):
-    """What an implementation cannot do on a kind of device."""
+    """Something that an implementation cannot do on a kind of device."""
 
     CONTEXT_PARALLEL_ON_CPU = "context parallel on cpu"
     MEGABLOCKS_FLOAT64_ON_CUDA = "megablocks float64 on cuda"

@@ -1,4 +1,4 @@
-"""What `moeverify doctor` probes on ranks, and what came of it. No torch."""
+"""Probes of `moeverify doctor` and their answers. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Probe(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a probe saw, or why it saw nothing."""
+    """The outcome of a probe, or why it has none."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -59,7 +59,7 @@ class Outcome(StrEnum):
 
 
 class Answer(Record):
-    """What a probe saw: the names or versions that it `found`, those that are `wrong`, and an `error`."""
+    """The answer of a probe: its outcome, the names or versions that it `found` or that are `wrong`, an `error`."""
 
     outcome: Outcome
     found: tuple[str, ...] = ()

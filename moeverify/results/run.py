@@ -1,4 +1,4 @@
-"""What a run says: the verdicts, checks and findings of its cases, as plain data without torch.
+"""The result of a run: verdicts, checks and findings of its cases, as plain data without torch.
 
 `RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
 `SCHEMA_VERSION` grows whenever one of them changes its meaning.
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 class RankReport(Record):
-    """What is known of one rank of a launch that failed: how it ended, and the last collective that it issued.
+    """One rank of a launch that failed: how it ended, and the last collective that it issued.
 
     `summary` and `last_collective` say in words what `end` and `collective` are.
     """

@@ -177,7 +177,7 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What one rank knows after a load, and what rank 0 gets of it: comparisons, and what the checks have noted."""
+    """What rank 0 gets of one rank after a load: its comparisons, and the reports of the checks."""
 
     entries: Sequence[Entry]
     reports: Reports

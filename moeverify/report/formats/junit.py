@@ -70,12 +70,12 @@ def _add_case(suite: ET.Element, case: CaseResult) -> None:
     if case.verdict == "skipped":
         ET.SubElement(element, "skipped", {"message": clean(case.reason)})
     elif case.verdict == "mismatch":
-        _add_failure(element, "failure", _summarize_mismatch(case), _tell_findings(case))
+        _add_failure(element, "failure", _summarize_mismatch(case), _describe_findings(case))
     elif case.verdict == "error":
-        parts = [_tell_ranks(case), _tell_findings(case)]
+        parts = [_describe_ranks(case), _describe_findings(case)]
         text = "\n\n".join(part for part in parts if part)
         _add_failure(element, "error", case.reason or "a rank failed", text)
-    if output := _tell_output(case):
+    if output := _describe_output(case):
         ET.SubElement(element, "system-out").text = clean(output)
 
 
@@ -98,7 +98,7 @@ def _summarize_mismatch(case: CaseResult) -> str:
     return f"{name_finding(first)}: {numbers}{cause}{others}"
 
 
-def _tell_findings(case: CaseResult) -> str:
+def _describe_findings(case: CaseResult) -> str:
     """Return the findings as text, the earliest and worst first."""
     findings = order_findings(case.findings)
     blocks = [
@@ -112,8 +112,8 @@ def _tell_findings(case: CaseResult) -> str:
     return "\n\n".join(blocks)
 
 
-def _tell_ranks(case: CaseResult) -> str:
-    """Return what is known of the ranks of a failed launch, equal stacks told once."""
+def _describe_ranks(case: CaseResult) -> str:
+    """Return what is known of the ranks of a failed launch, equal stacks once."""
     blocks = []
     for group in group_ranks(case.rank_reports):
         lines = [f"{format_ranks(group.ranks)} {group.state}"]
@@ -124,18 +124,18 @@ def _tell_ranks(case: CaseResult) -> str:
     return "\n\n".join(blocks)
 
 
-def _tell_output(case: CaseResult) -> str:
+def _describe_output(case: CaseResult) -> str:
     """Return what a passing case has to say too: recipe, layout, each check's worst error, notes."""
     lines = [f"file: {case.file}"] if case.file else []
     lines += [f"{key}: {value}" for key, value in (("recipe", case.recipe), ("layout", case.layout)) if value]
     for check in case.checks:
         worst = check.worst
-        told = (
+        numbers = (
             f", worst {format_number(worst.error)} of {format_number(worst.bound)}: {worst.tensor}"
             if worst
             else ""
         )
         note = f" ({check.note})" if check.note else ""
-        lines.append(f"{check.verdict} {check.name}: {check.tensors} tensors{told}{note}")
+        lines.append(f"{check.verdict} {check.name}: {check.tensors} tensors{numbers}{note}")
     lines += [f"note: {note}" for note in case.notes]
     return "\n".join(lines)
