@@ -39,11 +39,15 @@ class CaseError(MoeverifyError):
 
 
 class FormatError(MoeverifyError):
-    """A file of ours (a golden, a run, a cache) is unreadable, truncated or of another version."""
+    """A file of ours (a golden, a run, a cache) is unreadable, truncated or of another version.
 
+    `problem` says what is wrong with it, `remedy` what to do about it, where it is known.
+    """
 
-class GoldenError(MoeverifyError):
-    """A golden is missing, out of date, or not what this machine computes for its recipe."""
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
 
 
 class MachineError(MoeverifyError):

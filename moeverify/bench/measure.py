@@ -7,21 +7,22 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from moeverify.bench.profile import read_traffic
+from moeverify.bench.profile import StepProfile, read_profile
 from moeverify.bench.roofline import measure_roofline, synchronize
 from moeverify.case.flops import count_training_flops
 from moeverify.case.schema import Case, ReferenceModel
+from moeverify.compare.gather import gather_on_first
 from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
-from moeverify.results.measurement import Floors, Spread, Traffic
+from moeverify.results.measurement import Measurement, Roofline, Spread
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import Batch
 from moeverify.train.loop import make_batches
@@ -30,14 +31,25 @@ from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
 
+@dataclass(frozen=True)
+class _Row:
+    """The measurements of one rank. Units: seconds of each step, bytes."""
+
+    seconds: list[float]
+    peak_memory: float
+    parameters: float
+    roofline: Roofline
+    profile: StepProfile
+
+
 def measure_case(
     case: Case, device: torch.device, folder: Path, *, warmup: int, steps: int
-) -> dict[str, Any] | None:
-    """Return on rank 0 the fields of a `Measurement`; None on the other ranks.
+) -> Measurement | None:
+    """Return on rank 0 what a step of the case costs; None on the other ranks.
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    floors = measure_roofline(case, device)
+    roofline = measure_roofline(case, device)
     _forget(device)
     program = assemble_parallel(
         case.recipe, case.layout, build_meshes(case.layout, device.type), device, fill=fill_roughly
@@ -47,19 +59,18 @@ def measure_case(
         stepper.step()
     with PeakMemory(device) as memory:
         seconds = _time_steps(stepper, device, steps)
-    traffic = _profile(stepper, device, folder)
-    stored = float(sum(held.local().nbytes for held in program.holdings))
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (seconds, memory.peak, stored, floors.model_dump(), traffic))
-    return _merge(case, rows) if dist.get_rank() == 0 else None
+    profiled = _profile(stepper, device, folder)
+    stored = float(sum(shard.local().nbytes for shard in program.holdings))
+    rows = gather_on_first(_Row(seconds, memory.peak, stored, roofline, profiled))
+    return None if rows is None else _merge(case, rows)
 
 
 @torch.no_grad()
 def fill_roughly(model: nn.Module) -> None:
     """Fill what this rank holds with numbers of the right size: speed does not depend on which they are."""
-    for held in [*parameters(model), *buffers(model)]:
-        local = held.local()
-        if held.name.endswith("norm.weight"):
+    for shard in [*parameters(model), *buffers(model)]:
+        local = shard.local()
+        if shard.name.endswith("norm.weight"):
             local.fill_(1.0)
         elif local.is_floating_point():
             local.normal_(0.0, 0.02)
@@ -109,7 +120,7 @@ def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[flo
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
-def _profile(stepper: _Stepper, device: torch.device, folder: Path) -> tuple[list[Any], float, float | None]:
+def _profile(stepper: _Stepper, device: torch.device, folder: Path) -> StepProfile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -120,41 +131,40 @@ def _profile(stepper: _Stepper, device: torch.device, folder: Path) -> tuple[lis
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trace-{dist.get_rank()}.json"
     seen.export_chrome_trace(str(path))
-    traffic, together, exposed = read_traffic(path)
-    return [found.model_dump() for found in traffic], together, exposed
+    return read_profile(path)
 
 
-def _merge(case: Case, rows: Sequence[Any]) -> dict[str, Any]:
-    """Return the fields of the measurement: of each number that of the slowest rank, of traffic rank 0's."""
-    seconds, peaks, stored, floors, traffic = zip(*rows, strict=True)
-    step = Spread.of([max(of_step) for of_step in zip(*seconds, strict=True)])
+def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
+    """Return the measurement of a case: of each number that of the slowest rank, of traffic rank 0's."""
     recipe, num_ranks = case.recipe, len(rows)
+    step = Spread.of([max(of_step) for of_step in zip(*(row.seconds for row in rows), strict=True)])
     tokens = recipe.data.batch * recipe.data.seq_len
     flops = None
     if isinstance(recipe.model, ReferenceModel):
         total = tokens * count_training_flops(recipe.model, recipe.data.seq_len)
         flops = total / step.median / num_ranks
-    exposed = [found[2] for found in traffic if found[2] is not None]
-    return {
-        "step": step.model_dump(),
-        "tokens_per_second": tokens / step.median,
-        "flops": flops,
-        "peak_memory": max(peaks),
-        "parameters": max(stored),
-        "communication": max(found[1] for found in traffic),
-        "exposed": max(exposed) if exposed else None,
-        "traffic": [Traffic.model_validate(found).model_dump() for found in traffic[0][0]],
-        "floors": _slowest(floors).model_dump(),
-    }
+    exposed = [row.profile.exposed for row in rows if row.profile.exposed is not None]
+    return Measurement(
+        name=case.name,
+        ranks=num_ranks,
+        step=step,
+        tokens_per_second=tokens / step.median,
+        flops=flops,
+        peak_memory=max(row.peak_memory for row in rows),
+        parameters=max(row.parameters for row in rows),
+        communication=max(row.profile.together for row in rows),
+        exposed=max(exposed) if exposed else None,
+        traffic=rows[0].profile.traffic,
+        roofline=_find_slowest([row.roofline for row in rows]),
+    )
 
 
-def _slowest(rows: Sequence[dict[str, Any]]) -> Floors:
-    found = [Floors.model_validate(row) for row in rows]
-    experts = [floor.experts for floor in found if floor.experts is not None]
-    return Floors(
-        matmul=min(floor.matmul for floor in found),
+def _find_slowest(found: Sequence[Roofline]) -> Roofline:
+    experts = [each.experts for each in found if each.experts is not None]
+    return Roofline(
+        matmul=min(each.matmul for each in found),
         experts=min(experts) if experts else None,
-        collectives={kind: min(floor.collectives[kind] for floor in found) for kind in found[0].collectives},
+        collectives={kind: min(each.collectives[kind] for each in found) for kind in found[0].collectives},
     )
 
 
@@ -193,7 +203,7 @@ class PeakMemory:
 
 
 def _forget(device: torch.device) -> None:
-    """Give back what the case before and the floors took."""
+    """Give back what the case before and the roofline took."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

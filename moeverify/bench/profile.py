@@ -10,6 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,20 @@ _PLAIN = {"c10::BFloat16": "bfloat16", "c10::Half": "half", "long int": "long", 
 _MICROSECONDS = 1e-6
 
 
-def read_traffic(path: Path) -> tuple[tuple[Traffic, ...], float, float | None]:
-    """Return the collectives of a trace, the seconds in which any ran, and those in which nothing else did.
+@dataclass(frozen=True)
+class StepProfile:
+    """The collectives of a profiled step, the seconds in which any ran, and those in which nothing else did.
 
     The last is None for a trace without GPU kernels.
     """
+
+    traffic: tuple[Traffic, ...]
+    together: float
+    exposed: float | None = None
+
+
+def read_profile(path: Path) -> StepProfile:
+    """Return what a trace of torch's profiler says of collectives."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
@@ -41,9 +51,9 @@ def read_traffic(path: Path) -> tuple[tuple[Traffic, ...], float, float | None]:
         others = [event for event in kernels if "nccl" not in event["name"].lower()]
         together = _length(_spans(ran))
         exposed = together - _overlap(_merge(_spans(ran)), _merge(_spans(others)))
-        return _summarize(ran), together * _MICROSECONDS, exposed * _MICROSECONDS
+        return StepProfile(_summarize(ran), together * _MICROSECONDS, exposed * _MICROSECONDS)
     ran = [event for event in events if event["name"].startswith("gloo:")]
-    return _summarize(ran), _length(_spans(ran)) * _MICROSECONDS, None
+    return StepProfile(_summarize(ran), _length(_spans(ran)) * _MICROSECONDS)
 
 
 def _summarize(ran: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:

@@ -1,4 +1,4 @@
-"""What the machine does with one large operation: the floors beneath a training step.
+"""The roofline of a step: the rates that this machine reaches with one large operation at a time.
 
 Collective: all ranks of the default process group call the functions that say so.
 """
@@ -16,7 +16,7 @@ from moeverify.bench.profile import bus_factor
 from moeverify.case.schema import Case, ReferenceModel
 from moeverify.model.experts import BACKENDS, ExpertWeights
 from moeverify.parallel.collectives import GATHER, REDUCE_SCATTER
-from moeverify.results.measurement import Floors
+from moeverify.results.measurement import Roofline
 from moeverify.train.program import compute_dtype_of
 
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -24,14 +24,14 @@ _COLLECTIVE_BYTES = {"cuda": 2**28, "cpu": 2**22}
 _REPEATS = 10
 
 
-def measure_roofline(case: Case, device: torch.device) -> Floors:
+def measure_roofline(case: Case, device: torch.device) -> Roofline:
     """Return what this rank and its links do alone. Collective: all ranks."""
     dtype = compute_dtype_of(case.recipe.precision)
     dist.barrier()
     matmul = measure_matmul(dtype, device)
     experts = measure_experts(case, dtype, device)
     collectives = measure_collectives(device) if dist.get_world_size() > 1 else {}
-    return Floors(matmul=matmul, experts=experts, collectives=collectives)
+    return Roofline(matmul=matmul, experts=experts, collectives=collectives)
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device) -> float:

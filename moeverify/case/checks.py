@@ -1,4 +1,4 @@
-"""The names of all checks, which a case may skip or declare to differ, and the rule that it names no others."""
+"""The rule that the checks which a case names are checks that there are."""
 
 from __future__ import annotations
 
@@ -8,35 +8,16 @@ from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case
 from moeverify.case.suggest import suggest
 from moeverify.errors import Problem
-
-# What `moeverify.results.checks` has, which this floor cannot see; a test holds the two together.
-CHECK_NAMES = (
-    "initial state",
-    "routing",
-    "routing flips",
-    "routing weights",
-    "loss",
-    "gradient",
-    "gradient norm",
-    "update",
-    "optimizer state",
-    "buffers",
-    "loaded",
-    "replicas",
-    "coverage",
-    "sharding",
-    "repeat",
-    "trace",
-    "precision",
-    "experts",
-    "resumed",
-)
+from moeverify.results.checks import CheckName
 
 
-@reading("checks.skip", "checks.differs")
+@reading("checks.skip", "checks.differs", "checks.also")
 def known_checks(case: Case) -> Iterator[Problem]:
-    """A check that is skipped, or declared to differ, is one."""
-    for field in ("skip", "differs"):
+    """A check that is skipped, declared to differ, or asked for, is one; and only optional ones are asked for."""
+    for field in ("skip", "differs", "also"):
         for name in getattr(case.checks, field):
-            if name not in CHECK_NAMES:
-                yield blame(f"checks.{field}", f"there is no check `{name}`", suggest(name, CHECK_NAMES))
+            if name not in set(CheckName):
+                yield blame(f"checks.{field}", f"there is no check `{name}`", suggest(name, CheckName))
+    for name in set(CheckName).intersection(case.checks.also):
+        if not CheckName(name).is_optional:
+            yield blame("checks.also", f"`{name}` is checked in any case", "remove it")

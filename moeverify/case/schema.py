@@ -6,12 +6,15 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from moeverify.results.checks import check_name
 
 Degree = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 
 
@@ -236,15 +239,16 @@ class Tolerance(Section):
 class Checks(Section):
     """How the layout is compared with its golden.
 
-    `differs` names checks that must find something: where an implementation means something else than the
-    golden. `because` says what.
+    `also` names optional checks to make. `differs` names checks that must find something: where an implementation
+    means something else than the golden. `because` says what.
     """
 
     tolerance: Tolerance = Tolerance()
     steps: Literal["free", "forced"] = "free"
     repeat: Literal["first_step", "every_step", "never"] = "first_step"
-    skip: tuple[str, ...] = ()
-    differs: tuple[str, ...] = ()
+    skip: CheckNames = ()
+    also: CheckNames = ()
+    differs: CheckNames = ()
     because: str = ""
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
 

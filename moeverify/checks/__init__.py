@@ -1,1 +1,1 @@
-"""What is checked, besides the comparison with the golden itself."""
+"""The checks, a file each: what ranks compute against the golden, against themselves and against their layout."""

@@ -19,21 +19,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.checks.precision import Seen, Use
+from moeverify.checks.base import Watch
 from moeverify.layout.local_shard import logical_name
-from moeverify.layout.observer import Observer
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
+from moeverify.results.checks import Kind
+from moeverify.results.facts import Use
+from moeverify.results.trace import CollectiveRecord
 
 _KEPT: Mapping[str, Use] = {
-    "weight": "weight",
-    "gradient": "gradient",
-    "optimizer_state": "optimizer state",
+    Kind.WEIGHT: Use.WEIGHT,
+    Kind.GRADIENT: Use.GRADIENT,
+    Kind.OPTIMIZER_STATE: Use.OPTIMIZER_STATE,
 }
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # their own forward pass is never called
 
-Issued = Callable[[int], Sequence[Mapping[str, Any]]]
+Issued = Callable[[int], Sequence[CollectiveRecord]]
 """From a number of a collective to the records of those that this rank has issued since, oldest first."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The dtype in which a rank saw a parameter used; `how` names the collective or the moment, or is empty."""
+
+    use: Use
+    parameter: str
+    dtype: str
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,56 +58,55 @@ class _Slot:
     stored: Tensor
 
 
-class DtypeTap:
-    """An observer that hands everything on to another, and watches the dtypes of the first step; `seen` has them.
+class DtypeWatch(Watch[list[Sighting]]):
+    """Watches the dtypes of the first step, and reports each use of each parameter once, by collective and moment.
 
     `compute` is the dtype that is hoped for: a parameter that already has it is not watched further.
     """
 
-    def __init__(self, observer: Observer, model: nn.Module, compute: torch.dtype, issued: Issued) -> None:
-        self._observer = observer
-        self._model = model
+    def __init__(self, model: nn.Module, compute: torch.dtype, issued: Issued) -> None:
+        self._model: nn.Module | None = (
+            model  # until its hooks are set: nothing here may keep it alive for longer
+        )
         self._compute = compute
         self._issued = issued
         self._number = 0
-        self._issued_last: Sequence[Mapping[str, Any]] = ()
-        self._seen: dict[tuple[Use, str, str], Seen] = {}
+        self._issued_last: Sequence[CollectiveRecord] = ()
+        self._sightings: dict[tuple[Use, str, str], Sighting] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, _Casts] = {}
         self._awaited: set[int] = set()
 
-    @property
-    def seen(self) -> list[Seen]:
-        """Return what was seen, each use of each parameter once, and apart for each collective and moment."""
-        return list(self._seen.values())
+    def report(self) -> list[Sighting]:
+        """Return what was seen; see `Watch`."""
+        return list(self._sightings.values())
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Note what is kept; see `moeverify.layout.observer.Observer`."""
+        """Note what is kept; see `Watch`."""
         use = _KEPT.get(kind)
         if use is not None and step == 0 and local is not None and local.is_floating_point():
-            parameter, _, key = name.rpartition(".") if kind == "optimizer_state" else (name, "", "")
+            parameter, _, key = name.rpartition(".") if kind == Kind.OPTIMIZER_STATE else (name, "", "")
             self._note(use, parameter, local.dtype, key)
-        self._observer.observe(step, kind, name, local, region)
 
     def begin_step(self, step: int) -> None:
-        """Watch the first step, and no other."""
+        """Watch the first step, and no other; see `Watch`."""
         self.close()
-        if step == 0:
-            self._open()
-        self._observer.begin_step(step)
+        if self._model is not None:
+            self._open(self._model)
+            self._model = None
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Watch no longer; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _open(self) -> None:
-        for prefix, module in self._model.named_modules():
+    def _open(self, model: nn.Module) -> None:
+        for prefix, module in model.named_modules():
             slots = list(_list_slots(prefix, module))
             if slots:
                 self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(slots)))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_hook(self._end_forward, always_call=True))
 
     def _make_pre_hook(self, slots: Sequence[_Slot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
@@ -103,10 +114,10 @@ class DtypeTap:
                 return  # what is compiled with the module must be as it is when nobody watches
             wide: dict[int, str] = {}
             for slot in slots:
-                if ("computes", slot.name, "") in self._seen:
+                if (Use.COMPUTES, slot.name, "") in self._sightings:
                     continue  # a later micro-batch, or a recomputation
                 used = getattr(slot.owner, slot.attribute)
-                self._note("computes", slot.name, used.dtype)
+                self._note(Use.COMPUTES, slot.name, used.dtype)
                 if used is not slot.stored:
                     self._await_reduction(slot, used)
                 if used.dtype != self._compute:
@@ -117,7 +128,7 @@ class DtypeTap:
 
         return hook
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         mode = self._watched.pop(module, None)
@@ -126,7 +137,7 @@ class DtypeTap:
 
     def _narrow(self, name: str, dtype: torch.dtype) -> None:
         if dtype == self._compute:
-            self._note("computes", name, dtype)
+            self._note(Use.COMPUTES, name, dtype)
 
     def _await_reduction(self, slot: _Slot, used: Tensor) -> None:
         """Look at the collectives when FSDP2 hands over the gradient of what it has gathered."""
@@ -140,34 +151,34 @@ class DtypeTap:
         def hook(_: Tensor) -> None:
             new = self._issued(self._number)
             if new:  # else it came with the parameter before
-                self._number = new[-1]["number"]
+                self._number = new[-1].number
                 self._issued_last = new
             for record in _find_reductions(self._issued_last, outer, inner, shape):
-                over = f" over {record['axis']}" if record["axis"] else ""
-                self._note("reduces", slot.name, record["dtype"], f"{record['op']}{over}")
+                over = f" over {record.axis}" if record.axis else ""
+                self._note(Use.REDUCES, slot.name, record.dtype, f"{record.op}{over}")
 
         self._awaited.add(id(slot.stored))
         handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
     def _note(self, use: Use, name: str, dtype: torch.dtype | str, how: str = "") -> None:
-        self._seen[use, name, how] = Seen(use, name, str(dtype).removeprefix("torch."), how)
+        self._sightings[use, name, how] = Sighting(use, name, str(dtype).removeprefix("torch."), how)
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches for casts of some tensors, by the address of their values, and tells the names and new dtypes."""
+    """Watches for casts of some tensors, by the address of their values; `on_cast` gets name and new dtype."""
 
-    def __init__(self, names: Mapping[int, str], tell: Callable[[str, torch.dtype], None]) -> None:
+    def __init__(self, names: Mapping[int, str], on_cast: Callable[[str, torch.dtype], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
-        self._tell = tell
+        self._on_cast = on_cast
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             name = self._names.get(local_part(args[0]).data_ptr())
             if name is not None:
-                self._tell(name, result.dtype)
+                self._on_cast(name, result.dtype)
         return result
 
 
@@ -194,8 +205,8 @@ def _list_groups(tensor: Tensor) -> set[str]:
 
 
 def _find_reductions(
-    records: Sequence[Mapping[str, Any]], outer: set[str], inner: set[str], shape: tuple[int, ...]
-) -> Iterator[Mapping[str, Any]]:
+    records: Sequence[CollectiveRecord], outer: set[str], inner: set[str], shape: tuple[int, ...]
+) -> Iterator[CollectiveRecord]:
     """Yield the collectives that have reduced the gradient of a parameter, the newest first.
 
     FSDP2 sums each gradient of the group over `inner`, the mesh of tensor parallelism, where it is partial there;
@@ -204,9 +215,9 @@ def _find_reductions(
     """
     left = list(records)
     for label in ("all_reduce", "reduce_scatter"):
-        if left and left[-1]["op"].startswith(label) and left[-1]["group_name"] in outer:
+        if left and left[-1].op.startswith(label) and left[-1].group_name in outer:
             yield left.pop()
-    while left and left[-1]["op"].startswith("all_reduce") and left[-1]["group_name"] in inner:
+    while left and left[-1].op.startswith("all_reduce") and left[-1].group_name in inner:
         record = left.pop()
-        if tuple(record["shape"]) == shape:
+        if record.shape == shape:
             yield record

@@ -1,4 +1,4 @@
-"""The command line: one file a command; what a command needs is imported when it runs."""
+"""The command line: one thin file a command; what a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moeverify.cli.mesh import mesh
 from moeverify.cli.report import report
 from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
+from moeverify.results.checks import CheckName
 
 app = typer.Typer(
     help="Verify that a distributed Mixture-of-Experts training run computes what a single device computes.",
@@ -52,9 +53,15 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
+def _list_checks() -> str:
+    """Return what `checks.skip`, `checks.differs` and `checks.also` of a case may name, a line each."""
+    lines = (f"{name}: {name.description}{' (optional)' if name.is_optional else ''}" for name in CheckName)
+    return "\b\nChecks that a case may skip, declare to differ, or ask for:\n" + "\n".join(lines)
+
+
 _COMMANDS = (run, reshard, check, golden, mesh, bench, convert, doctor, report, explain, diff)
 for _command in _COMMANDS:
-    app.command()(_command)
+    app.command(epilog=_list_checks() if _command is check else None)(_command)
 app.add_typer(faults, name="faults")
 
 

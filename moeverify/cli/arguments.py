@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from moeverify.cli.options import OptionGroup
+
+if TYPE_CHECKING:
+    from moeverify.case.schema import Case
+    from moeverify.controller.options import RunOptions
 
 
 class Device(StrEnum):
@@ -42,14 +49,6 @@ GoldenFolder = Annotated[
     Path, typer.Option("--goldens", metavar="DIR", help="Where the goldens are that belong to the cases.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only what did not pass, and the last line.")]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-]
-JunitFile = Annotated[
-    Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI server.")
-]
-HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page.")]
-
 Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
@@ -74,3 +73,67 @@ RequireGoldens = Annotated[
 ]
 
 DEFAULT_GOLDENS = Path("golden")
+
+
+@dataclass(frozen=True)
+class CaseSelection(OptionGroup):
+    """Which cases, and what to change in them."""
+
+    cases: Cases
+    overrides: Overrides = None
+    pattern: Pattern = None
+
+    def load(self) -> list[Case]:
+        """Return the cases.
+
+        Raises: CaseError with everything that is wrong with them.
+        """
+        from moeverify.case.load import load_cases
+
+        return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+
+
+@dataclass(frozen=True)
+class RunSettings(OptionGroup):
+    """How cases run on their ranks."""
+
+    device: DeviceOption = Device.auto
+    ranks: Ranks = None
+    timeout: Timeout = None
+    fault: Fault = None
+    require_goldens: RequireGoldens = None
+    cache: CacheFolder = None
+    goldens: GoldenFolder = DEFAULT_GOLDENS
+
+    def make_options(self, cases: list[Case], folder: Path | None) -> RunOptions:
+        """Return the options of a run of these cases; `folder` keeps everything.
+
+        Raises: CaseError where the function to call on every rank is not there, before any rank starts.
+        """
+        from moeverify.cli.context import is_continuous_integration
+        from moeverify.controller.options import RunOptions
+
+        _check_fault(cases, self.fault)
+        must_have = is_continuous_integration() if self.require_goldens is None else self.require_goldens
+        return RunOptions(
+            device=self.device.value,
+            num_ranks=self.ranks,
+            folder=folder,
+            require_goldens=must_have,
+            golden_folder=self.goldens,
+            cache_folder=self.cache,
+            timeout=self.timeout,
+            fault=self.fault,
+        )
+
+
+def _check_fault(cases: list[Case], fault: str | None) -> None:
+    from moeverify.case.function import examine_function
+    from moeverify.controller.search_path import search_path
+    from moeverify.errors import CaseError
+
+    if fault is not None:
+        found = (examine_function(fault, search_path(case), "--fault") for case in cases)
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            raise CaseError(problems[:1])

@@ -4,51 +4,46 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import Cases, Device, DeviceOption, JsonFile, Overrides, Pattern, Quiet
+from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
 from moeverify.cli.context import FAILED, open_context
+from moeverify.cli.options import with_groups
 
 
+@with_groups
 def bench(
-    cases: Cases,
     *,
-    overrides: Overrides = None,
-    pattern: Pattern = None,
-    json: JsonFile = None,
-    device: DeviceOption = Device.auto,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", min=1, help="Use at most this many ranks; cases that need more are left out."
-        ),
+    selection: CaseSelection,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
     ] = None,
+    device: DeviceOption = Device.auto,
+    ranks: Ranks = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")] = 10,
     warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps before those.")] = 3,
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", min=1.0, metavar="S", help="Seconds a case may take.")
-    ] = None,
+    timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure each case: time of a step, tokens and operations a second, memory, collectives.
 
     Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right.
     """
-    with open_context() as door:
-        from moeverify.case.load import load_cases
+    with open_context() as context:
         from moeverify.controller.bench import bench_cases
         from moeverify.report.bench import render_bench
-        from moeverify.report.files import check_writable
+        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
 
-        if json is not None and door.is_first:
+        if json is not None and context.is_first:
             check_writable([json], None)  # before minutes of measuring
-        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
-        with open_progress(door.out, quiet=quiet) as progress:
+        cases = selection.load()
+        with open_progress(context.out, quiet=quiet) as progress:
             result = bench_cases(
-                loaded,
+                cases,
                 device=device.value,
                 num_ranks=ranks,
                 warmup=warmup,
@@ -60,7 +55,7 @@ def bench(
             return
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
         if json is not None:
-            json.write_text(result.model_dump_json(indent=1))
-        render_bench(result, door.out)
+            write_atomically(json, result.model_dump_json(indent=1))
+        render_bench(result, context.out)
         if any(case.step is None for case in result.cases):
             raise typer.Exit(FAILED)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from moeverify.cli.arguments import Cases, Overrides, Pattern
+from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
+from moeverify.cli.options import with_groups
 
 
-def check(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
+@with_groups
+def check(*, selection: CaseSelection) -> None:
     """Validate cases without running them.
 
     Prints one line a case, or all problems.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.case.describe import describe_layout, describe_recipe
-        from moeverify.case.load import load_cases
         from moeverify.report.case_list import CaseLine, render_catalog
 
-        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         lines = [
             CaseLine(
                 case.name, case.layout.world_size, describe_layout(case.layout), describe_recipe(case.recipe)
             )
-            for case in loaded
+            for case in selection.load()
         ]
-        render_catalog(lines, door.out)
+        render_catalog(lines, context.out)

@@ -55,7 +55,7 @@ def open_context() -> Iterator[CommandContext]:
 
     is_first = find_rank() == 0
     width = _find_width()
-    door = CommandContext(
+    context = CommandContext(
         open_console(sys.stdout, width=width, quiet=not is_first),
         open_console(sys.stderr, width=width, quiet=not is_first),
         is_first,
@@ -64,26 +64,26 @@ def open_context() -> Iterator[CommandContext]:
         _print_anything(stream)
     try:
         with _ends_on_signals():
-            yield door
-            door.out.file.flush()
+            yield context
+            context.out.file.flush()
     except typer.Exit:
         raise
     except MoeverifyError as error:
-        render_error(error, door.err)
+        render_error(error, context.err)
         raise typer.Exit(FAILED if isinstance(error, RankFailure) else BAD_INPUT) from None
     except Ended as error:
         with suppress(OSError):  # the terminal is gone
-            door.err.print(str(error))
+            context.err.print(str(error))
         raise typer.Exit(128 + error.number) from None
     except KeyboardInterrupt:
-        door.err.print("interrupted")
+        context.err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         raise typer.Exit(READER_GONE) from None
     except Exception:
         # Python would exit with 1, which here means that a layout computes something else.
         traceback.print_exc()
-        door.err.print("error: this is a fault of moeverify itself, or of the code that a case names")
+        context.err.print("error: this is a fault of moeverify itself, or of the code that a case names")
         raise typer.Exit(FAILED) from None
 
 

@@ -56,13 +56,13 @@ def convert(
 
     Streams: about one piece of 64 MiB is in memory. DESTINATION appears when it is complete, or not at all.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.report.transfer import describe_transfer, open_transfer
         from moeverify.weights.stream import convert as convert_weights
 
         described = _describe(preset, config)
         started = time.monotonic()
-        with open_transfer(door.out, quiet=quiet) as on_progress:
+        with open_transfer(context.out, quiet=quiet) as on_progress:
             done = convert_weights(
                 source,
                 destination,
@@ -74,7 +74,9 @@ def convert(
             )
         seconds = time.monotonic() - started
         text = describe_transfer(done.num_tensors, done.num_bytes, done.num_files, seconds)
-        door.out.print(f"{source} ({done.source_kind}) -> {destination} ({to.value}): {text}", soft_wrap=True)
+        context.out.print(
+            f"{source} ({done.source_kind}) -> {destination} ({to.value}): {text}", soft_wrap=True
+        )
 
 
 def _describe(preset: str | None, config: Path | None) -> Description | None:

@@ -22,12 +22,12 @@ def diff(
 
     Exits with 1 when verdicts differ, or when only one of the runs has a case.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.report.changes import compare_runs, same_verdicts
         from moeverify.report.changes_text import render_changes
         from moeverify.report.formats.json import read_run
 
         old, new = read_run(before), read_run(after)
         changes = compare_runs(old, new, factor=factor)
-        render_changes(changes, old, new, door.out)
+        render_changes(changes, old, new, context.out)
         raise typer.Exit(0 if same_verdicts(changes) else 1)

@@ -12,10 +12,10 @@ def doctor() -> None:
 
     Looks at torch, backends and their known faults, GPUs and optional packages.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.controller.doctor import examine
         from moeverify.report.probes import render_probes
 
         probes = examine()
-        render_probes(probes, door.out)
+        render_probes(probes, context.out)
         raise typer.Exit(BAD_INPUT if any(probe.status == "fail" for probe in probes) else 0)

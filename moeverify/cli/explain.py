@@ -23,7 +23,7 @@ def explain(
 
     Without FINDING, list the findings that follow from no other, with their numbers.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.report.explanation import (
             choose_finding,
             number_findings,
@@ -34,7 +34,7 @@ def explain(
 
         result = read_run(run)
         if not finding:
-            render_list(result, door.out, run)
+            render_list(result, context.out, run)
             return
         item = choose_finding(result, " ".join(finding))
-        render_explanation(item, len(number_findings(result)), door.out)
+        render_explanation(item, len(number_findings(result)), context.out)

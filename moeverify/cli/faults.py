@@ -44,17 +44,17 @@ Output = Annotated[
 @faults.command("list")
 def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
     """List faults, one a line."""
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
         for fault in choose_faults(numbers or [], pattern):
-            door.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
+            context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
 
 
 @faults.command("show")
 def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> None:
     """Show where a fault comes from, what it does, and how to run a case with it."""
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.case.describe import describe_layout
         from moeverify.faults.choice import choose_faults
         from moeverify.report.words.expected import describe_expected
@@ -72,7 +72,7 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> 
             ]
             if fault.notes:
                 lines.append(f"  notes      {fault.notes}")
-            door.out.print("\n".join(lines), markup=False, highlight=False)
+            context.out.print("\n".join(lines), markup=False, highlight=False)
 
 
 @faults.command("run")
@@ -93,7 +93,7 @@ def run(
 
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.controller.fault_benchmark import change_precision, run_faults
         from moeverify.controller.machine import choose_device, describe_environment
         from moeverify.faults.choice import choose_faults
@@ -105,9 +105,9 @@ def run(
         if precision is not None:
             chosen = [change_precision(fault, precision.value) for fault in chosen]
         check_writable([markdown] if markdown is not None else [])
-        with open_progress(door.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet) as progress:
             rows = run_faults(chosen, _options(device, cache), progress.on_event)
-        render_faults(rows, door.out)
+        render_faults(rows, context.out)
         if markdown is not None:
             words = ["moeverify faults run", *(numbers or [])]
             words += [f"--precision {precision.value}"] if precision is not None else []
@@ -146,7 +146,7 @@ def clean(
 
     Exit code 1 when there was an alarm, 3 when a rank failed.
     """
-    with open_context() as door:
+    with open_context() as context:
         from moeverify.controller.clean_matrix import choose_clean, run_clean
         from moeverify.controller.kept import KeptRows
         from moeverify.controller.machine import choose_device, describe_environment
@@ -158,10 +158,10 @@ def clean(
         check_writable([path for path in (keep, markdown) if path is not None])
         environment = describe_environment(choose_device(device.value))
         kept = KeptRows(keep, environment) if keep is not None else None
-        with open_progress(door.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet) as progress:
             rows = run_clean(runs, _options(device, cache), progress.on_event, kept)
         for line in summarize_clean(rows):
-            door.out.print(line, markup=False, highlight=False)
+            context.out.print(line, markup=False, highlight=False)
         if markdown is not None:
             command = f"moeverify faults clean --seeds {num_seeds}"
             command += f" -k '{pattern}'" if pattern is not None else ""

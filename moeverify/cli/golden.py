@@ -9,22 +9,20 @@ import typer
 from moeverify.cli.arguments import (
     DEFAULT_GOLDENS,
     CacheFolder,
-    Cases,
+    CaseSelection,
     Device,
     DeviceOption,
     GoldenFolder,
-    Overrides,
-    Pattern,
     Quiet,
 )
 from moeverify.cli.context import open_context
+from moeverify.cli.options import with_groups
 
 
+@with_groups
 def golden(
-    cases: Cases,
     *,
-    overrides: Overrides = None,
-    pattern: Pattern = None,
+    selection: CaseSelection,
     check: Annotated[
         bool,
         typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused."),
@@ -35,17 +33,15 @@ def golden(
     quiet: Quiet = False,
 ) -> None:
     """Record or refresh the goldens of cases."""
-    with open_context() as door:
-        from moeverify.case.load import load_cases
-
-        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
+    with open_context() as context:
+        cases = selection.load()
         from moeverify.controller.golden import record_goldens
         from moeverify.controller.options import RunOptions
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
 
         options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache)
-        with open_progress(door.out, quiet=quiet) as progress:
-            rows = record_goldens(loaded, options, progress.on_event, check=check)
-        render_goldens(rows, door.out)
+        with open_progress(context.out, quiet=quiet) as progress:
+            rows = record_goldens(cases, options, progress.on_event, check=check)
+        render_goldens(rows, context.out)
         raise typer.Exit(1 if check and is_stale(rows) else 0)

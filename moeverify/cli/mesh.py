@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from moeverify.cli.arguments import Cases, Overrides, Pattern
+from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
+from moeverify.cli.options import with_groups
 
 
-def mesh(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) -> None:
+@with_groups
+def mesh(*, selection: CaseSelection) -> None:
     """Show the device mesh of each case.
 
     Its axes and groups, and each rank's coordinates and data.
     """
-    with open_context() as door:
-        from moeverify.case.load import load_cases
+    with open_context() as context:
         from moeverify.controller.mesh import make_picture
         from moeverify.report.mesh import render
 
-        for position, case in enumerate(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)):
+        for position, case in enumerate(selection.load()):
             if position:
-                door.out.print()
-            render(make_picture(case), door.out)
+                context.out.print()
+            render(make_picture(case), context.out)

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from moeverify.cli.options import OptionGroup
+from moeverify.report.formats.registry import FORMATS, write_run
 
 if TYPE_CHECKING:
     from moeverify.results.run import RunResult
 
-Write = Callable[["RunResult", Path], None]
-
 
 @dataclass(frozen=True)
-class Outputs:
-    """Where a run is to be written; None for what was not asked for."""
+class Outputs(OptionGroup):
+    """Where a run is to be written: a file for each format that was asked for, and the folder of all, if any."""
 
-    json: Path | None = None
-    junit: Path | None = None
-    html: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
     folder: Path | None = None
+
+    @classmethod
+    def list_options(cls) -> Sequence[Parameter]:
+        """Return an option for each format; see `OptionGroup`."""
+        return [
+            Parameter(
+                each.name,
+                Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    Path | None, typer.Option(f"--{each.name}", metavar="FILE", help=each.help)
+                ],
+            )
+            for each in FORMATS
+        ]
+
+    @classmethod
+    def gather(cls, values: Mapping[str, Any]) -> Self:
+        """Return the files that were asked for; see `OptionGroup`."""
+        return cls({name: path for name, path in values.items() if path is not None})
+
+    def keeping(self, folder: Path | None) -> Outputs:
+        """Return the same outputs with the folder in which everything is kept."""
+        return replace(self, folder=folder)
 
     def check(self) -> None:
         """Make sure that all can be written, and make their folders.
@@ -29,30 +55,22 @@ class Outputs:
         """
         from moeverify.report.files import check_writable
 
-        check_writable((path for path in (self.json, self.junit, self.html) if path is not None), self.folder)
+        check_writable(self.files.values(), self.folder)
 
     def write(self, run: RunResult) -> list[str]:
         """Write everything that was asked for and return what could not be written, with the reason."""
         failures = []
-        for path, write in self._list_writers():
+        for name, path in self._list_files():
             try:
-                write(run, path)
+                write_run(name, run, path)
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
         return failures
 
-    def _list_writers(self) -> Iterator[tuple[Path, Write]]:
-        """Yield each path with the function that writes its format."""
-        from moeverify.report.formats.json import RUN_FILE, write_run
-        from moeverify.report.formats.junit import write_junit
-
+    def _list_files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the format and the path of each file; what is kept can be read again, so it is JSON."""
         if self.folder is not None:
-            yield self.folder / RUN_FILE, write_run
-        if self.json is not None:
-            yield self.json, write_run
-        if self.junit is not None:
-            yield self.junit, write_junit
-        if self.html is not None:
-            from moeverify.report.formats.html import write_page
+            from moeverify.report.formats.json import RUN_FILE
 
-            yield self.html, write_page
+            yield "json", self.folder / RUN_FILE
+        yield from self.files.items()

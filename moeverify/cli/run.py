@@ -11,31 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import (
-    DEFAULT_GOLDENS,
-    CacheFolder,
-    Cases,
-    Device,
-    DeviceOption,
-    Fault,
-    GoldenFolder,
-    HtmlFile,
-    JsonFile,
-    JunitFile,
-    Overrides,
-    Pattern,
-    Quiet,
-    Ranks,
-    RequireGoldens,
-    Timeout,
-)
-from moeverify.cli.context import (
-    BAD_INPUT,
-    EXIT_CODES,
-    CommandContext,
-    is_continuous_integration,
-    open_context,
-)
+from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -44,25 +22,16 @@ if TYPE_CHECKING:
     from moeverify.results.run import RunResult
 
 
+@with_groups
 def run(
-    cases: Cases,
     *,
-    overrides: Overrides = None,
-    pattern: Pattern = None,
-    json: JsonFile = None,
-    junit: JunitFile = None,
-    html: HtmlFile = None,
+    selection: CaseSelection,
+    outputs: Outputs,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Keep everything for report, diff and debugging."),
     ] = None,
-    device: DeviceOption = Device.auto,
-    ranks: Ranks = None,
-    timeout: Timeout = None,
-    fault: Fault = None,
-    require_goldens: RequireGoldens = None,
-    cache: CacheFolder = None,
-    goldens: GoldenFolder = DEFAULT_GOLDENS,
+    settings: RunSettings,
     follow_up: Annotated[
         bool,
         typer.Option(
@@ -72,60 +41,28 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
-    with open_context() as door:
-        outputs = Outputs(json, junit, html, out)
-        if door.is_first:
+    with open_context() as context:
+        outputs = outputs.keeping(out)
+        if context.is_first:
             outputs.check()
-        from moeverify.case.load import load_cases
-
-        loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
-        check_fault(loaded, fault)
-        from moeverify.controller.options import RunOptions
-
-        options = RunOptions(
-            device=device.value,
-            num_ranks=ranks,
-            folder=out,
-            require_goldens=is_continuous_integration() if require_goldens is None else require_goldens,
-            golden_folder=goldens,
-            cache_folder=cache,
-            timeout=timeout,
-            fault=fault,
-        )
+        cases = selection.load()
+        options = settings.make_options(cases, out)
 
         def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
             from moeverify.controller.follow_up import follow_up as run_follow_up
             from moeverify.controller.run import run_cases
 
-            result = run_cases(loaded, options, on_event)
-            return (
-                run_follow_up(loaded, result, options, show) if follow_up and result is not None else result
-            )
+            result = run_cases(cases, options, on_event)
+            return run_follow_up(cases, result, options, show) if follow_up and result is not None else result
 
-        raise typer.Exit(run_and_report(go, loaded, outputs, door, quiet=quiet))
-
-
-def check_fault(cases: list[Case], fault: str | None) -> None:
-    """Make sure, before ranks start, that the function to call on them is there.
-
-    Raises: CaseError.
-    """
-    from moeverify.case.function import examine_function
-    from moeverify.controller.search_path import search_path
-    from moeverify.errors import CaseError
-
-    if fault is not None:
-        found = (examine_function(fault, search_path(case), "--fault") for case in cases)
-        problems = [problem for problem in found if problem is not None]
-        if problems:
-            raise CaseError(problems[:1])
+        raise typer.Exit(run_and_report(go, cases, outputs, context, quiet=quiet))
 
 
 def run_and_report(
     go: Callable[[OnEvent, OnEvent], RunResult | None],
     cases: Sequence[Case],
     outputs: Outputs,
-    door: CommandContext,
+    context: CommandContext,
     *,
     quiet: bool,
 ) -> int:
@@ -139,18 +76,18 @@ def run_and_report(
 
     keeper = Keeper()
     try:
-        with open_progress(door.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet) as progress:
             result = go(keeper.watch(progress.on_event), progress.on_event)
     except BaseException as error:
-        if door.is_first:
-            deliver(keeper.make_partial(cases, error), outputs, door, quiet=quiet or not keeper.results)
+        if context.is_first:
+            deliver(keeper.make_partial(cases, error), outputs, context, quiet=quiet or not keeper.results)
         raise
     if result is None:  # one of several ranks; the first one reports
         return 0
-    return deliver(result, outputs, door, quiet=quiet)
+    return deliver(result, outputs, context, quiet=quiet)
 
 
-def deliver(result: RunResult, outputs: Outputs, door: CommandContext, *, quiet: bool) -> int:
+def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool) -> int:
     """Write the files first, since a reader of the console may hang up, then print; return the exit code."""
     from moeverify.report.text import render_run
 
@@ -158,7 +95,7 @@ def deliver(result: RunResult, outputs: Outputs, door: CommandContext, *, quiet:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
-        render_run(result, door.out, folder=outputs.folder, file=outputs.json, quiet=quiet)
+        render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
     for failure in failures:
-        door.err.print(f"error: {failure}", soft_wrap=True)
+        context.err.print(f"error: {failure}", soft_wrap=True)
     return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

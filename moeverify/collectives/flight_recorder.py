@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from moeverify.results.trace import CollectiveRecord, State
 
 NUM_SLOTS = 64
 _SLOT_SIZE = 1024
 _STARTED, _FINISHED, _FAILED = b"SFX"
-_NAMES = {_STARTED: "started", _FINISHED: "finished", _FAILED: "failed"}
+_NAMES: Mapping[int, State] = {_STARTED: "started", _FINISHED: "finished", _FAILED: "failed"}
 _HEAD = 3  # the state, and the length of the text in two bytes
 
 
@@ -52,8 +54,8 @@ class FlightFile:
         self._map.close()
 
 
-def read_flight(path: Path) -> list[dict[str, Any]]:
-    """Return the records in the file, oldest first, each with `state`; none when there is no such file."""
+def read_flight(path: Path) -> list[CollectiveRecord]:
+    """Return the records in the file, oldest first; none when there is no such file."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -64,8 +66,8 @@ def read_flight(path: Path) -> list[dict[str, Any]]:
             continue
         size = int.from_bytes(data[start + 1 : start + _HEAD], "little")
         try:
-            record = json.loads(data[start + _HEAD : start + _HEAD + size])
+            content = json.loads(data[start + _HEAD : start + _HEAD + size])
+            records.append(CollectiveRecord(**content, state=_NAMES[data[start]]))
         except ValueError:  # the rank was killed in the middle of this record
             continue
-        records.append({**record, "state": _NAMES[data[start]]})
-    return sorted(records, key=lambda record: record["number"])
+    return sorted(records, key=lambda record: record.number)

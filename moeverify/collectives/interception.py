@@ -6,14 +6,13 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from moeverify.collectives.ledger import Stream
-
-State = Literal["started", "finished", "failed"]
+from moeverify.results.trace import CollectiveRecord, State
 
 
 class Operator(NamedTuple):
@@ -75,11 +74,11 @@ class Group(NamedTuple):
         if sender is None or receiver is None:
             return Stream(self.name, tuple(self.ranks), self.axis)
         pair = (self.ranks[sender], self.ranks[receiver])
-        return Stream(f"{self.name} from {pair[0]} to {pair[1]}", pair, self.axis)
+        return Stream(self.name, pair, self.axis, is_message=True)
 
 
 class Collective:
-    """One collective; `work` is held only until it is seen to be over, since it pins tensors."""
+    """One collective; `work` is kept only until it is seen to be over, since it pins tensors."""
 
     __slots__ = (
         "device",
@@ -125,29 +124,29 @@ class Collective:
     def update(self) -> bool:
         """Return whether it is over, after a look at its work."""
         if self.state == "started" and self.work is not None and self.work.is_completed():
-            # Perhaps with an error: whoever waits for it is told. Asking here makes torch print a warning.
+            # Perhaps with an error: whoever waits for it gets it. Asking here makes torch print a warning.
             self.state = "finished"
         return self.state != "started"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record that a trace shows."""
-        return {
-            "number": self.number,
-            "op": self.operator.label,
-            "group": self.group.ranks,
-            "group_name": self.group.name,
-            "axis": self.group.axis,
-            "sequence": self.sequence,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "num_tensors": self.size,
-            "signature": self.signature,
-            "peer": self.peer,
-            "site": self.site,
-            "state": self.state,
-            "started": self.started,
-            "seconds": None if self.state == "started" else self.finished - self.started,
-        }
+    def to_record(self) -> CollectiveRecord:
+        """Return the record that a trace shows; not validated, since a run has thousands."""
+        return CollectiveRecord.model_construct(
+            number=self.number,
+            op=self.operator.label,
+            group=tuple(self.group.ranks),
+            group_name=self.group.name,
+            axis=self.group.axis,
+            sequence=self.sequence,
+            shape=self.shape,
+            dtype=self.dtype,
+            num_tensors=self.size,
+            signature=self.signature,
+            peer=self.peer,
+            site=self.site,
+            state=self.state,
+            started=self.started,
+            seconds=None if self.state == "started" else self.finished - self.started,
+        )
 
     def to_flight(self) -> bytes:
         """Return what the flight file keeps, as JSON; put together by hand, since every call pays for it."""
@@ -198,7 +197,7 @@ def find_work(returned: Any) -> dist.Work | None:
 
 
 def mark_stream(device: str) -> _StreamMark | None:
-    """Return something to ask whether a collective without a work is over, if the device can tell."""
+    """Return something to ask whether a collective without a work is over, where the device can say."""
     if device != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     return _StreamMark()

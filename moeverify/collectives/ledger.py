@@ -1,4 +1,4 @@
-"""What a rank has issued on each group, in order: enough to find out whether the ranks of a group agree. No torch.
+"""The collectives of a rank, by group and in order: enough to see whether the ranks of a group agree. No torch.
 
 Ranks that meet in a collective must issue the same ones in the same order, with the same element type, and where
 nothing allows other sizes with the same size. What must be the same is a `signature`; a stream is a group, or for
@@ -19,11 +19,15 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Stream(NamedTuple):
-    """Which collectives must be the same on which ranks: all of a group's, or the messages of one pair."""
+    """Which collectives must be the same on which ranks: all of a group's, or the messages of one pair.
+
+    The ranks of a pair are (sender, receiver).
+    """
 
     group: str
     ranks: tuple[int, ...]
     axis: str = ""
+    is_message: bool = False
 
 
 class Page(NamedTuple):
@@ -118,18 +122,3 @@ def locate(stream: Stream, counts: Mapping[int, int], entries: Mapping[int, Sequ
         if len({entry.signature if entry is not None else None for entry in here.values()}) > 1:
             return Disagreement(stream, position + 1, here, counts)
     return Disagreement(stream, longest + 1, dict.fromkeys(entries), counts, is_known=False)
-
-
-def describe(disagreement: Disagreement) -> list[str]:
-    """Return one line for each group of ranks that did the same."""
-    if not disagreement.is_known:
-        told = ", ".join(f"rank {rank} issued {count}" for rank, count in disagreement.counts.items())
-        return [f"they agree in the first {disagreement.number - 1}, and no more is kept; {told}"]
-    groups: dict[str, list[int]] = {}
-    for rank, entry in disagreement.entries.items():
-        what = f"{entry.signature}, called at {entry.site}" if entry is not None else "no further one"
-        groups.setdefault(what, []).append(rank)
-    return [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {what}"
-        for what, ranks in sorted(groups.items(), key=lambda item: -len(item[1]))
-    ]

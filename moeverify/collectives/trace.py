@@ -25,7 +25,6 @@ from moeverify.collectives.interception import (
     Collective,
     Group,
     Operator,
-    State,
     describe_group,
     find_group,
     find_storage,
@@ -33,6 +32,7 @@ from moeverify.collectives.interception import (
     mark_stream,
 )
 from moeverify.collectives.ledger import Ledger, Stream
+from moeverify.results.trace import CollectiveRecord, State
 
 _INNER = (str(Path(torch.__file__).parent), __file__, "<")
 # Decorators of these wrap torch's functions, and stand between them and their caller.
@@ -43,16 +43,9 @@ _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 class CollectiveTrace:
     """A context manager that records collectives, the newest `capacity` of them.
 
-    A record is a dict of JSON data: `number` (of all since the reset, from 1), `op`, `group` (global ranks),
-    `group_name`, `axis` (of the mesh that the group was made for, or nothing), `sequence` (from 1, of this group;
-    point-to-point counts apart, per peer), `shape` and `dtype` of this rank's first tensor, `num_tensors`,
-    `signature` (what must be the same on all ranks), `peer` (root, source or destination in the group, or -1),
-    `site` (the first frame outside torch), `state` (`started`, `finished`, `failed`), `started` (Unix time) and
-    `seconds` until it was seen to be over. On CUDA a collective is over when the device is through.
-
     `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
 
-    With a `path`, the last records are also kept in a file, for `flight.read_flight`.
+    With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
@@ -125,21 +118,23 @@ class CollectiveTrace:
         with self._lock:
             self._close_finished()
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[CollectiveRecord]:
         """Return the records, oldest first."""
         self.poll()
-        return [collective.to_dict() for collective in list(self._collectives)]
+        return [collective.to_record() for collective in list(self._collectives)]
 
-    def since(self, number: int) -> list[dict[str, Any]]:
+    def since(self, number: int) -> list[CollectiveRecord]:
         """Return the records of what came after the collective of this number, oldest first."""
         if self._number == number:
             return []  # asked often
-        return [collective.to_dict() for collective in list(self._collectives) if collective.number > number]
+        return [
+            collective.to_record() for collective in list(self._collectives) if collective.number > number
+        ]
 
-    def last(self) -> dict[str, Any] | None:
+    def last(self) -> CollectiveRecord | None:
         """Return the newest record."""
         self.poll()
-        return self._collectives[-1].to_dict() if self._collectives else None
+        return self._collectives[-1].to_record() if self._collectives else None
 
     def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:

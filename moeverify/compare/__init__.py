@@ -1,1 +1,1 @@
-"""The comparison of shards with the golden: statistics, bounds and findings."""
+"""What ranks compute against the golden, where it lies: statistics and hashes, merged over ranks."""

@@ -1,4 +1,4 @@
-"""An observer that compares every piece with the golden where the piece lives, and keeps only numbers."""
+"""An observer that compares every shard with the golden where the shard lives, and keeps only numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reference(Protocol):
 
 
 class _Measurer(Protocol):
-    """What compares pieces: at once, or behind the training."""
+    """A way to compare shards: at once, or beside the training."""
 
     def add(self, read: Callable[[], Tensor | None], actual: Tensor) -> None: ...
     def results(self) -> Iterator[Measured]: ...
@@ -37,9 +37,9 @@ class _Measurer(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank found out about one piece.
+    """The comparison of one shard of one rank.
 
-    `bits` hashes the exact local values; pieces of one region must agree in it on every rank. `state` is
+    `bits` hashes the exact local values; shards of one region must agree in it on every rank. `state` is
     `compared`, `absent` (the run has no such tensor here), or `unexpected` (the golden has none).
     """
 
@@ -58,7 +58,7 @@ class Entry:
 class Comparison:
     """Compares what it observes with a reference; `entries` gives the result once the run is over.
 
-    Nothing waits for a GPU while the run goes on: there pieces are compared behind it.
+    Nothing waits for a GPU while the run goes on: there shards are compared asynchronously.
     """
 
     def __init__(self, reference: Reference, *, hash_bits: bool = True) -> None:
@@ -68,7 +68,7 @@ class Comparison:
         self._measurers: dict[torch.device, _Measurer] = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Compare one piece; see `moeverify.layout.observer.Observer`."""
+        """Compare one shard; see `moeverify.layout.observer.Observer`."""
         if kind in UNCOMPARED_KINDS:
             return
         if local is None:
@@ -83,10 +83,10 @@ class Comparison:
         self._pending.append((step, kind, name, region, local is None, tuple(actual.shape), measurer))
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: steps are told apart by what is observed."""
+        """Do nothing: what is observed says its step."""
 
     def entries(self) -> Iterator[Entry]:
-        """Yield one entry a piece, in the order of observation."""
+        """Yield one entry a shard, in the order of observation."""
         found = {id(measurer): measurer.results() for measurer in self._measurers.values()}
         for step, kind, name, region, absent, local_shape, measurer in self._pending:
             measured = next(found[id(measurer)])
@@ -114,9 +114,9 @@ def _nothing() -> None:
 
 def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
     if device.type == "cuda" and _can_compile():
-        from moeverify.compare.gpu.async_compare import Follower
+        from moeverify.compare.gpu.async_compare import AsyncComparison
 
-        return Follower(device)  # there a hash costs next to nothing
+        return AsyncComparison(device)  # there a hash costs next to nothing
     return _AtOnce(hash_bits)
 
 
@@ -126,7 +126,7 @@ def _can_compile() -> bool:
 
 
 class _AtOnce:
-    """Compares each piece when it is added."""
+    """Compares each shard when it is added."""
 
     def __init__(self, hash_bits: bool) -> None:
         self._differences = Differences()

@@ -1,4 +1,4 @@
-"""How two tensors differ, as a few numbers that can be merged over pieces and ranks.
+"""How two tensors differ, as a few numbers that can be merged over shards and ranks.
 
 All sums are taken in float64. `measure` leaves them in one tensor on the device, so that a whole step can
 be compared without waiting for the device once per tensor.
@@ -28,7 +28,7 @@ STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at d
 class Difference:
     """Statistics of `actual` against `expected` over some elements of one logical tensor.
 
-    `position` is the row-major position, in the local piece, of the element that differs most; `expected_at`
+    `position` is the row-major position, in the local shard, of the element that differs most; `expected_at`
     and `actual_at` are the two values there.
     """
 
@@ -91,7 +91,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out for one piece: the fields of a `Difference`, the hash of its bits, whether the golden knew it."""
+    """What came out for one shard: the fields of a `Difference`, the hash of its bits, whether the golden knew it."""
 
     statistics: list[float]
     bits: int
@@ -127,8 +127,8 @@ def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
     a = actual.to(torch.float64)
     error = a - e
     size = error.abs()
-    worst = torch.argmax(size)
-    nonfinite = error.numel() - torch.count_nonzero(size <= LARGEST)
+    worst = torch.argmax(size)  # a NaN counts as the largest
+    nonfinite = error.numel() - torch.count_nonzero(size <= LARGEST)  # the comparison is false for a NaN too
     return torch.stack(
         [
             error.new_tensor(float(error.numel())),
@@ -147,7 +147,7 @@ def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
 
 def _merge_statistics(parts: Tensor) -> Tensor:
     """Return the statistics of all parts (N, NUM_STATISTICS); an error that is no number counts as the worst."""
-    total = parts.sum(dim=0)
+    total = parts.sum(dim=0)  # columns 5 to 8 are of one element, and taken over from the worst part
     worst = parts.index_select(0, torch.argmax(parts[:, 5]).reshape(1))[0]
     total[5:9] = worst[5:9]
     return total
@@ -205,7 +205,11 @@ def fingerprint_bits(local: Tensor) -> Tensor:
 
 
 def hash_words(words: Tensor, places: Tensor) -> Tensor:
-    """Return the addend of each word (int64) at its place to the hash of its tensor."""
+    """Return what each word (int64) at its place adds to the hash of its tensor.
+
+    A sum of mixed words, so that spans and ranks can be added in any order; the place is mixed in, so that equal
+    words at different places differ.
+    """
     return _scramble(torch.mul(words, GOLDEN_RATIO).add_(places * STRIDE))
 
 
@@ -229,7 +233,10 @@ def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scramble(values: Tensor) -> Tensor:
-    """Do what `mix` does in place, with one temporary: the hash is as fast as these passes over memory."""
+    """Do what `mix` does in place, with one temporary: the hash is as fast as these passes over memory.
+
+    torch's shift of int64 is arithmetic: the bits that it fills in from the sign are masked out again.
+    """
     shifted = torch.empty_like(values)
     for by, factor in ((30, FACTORS[0]), (27, FACTORS[1]), (31, 1)):
         torch.bitwise_right_shift(values, by, out=shifted)

@@ -1,1 +1,1 @@
-"""What the process does that a user started: it plans jobs, starts ranks, and judges. Imports no torch."""
+"""The process that a user starts: it plans jobs, starts ranks, and reports verdicts. Imports no torch."""

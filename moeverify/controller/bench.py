@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 from moeverify.case.describe import describe_layout
 from moeverify.case.schema import Case
-from moeverify.controller.machine import choose_device, describe_environment, most_ranks
-from moeverify.controller.packages import find_obstacle
+from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
-from moeverify.launch.launcher import run_jobs
-from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
+from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
+from moeverify.jobs import WORKER, BenchJob, BenchResult, Refusal
+from moeverify.launch.plan import JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
-from moeverify.results.measurement import BenchResult, Measurement
+from moeverify.report.words.failure import describe_failure, word_report
+from moeverify.report.words.note import describe_obstacle
+from moeverify.results.measurement import BenchRun, Measurement
 from moeverify.results.run import Event
 
-ENTRY = "moeverify.worker.main"
 TIMEOUT = 900.0
 
 
@@ -33,110 +35,68 @@ def bench_cases(
     steps: int,
     timeout: float | None,
     on_event: Callable[[Event], None],
-) -> BenchResult | None:
+) -> BenchRun | None:
     """Return what each case costs, in their order; on any rank but the first of an external launch, None.
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    bench = _Bench(cases, choose_device(device), num_ranks, warmup, steps, timeout, on_event)
+    chosen, limit = choose_device(device), find_limit(choose_device(device), num_ranks)
+    found: dict[str, Measurement] = {}
+    tasks: list[Task[Measurement]] = []
+    for case in cases:
+        obstacle = find_obstacle(case, chosen, limit)
+        if obstacle is not None:
+            found[case.name] = _refuse(case, describe_obstacle(obstacle))
+        else:
+            asked = BenchJob(case=case, warmup=warmup, steps=steps, search_path=tuple(search_path(case)))
+            limit_s = TIMEOUT if timeout is None else timeout
+            job = make_job(case.name, case.layout.world_size, limit_s, asked)
+            tasks.append(Task(job, partial(_judge, case)))
+
+    def on_launch(event: LaunchEvent) -> None:
+        done, total = len(found), len(cases)
+        if event.kind == "launch":
+            on_event(Event(kind="launch", num_done=done, num_total=total, num_ranks=event.num_ranks))
+        elif event.kind == "start":
+            on_event(Event(kind="case-start", num_done=done, num_total=total, case=event.job))
+
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with scratch_folder() as folder:
-        bench.execute(folder)
-    if not bench.is_first:
+        for measured in run_tasks(tasks, entry=WORKER, folder=folder, device=chosen, on_event=on_launch):
+            found[measured.name] = measured
+    world = external_world()
+    if world is not None and world.rank != 0:
         return None
-    return BenchResult(
-        environment=describe_environment(bench.device),
+    return BenchRun(
+        environment=describe_environment(chosen),
         started=started,
         seconds=time.monotonic() - began,
         warmup=warmup,
         steps=steps,
-        cases=tuple(bench.found[case.name] for case in cases),
+        cases=tuple(found[case.name] for case in cases),
     )
 
 
-class _Bench:
-    """The state of one run: what was measured, and what still waits."""
+def _judge(case: Case, outcome: JobOutcome) -> Measurement:
+    """Return what was measured of a case, or why nothing was."""
+    answer = read_outcome(outcome, BenchResult)
+    if isinstance(answer, BenchResult):
+        return answer.measurement.model_copy(update=_name(case))
+    if isinstance(answer, Refusal):
+        return _refuse(case, answer.error)
+    first = [word_report(report).summary for report in outcome.rank_reports[:1]]
+    return _refuse(case, "; ".join([describe_failure(outcome.failure), *first]))
 
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        device: Device,
-        num_ranks: int | None,
-        warmup: int,
-        steps: int,
-        timeout: float | None,
-        on_event: Callable[[Event], None],
-    ) -> None:
-        self.cases, self.device, self.on_event = cases, device, on_event
-        self.found: dict[str, Measurement] = {}
-        world = external_world()
-        self.is_first = world is None or world.rank == 0
-        self._timeout = timeout
-        self._payload = {"kind": "bench", "warmup": warmup, "steps": steps}
-        limit, why = most_ranks(device)
-        if world is not None:
-            limit, why = world.world_size, f"{world.launcher} started {world.world_size} ranks"
-        if num_ranks is not None and num_ranks < limit:
-            limit, why = num_ranks, f"--ranks {num_ranks}"
-        self._runnable: list[Case] = []
-        for case in cases:
-            needed = case.layout.world_size
-            obstacle = f"needs {needed} ranks; {why}" if needed > limit else find_obstacle(case, device)
-            if obstacle:
-                self._end(case, self._refuse(case, obstacle))
-            else:
-                self._runnable.append(case)
 
-    def execute(self, folder: Path) -> None:
-        """Measure everything that can run here."""
-        jobs = [self._make_job(case) for case in self._runnable]
-        if not jobs:
-            return
-        if external_world() is not None:
-            from moeverify.launch.external import serve_external
+def _refuse(case: Case, reason: str) -> Measurement:
+    return Measurement.model_validate({**_name(case), "reason": reason})
 
-            serve_external(jobs, folder, ENTRY, self._take, device=self.device)
-            return
-        for outcome in run_jobs(
-            jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch
-        ):
-            self._take(outcome)
 
-    def _make_job(self, case: Case) -> Job:
-        payload = {**self._payload, "case": case.model_dump_json(), "search_path": search_path(case)}
-        timeout = TIMEOUT if self._timeout is None else self._timeout
-        return Job(name=case.name, num_ranks=case.layout.world_size, timeout=timeout, payload=payload)
-
-    def _take(self, outcome: JobOutcome) -> None:
-        case = self._runnable[outcome.index]
-        if outcome.state != "done" or outcome.result is None:
-            stacks = [report.summary for report in outcome.rank_reports[:1]]
-            reason = "; ".join([outcome.summary, *stacks])
-            self._end(case, self._refuse(case, reason))
-        elif "error" in outcome.result:
-            self._end(case, self._refuse(case, outcome.result["error"]))
-        else:
-            self._end(case, Measurement.model_validate({**self._name(case), **outcome.result}))
-
-    def _refuse(self, case: Case, reason: str) -> Measurement:
-        return Measurement.model_validate({**self._name(case), "reason": reason})
-
-    def _name(self, case: Case) -> dict[str, object]:
-        return {
-            "name": case.name,
-            "file": case.file,
-            "ranks": case.layout.world_size,
-            "layout": describe_layout(case.layout),
-            "recipe": case.recipe.name,
-        }
-
-    def _end(self, case: Case, measurement: Measurement) -> None:
-        self.found[case.name] = measurement
-
-    def _on_launch(self, event: LaunchEvent) -> None:
-        num_done, num_total = len(self.found), len(self.cases)
-        if event.kind == "launch":
-            detail = f"{event.num_ranks} ranks"
-            self.on_event(Event(kind="launch", num_done=num_done, num_total=num_total, detail=detail))
-        elif event.kind == "start":
-            self.on_event(Event(kind="case-start", num_done=num_done, num_total=num_total, case=event.job))
+def _name(case: Case) -> dict[str, object]:
+    return {
+        "name": case.name,
+        "file": case.file,
+        "ranks": case.layout.world_size,
+        "layout": describe_layout(case.layout),
+        "recipe": case.recipe.name,
+    }

@@ -177,7 +177,7 @@ def _row(group: str, case: CaseResult) -> CleanRow:
         verdict=case.verdict,
         worst=used,
         tensors=sum(check.tensors for check in case.checks),
-        blind=sum(check.blind for check in case.checks),
+        blind=sum(check.inconclusive for check in case.checks),
         seconds=case.seconds,
         detail=detail,
     )

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 from moeverify.case.schema import Checks
 from moeverify.results.finding import CheckResult, Verdict
+from moeverify.results.run import Declared
 
 
-def settle(wanted: Checks, checks: Sequence[CheckResult]) -> tuple[Verdict, tuple[str, ...]]:
-    """Return the verdict of a case and what there is to note: it passes if exactly what it declares differs."""
+def apply_declared_differences(
+    wanted: Checks, checks: Sequence[CheckResult]
+) -> tuple[Verdict, Declared | None]:
+    """Return the verdict of a case, and how its declaration stands: it passes if exactly what it declares differs."""
     found = {check.name for check in checks if check.verdict == "mismatch"}
-    declared = set(wanted.differs)
-    if not declared:
-        return ("mismatch" if found else "pass"), ()
-    equal = [name for name in wanted.differs if name not in found]
-    if equal:
-        return "mismatch", (f"declared to differ in {', '.join(equal)}, and does not",)
-    if found - declared:
-        return "mismatch", (f"differs as declared in {', '.join(wanted.differs)}, and in more",)
-    return "pass", (f"differs in {', '.join(wanted.differs)}, as declared: {wanted.because}",)
+    if not wanted.differs:
+        return ("mismatch" if found else "pass"), None
+    declared = Declared(
+        names=wanted.differs,
+        equal=tuple(name for name in wanted.differs if name not in found),
+        has_more=bool(found - set(wanted.differs)),
+        because=wanted.because,
+    )
+    return ("mismatch" if declared.equal or declared.has_more else "pass"), declared

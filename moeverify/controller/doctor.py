@@ -1,4 +1,4 @@
-"""Probes this machine and says what it means for verification. No torch in this process.
+"""Probes this machine. No torch in this process.
 
 What needs torch runs on real ranks, one job a probe, so that a probe that crashes or hangs is a row of the
 report and not its end.
@@ -7,121 +7,100 @@ report and not its end.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
-from moeverify.controller.machine import count_gpus, describe_environment, most_ranks
+from moeverify.controller.machine import count_gpus, describe_environment, find_limit
 from moeverify.controller.scratch import scratch_folder
+from moeverify.controller.tasks import make_job, read_outcome
 from moeverify.errors import MoeverifyError
+from moeverify.jobs import PROBE_WORKER, ProbeJob, ProbeResult
 from moeverify.launch.launcher import run_jobs
-from moeverify.launch.plan import Device, Job, JobOutcome
-from moeverify.results.probe import Probe, Status
+from moeverify.launch.plan import Device, JobOutcome
+from moeverify.report.words.failure import describe_failure
+from moeverify.report.words.probe import word_answer, word_gpus, word_host, word_obstacle
+from moeverify.results.probe import Answer, Outcome, Probe, ProbeRow
 
-ENTRY = "moeverify.worker.probes.main"
 PROBE_TIMEOUTS: dict[Device, float] = {"cpu": 8.0, "cuda": 15.0}
 TIME_LIMIT = 35.0
 """Seconds after which no further probe begins: with one that hangs the whole stays below a minute."""
 
-# What `moeverify.worker.probes.main` can probe, by the name of the row, with the ranks that each needs.
-CPU_PROBES: tuple[tuple[str, int], ...] = (
-    ("gloo collectives", 2),
-    ("gloo reduce_scatter AVG", 2),
-    ("gloo uneven all_to_all", 2),
-    ("gloo strided all_reduce", 2),
-    ("gloo gradient layouts", 2),
-    ("gloo reduce_scatter layouts", 2),
-    ("gloo all_gather backward", 2),
-    ("gloo PREMUL_SUM", 2),
-    ("FSDP2 divide factor", 1),
-    ("grouped_mm", 1),
-    ("fused SGD on DTensor", 1),
-    ("triton", 1),
-    ("megablocks", 1),
+
+@dataclass(frozen=True)
+class Try:
+    """A probe on a kind of device, with the name of its row; `probe` may be one that only its worker knows."""
+
+    name: str
+    probe: str
+    num_ranks: int
+
+    @classmethod
+    def of(cls, probe: Probe, prefix: str = "", suffix: str = "") -> Try:
+        """Return the try of a probe, its row named after it."""
+        return cls(f"{prefix}{probe.value}{suffix}", probe.value, probe.num_ranks)
+
+
+_COLLECTIVES = [probe for probe in Probe if probe.is_collective]
+CPU_TRIES = (
+    *(Try.of(probe, "gloo ") for probe in _COLLECTIVES),
+    *map(Try.of, (Probe.DIVIDE_FACTOR, Probe.GROUPED_MM, Probe.FUSED_SGD, Probe.TRITON, Probe.MEGABLOCKS)),
 )
-GPU_PROBES: tuple[tuple[str, int], ...] = (("GPU", 1), ("NCCL version", 1), ("grouped_mm on CUDA", 1))
-MULTI_GPU_PROBES: tuple[tuple[str, int], ...] = (
-    ("GPU peer access", 2),
-    ("nccl collectives", 2),
-    ("nccl reduce_scatter AVG", 2),
-    ("nccl uneven all_to_all", 2),
-    ("nccl strided all_reduce", 2),
-    ("nccl gradient layouts", 2),
-    ("nccl reduce_scatter layouts", 2),
-    ("nccl PREMUL_SUM", 2),
+GPU_TRIES = (Try.of(Probe.GPU), Try.of(Probe.NCCL), Try.of(Probe.GROUPED_MM, suffix=" on CUDA"))
+MULTI_GPU_TRIES = (
+    Try.of(Probe.PEER_ACCESS),
+    # The backward of all_gather is torch's own arithmetic around it, the same with every backend.
+    *(Try.of(probe, "nccl ") for probe in _COLLECTIVES if probe is not Probe.GATHER_BACKWARD),
 )
 
 
-def examine() -> list[Probe]:
+def examine() -> list[ProbeRow]:
     """Return what this machine can do, within a minute."""
     deadline = time.monotonic() + TIME_LIMIT
-    rows = [*_examine_host(), *_run_probes(CPU_PROBES, "cpu", deadline)]
-    num_gpus = count_gpus()
-    if num_gpus == 0:
-        meaning = "cases run on the CPU with gloo: no verdict here is about NCCL or CUDA kernels"
-        return [*rows, Probe("GPUs", "none", meaning, "warn")]
-    probes = GPU_PROBES + (MULTI_GPU_PROBES if num_gpus > 1 else ())
-    if num_gpus == 1:
-        rows.append(Probe("GPUs", "1", "NCCL needs two: layouts are verified with --device cpu", "warn"))
-    else:
-        rows.append(Probe("GPUs", str(num_gpus), f"cases of up to {num_gpus} ranks run on CUDA with NCCL"))
-    return [*rows, *_run_probes(probes, "cuda", deadline)]
-
-
-def _examine_host() -> Iterator[Probe]:
-    """Yield what is known without a rank."""
-    environment = describe_environment("cpu")
-    yield Probe("moeverify", environment["moeverify"], "")
-    yield Probe("python", environment["python"], "")
-    torch = environment["torch"]
-    if torch == "not installed":
-        yield Probe("torch", torch, "nothing can run; install torch 2.11 or later", "fail")
-    else:
-        yield Probe("torch", torch, "goldens are made anew for each version of torch")
-    yield Probe("platform", platform.platform(), "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slow = "more ranks than cores take turns: slow, but right"
-    yield Probe("cores", str(cores), slow, "ok" if cores > 1 else "warn")
-    count, why = most_ranks("cpu")
-    status: Status = "ok" if count >= 8 else "warn"
-    yield Probe("ranks on the CPU", str(count), f"{why}; cases that need more are skipped", status)
+    rows = word_host(describe_environment("cpu"), cores, find_limit("cpu"))
+    rows += run_probes(CPU_TRIES, "cpu", deadline)
+    num_gpus = count_gpus()
+    rows.append(word_gpus(num_gpus))
+    if num_gpus:
+        rows += run_probes(GPU_TRIES + (MULTI_GPU_TRIES if num_gpus > 1 else ()), "cuda", deadline)
+    return rows
 
 
-def _run_probes(probes: Sequence[tuple[str, int]], device: Device, deadline: float) -> Iterator[Probe]:
+def run_probes(
+    tries: Sequence[Try], device: Device, deadline: float, entry: str = PROBE_WORKER
+) -> Iterator[ProbeRow]:
     """Yield a row for each probe, whatever becomes of it."""
-    jobs = [Job(name=name, num_ranks=num_ranks, timeout=PROBE_TIMEOUTS[device]) for name, num_ranks in probes]
-    num_told = 0
+    timeout = PROBE_TIMEOUTS[device]
+    jobs = [make_job(each.name, each.num_ranks, timeout, ProbeJob(probe=each.probe)) for each in tries]
+    num_done = 0
     try:
         with (
             scratch_folder() as folder,
-            closing(run_jobs(jobs, entry=ENTRY, folder=folder, device=device)) as outcomes,
+            closing(run_jobs(jobs, entry=entry, folder=folder, device=device)) as outcomes,
         ):
             for outcome in outcomes:
-                num_told += 1
-                yield _read(outcome)
+                num_done += 1
+                yield _make_row(tries[num_done - 1], _read(outcome))
                 if time.monotonic() > deadline:
                     break
     except (MoeverifyError, OSError) as error:
-        name = jobs[num_told].name
-        num_told += 1
-        yield Probe(name, f"could not be probed: {error}", "cases will not start either", "fail")
-    for job in jobs[num_told:]:
-        yield Probe(job.name, "not probed: out of time", "this machine is busy; try again", "warn")
+        yield word_obstacle(tries[num_done].name, error)
+        num_done += 1
+    for each in tries[num_done:]:
+        yield _make_row(each, Answer(outcome=Outcome.NOT_TRIED))
 
 
-def _read(outcome: JobOutcome) -> Probe:
-    """Return the row of a probe that ended, or of one that did not."""
-    if outcome.state == "done" and outcome.result is not None:
-        result = outcome.result
-        return Probe(outcome.job, result["value"], result["meaning"], result["status"])
-    what = {"hung": "hangs", "unstarted": "no ranks came up"}.get(outcome.state, "crashes")
-    meaning = "a case that does the same will end so too"
-    if outcome.state == "unstarted":
-        meaning = "no case can run here"
-    return Probe(outcome.job, f"{what}: {_shorten(outcome.summary)}", meaning, "fail")
+def _make_row(asked: Try, answer: Answer) -> ProbeRow:
+    known = asked.probe in set(Probe)
+    return word_answer(asked.name, Probe(asked.probe) if known else None, answer)
 
 
-def _shorten(text: str) -> str:
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    return line if len(line) <= 160 else f"{line[:157]}..."
+def _read(outcome: JobOutcome) -> Answer:
+    """Return the answer of a probe that ended, or of one that did not."""
+    found = read_outcome(outcome, ProbeResult)
+    if isinstance(found, ProbeResult):
+        return found.answer
+    how = {"hung": Outcome.HUNG, "unstarted": Outcome.UNSTARTED}.get(outcome.state, Outcome.CRASHED)
+    return Answer(outcome=how, error=describe_failure(outcome.failure))

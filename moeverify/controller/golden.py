@@ -6,35 +6,24 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from moeverify.case.load import load_cases
-from moeverify.case.schema import Case, Recipe
+from moeverify.case.schema import Case
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.machine import choose_device
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import ENTRY
 from moeverify.controller.scratch import scratch_folder
+from moeverify.controller.tasks import Task, read_outcome, run_tasks
 from moeverify.errors import CaseError, RankFailure
-from moeverify.golden.file import golden_path, write_golden
-from moeverify.launch.launcher import run_jobs
+from moeverify.golden.file import write_golden
+from moeverify.jobs import WORKER, GoldenResult, GoldenSummary, Refusal
 from moeverify.launch.plan import JobOutcome, LaunchEvent
+from moeverify.report.words.failure import describe_failure
+from moeverify.results.golden import GoldenRow
 from moeverify.results.run import Event
 
 _MOST_DEEP = 4
-
-RowStatus = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
-
-
-@dataclass(frozen=True)
-class GoldenRow:
-    """What became of one golden."""
-
-    name: str
-    status: RowStatus
-    detail: str = ""
 
 
 def record_goldens(
@@ -46,43 +35,54 @@ def record_goldens(
 
     Raises: RankFailure where a golden could not be computed.
     """
-    goldens = GoldenSet.of(cases, options)
+    goldens = GoldenSet.of([_without_options(case) for case in cases], options, fresh=True)
     device = choose_device(options.device)
-    total = len(goldens.recipes)
+    total = len(goldens.orders)
 
     def on_launch(event: LaunchEvent) -> None:
-        if event.kind in ("launch", "start"):
-            kind: Literal["launch", "golden"] = "launch" if event.kind == "launch" else "golden"
-            on_event(Event(kind=kind, num_total=total, detail=f"{total} recipes"))
+        if event.kind == "launch":
+            on_event(Event(kind="launch", num_total=total, num_ranks=event.num_ranks))
+        elif event.kind == "start":
+            on_event(Event(kind="golden", num_total=total, num_recipes=total))
 
-    job = goldens.job(min(2, total), fresh=True)
+    task = Task(goldens.job(min(2, total)), lambda outcome: _settle_all(goldens, outcome, check=check))
     with scratch_folder() as folder:
-        outcome = next(
-            iter(list(run_jobs([job], entry=ENTRY, folder=folder, device=device, on_event=on_launch)))
-        )
-    if outcome.state != "done" or outcome.result is None:
-        raise RankFailure(f"the goldens could not be made: {outcome.summary}\n{_first_stack(outcome)}")
-    rows = [_settle(goldens, recipe, outcome, check=check) for recipe in goldens.recipes]
+        found = list(run_tasks([task], entry=WORKER, folder=folder, device=device, on_event=on_launch))
     known = _load_beside(cases)
-    return rows + (find_unused(known, options.golden_folder) if known is not None else [])
+    unused = find_unused(known, options.golden_folder) if known is not None else []
+    return [*(row for rows in found for row in rows), *unused]
 
 
-def _settle(goldens: GoldenSet, recipe: Recipe, outcome: JobOutcome, *, check: bool) -> GoldenRow:
-    assert outcome.result is not None
-    device_class = outcome.result["device_class"]
-    answer = outcome.result["goldens"][recipe.fingerprint()]
-    path = golden_path(goldens.options.golden_folder, recipe.name, device_class)
-    state = goldens.examine(recipe, answer, device_class)
-    if state.status == "failed":
-        raise RankFailure(f"{recipe.name}: {state.message}")
+def _without_options(case: Case) -> Case:
+    """Return the case without optional checks: the file in git holds nothing of theirs."""
+    return case.model_copy(update={"checks": case.checks.model_copy(update={"also": ()})})
+
+
+def _settle_all(goldens: GoldenSet, outcome: JobOutcome, *, check: bool) -> list[GoldenRow]:
+    """Write what is to be written, and return what became of each golden."""
+    answer = read_outcome(outcome, GoldenResult)
+    if answer is None or isinstance(answer, Refusal):
+        reason = describe_failure(outcome.failure)
+        raise RankFailure(f"the goldens could not be made: {reason}\n{_first_stack(outcome)}")
+    return [
+        _settle(goldens, folder, found, answer.device_class, check=check)
+        for folder, found in zip(goldens.orders, answer.goldens, strict=True)
+    ]
+
+
+def _settle(
+    goldens: GoldenSet, folder: Path, answer: GoldenSummary | Refusal, device_class: str, *, check: bool
+) -> GoldenRow:
+    state = goldens.examine(folder, answer, device_class)
+    if isinstance(answer, Refusal):
+        raise RankFailure(f"{state.recipe}: {answer.error}")
     if state.status == "recorded":
-        return GoldenRow(str(path), "unchanged")
+        return GoldenRow(name=state.path, status="unchanged", state=state)
+    is_missing = state.status == "missing"
     if check:
-        return GoldenRow(str(path), "missing" if state.status == "missing" else "differs", state.message)
-    write_golden(path, goldens.make_file(recipe, answer, device_class))
-    if state.status == "missing":
-        return GoldenRow(str(path), "recorded")
-    return GoldenRow(str(path), "refreshed", state.message.split(";")[0])
+        return GoldenRow(name=state.path, status="missing" if is_missing else "differs", state=state)
+    write_golden(Path(state.path), goldens.make_file(folder, answer, device_class))
+    return GoldenRow(name=state.path, status="recorded" if is_missing else "refreshed", state=state)
 
 
 def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
@@ -92,9 +92,7 @@ def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
         unknown = {path: recipe for path, recipe in unknown.items() if recipe != used}
         if not unknown:
             break
-    return [
-        GoldenRow(str(path), "unused", "no case uses it; delete it or restore its case") for path in unknown
-    ]
+    return [GoldenRow(name=str(path), status="unused") for path in unknown]
 
 
 def _find_recipe(path: Path) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from moeverify.case.schema import Case, CustomModel, Recipe
-from moeverify.controller.machine import answer_version, default_cache
+from moeverify.controller.machine import default_cache, golden_code
 from moeverify.controller.options import RunOptions
 from moeverify.controller.search_path import search_path
+from moeverify.controller.tasks import make_job
 from moeverify.errors import FormatError
 from moeverify.golden.file import GoldenFile, golden_path, read_golden
-from moeverify.golden.proximity import worst_distance
+from moeverify.golden.proximity import Fingerprint, worst_distance
+from moeverify.jobs import GoldenJob, GoldenOrder, GoldenSummary, Refusal
 from moeverify.launch.plan import Job
+from moeverify.results.golden import Deviation, GoldenState
+
+GOLDENS = "goldens"
+"""The name of the job that makes them."""
 
 GOLDEN_TIMEOUT = 1800.0
 TOLERANCE = 1e-9
@@ -25,70 +30,73 @@ ACROSS = 1e-10
 
 CPU = "cpu"
 
-Status = Literal["recorded", "missing", "changed", "differs", "unreadable", "failed"]
-
-
-@dataclass(frozen=True)
-class GoldenState:
-    """Whether the golden in git is that of the recipe; `message` says what is wrong and what to type.
-
-    `nearness` says how close a GPU's golden is to the recorded one of a CPU, where there is one.
-    """
-
-    status: Status
-    message: str = ""
-    nearness: str = ""
+Fingerprints = dict[str, Fingerprint]
 
 
 @dataclass(frozen=True)
 class GoldenSet:
-    """The goldens that a run needs: one for each recipe among its cases."""
+    """The goldens that a run needs: one for each recipe among its cases, and for each choice of optional checks.
 
-    recipes: Sequence[Recipe]
-    cases: Mapping[str, Case]
+    `orders` and the first case that uses each are by the folder where the full golden is kept, without the class of
+    device; `folders` has that of each case by its name.
+    """
+
+    orders: Mapping[Path, GoldenOrder]
+    cases: Mapping[Path, Case]
+    folders: Mapping[str, Path]
     options: RunOptions
-    answer: str = field(default_factory=answer_version)
 
     @classmethod
-    def of(cls, cases: Sequence[Case], options: RunOptions) -> GoldenSet:
-        """Return the goldens of these cases, each recipe once."""
-        recipes: dict[str, Recipe] = {}
-        first: dict[str, Case] = {}
+    def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
+        """Return the goldens of these cases, each once; `fresh` makes all of them anew."""
+        cache = (options.cache_folder or default_cache()).resolve()
+        codes = {also: golden_code(also) for also in {case.checks.also for case in cases}}
+        orders: dict[Path, GoldenOrder] = {}
+        first: dict[Path, Case] = {}
+        folders: dict[str, Path] = {}
         for case in cases:
-            recipes.setdefault(case.recipe.fingerprint(), case.recipe)
-            first.setdefault(case.recipe.fingerprint(), case)
-        return cls(list(recipes.values()), first, options)
+            folder = cache / _name_golden(case, codes[case.checks.also])
+            folders[case.name] = folder
+            first.setdefault(folder, case)
+            orders.setdefault(
+                folder,
+                GoldenOrder(
+                    recipe=case.recipe,
+                    also=case.checks.also,
+                    folder=folder,
+                    # A user's code may have changed: nothing but running it says what it computes.
+                    fresh=fresh or isinstance(case.recipe.model, CustomModel),
+                    search_path=tuple(search_path(case)),
+                ),
+            )
+        return cls(orders, first, folders, options)
 
-    @property
-    def cache(self) -> Path:
-        """Return the folder of full goldens."""
-        return (self.options.cache_folder or default_cache()).resolve()
+    def job(self, num_ranks: int) -> Job:
+        """Return the job that makes what is not kept."""
+        asked = GoldenJob(orders=tuple(self.orders.values()))
+        return make_job(GOLDENS, num_ranks, GOLDEN_TIMEOUT, asked)
 
-    def job(self, num_ranks: int, *, fresh: bool = False) -> Job:
-        """Return the job that makes what is not cached; `fresh` makes everything anew."""
-        payload = {
-            "kind": "goldens",
-            "recipes": [recipe.model_dump_json() for recipe in self.recipes],
-            "cache": str(self.cache),
-            "answer": self.answer,
-            "fresh": [fresh or isinstance(recipe.model, CustomModel) for recipe in self.recipes],
-            "search_paths": [search_path(self.cases[recipe.fingerprint()]) for recipe in self.recipes],
-        }
-        return Job(name="goldens", num_ranks=num_ranks, timeout=GOLDEN_TIMEOUT, payload=payload)
-
-    def examine(self, recipe: Recipe, answer: Mapping[str, Any], device_class: str) -> GoldenState:
+    def examine(self, folder: Path, answer: GoldenSummary | Refusal, device_class: str) -> GoldenState:
         """Return how the golden in git stands to what a rank computed."""
-        if "error" in answer:
-            return GoldenState("failed", answer["error"])
-        own = self._examine_own(recipe, answer, device_class)
+        recipe = self.orders[folder].recipe
+        path = golden_path(self.options.golden_folder, recipe.name, device_class)
+        state = GoldenState(
+            status="recorded",
+            recipe=recipe.name,
+            path=str(path),
+            device_class=device_class,
+            case_file=self.cases[folder].file,
+            current=recipe.fingerprint(),
+        )
+        if isinstance(answer, Refusal):
+            return state.model_copy(update={"status": "failed", "error": answer.error})
+        own = _examine_own(state, path, answer)
         if device_class == CPU or own.status not in ("recorded", "missing"):
             return own
-        return self._examine_across(recipe, answer, device_class, own)
+        return self._examine_across(own, recipe, answer)
 
-    def _examine_across(
-        self, recipe: Recipe, answer: Mapping[str, Any], device_class: str, own: GoldenState
-    ) -> GoldenState:
-        """Return the state with what a golden of a CPU adds to it."""
+    def _examine_across(self, own: GoldenState, recipe: Recipe, answer: GoldenSummary) -> GoldenState:
+        """Return the state of a GPU's golden with what a golden of a CPU adds to it."""
         path = golden_path(self.options.golden_folder, recipe.name, CPU)
         try:
             recorded = read_golden(path)
@@ -96,59 +104,49 @@ class GoldenSet:
             return own
         if recorded is None or recorded.recipe != recipe.fingerprint():
             return own
-        name, far = worst_distance(*_join(recorded, answer["summary"]))
-        if far <= ACROSS:
-            return replace(own, nearness=f"the golden of {device_class} is within {far:.1e} of {path}")
-        message = (
-            f"one {device_class} computes another golden than {path}: {name} is off by {far:.2g} of its norm, "
-            f"and two devices in float64 should agree to {ACROSS:g}"
-        )
-        return GoldenState("differs", message)
+        across = _measure(recorded, answer, ACROSS)
+        status = own.status if across.distance <= ACROSS else "differs"
+        return own.model_copy(update={"status": status, "across": across, "across_path": str(path)})
 
-    def _examine_own(self, recipe: Recipe, answer: Mapping[str, Any], device_class: str) -> GoldenState:
-        path = golden_path(self.options.golden_folder, recipe.name, device_class)
-        command = f"moeverify golden {self.cases[recipe.fingerprint()].file}"
-        try:
-            recorded = read_golden(path)
-        except FormatError as error:
-            return GoldenState("unreadable", str(error))
-        if recorded is None:
-            return GoldenState("missing", f"golden {path} is not recorded; record it with `{command}`")
-        if recorded.recipe != recipe.fingerprint():
-            message = (
-                f"recipe {recipe.name} has changed: {path} was recorded for {recorded.recipe}, "
-                f"this is {recipe.fingerprint()}; refresh it with `{command}`"
-            )
-            return GoldenState("changed", message)
-        return _compare(path, recorded, answer["summary"], command)
-
-    def make_file(self, recipe: Recipe, answer: Mapping[str, Any], device_class: str) -> GoldenFile:
+    def make_file(self, folder: Path, answer: GoldenSummary, device_class: str) -> GoldenFile:
         """Return the file to record for a recipe."""
-        summary = answer["summary"]
+        recipe = self.orders[folder].recipe
         return GoldenFile(
             name=recipe.name,
             recipe=recipe.fingerprint(),
             device_class=device_class,
-            losses=summary["losses"],
-            tensors=summary["tensors"],
+            losses=answer.losses,
+            tensors=answer.tensors,
         )
 
 
-def _compare(path: Path, recorded: GoldenFile, summary: Mapping[str, Any], command: str) -> GoldenState:
-    name, far = worst_distance(*_join(recorded, summary))
-    if far <= TOLERANCE:
-        return GoldenState("recorded")
-    message = (
-        f"one device here computes another golden than {path}: {name} is off by {far:.2g} of its norm; "
-        f"if the change is meant, refresh it with `{command}`"
-    )
-    return GoldenState("differs", message)
+def _name_golden(case: Case, code: str) -> str:
+    """Return what a full golden depends on: the recipe, the optional checks whose tensors it holds, and the code."""
+    also = (name.replace(" ", "-") for name in sorted(case.checks.also))
+    return f"{'+'.join([case.recipe.fingerprint(), *also])}-{code}"
 
 
-def _join(recorded: GoldenFile, summary: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fingerprints of what is recorded and of what was computed, losses among them."""
+def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:
+    """Return the state of the golden of this class of devices."""
+    try:
+        recorded = read_golden(path)
+    except FormatError as error:
+        broken = {"status": "unreadable", "error": error.problem, "remedy": error.remedy}
+        return state.model_copy(update=broken)
+    if recorded is None:
+        return state.model_copy(update={"status": "missing"})
+    if recorded.recipe != state.current:
+        return state.model_copy(update={"status": "changed", "recorded": recorded.recipe})
+    deviation = _measure(recorded, answer, TOLERANCE)
+    status = "recorded" if deviation.distance <= TOLERANCE else "differs"
+    return state.model_copy(update={"status": status, "deviation": deviation})
 
-    def join(losses: Mapping[str, float], tensors: Mapping[str, list[float] | str]) -> dict[str, Any]:
-        return {**{name: [value] for name, value in losses.items()}, **tensors}
 
-    return join(recorded.losses, recorded.tensors), join(summary["losses"], summary["tensors"])
+def _measure(recorded: GoldenFile, answer: GoldenSummary, limit: float) -> Deviation:
+    """Return the fingerprint that is furthest from the recorded one, losses among them."""
+
+    def join(golden: GoldenFile | GoldenSummary) -> Fingerprints:
+        return {**{name: [value] for name, value in golden.losses.items()}, **golden.tensors}
+
+    name, distance = worst_distance(join(recorded), join(answer))
+    return Deviation(name=name, distance=distance, limit=limit)

@@ -1,4 +1,4 @@
-"""What this machine offers, as far as a process without torch can tell."""
+"""This machine: devices, ranks, versions and caches, as far as a process without torch can see them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from moeverify.errors import MachineError
+from moeverify.launch.plan import Device
+from moeverify.launch.world import external_world
+from moeverify.results.obstacle import RankLimit
 
 _BYTES_PER_RANK = 700 * 2**20  # torch imported, a tiny model trained: about 400 MiB, seen on Linux
-# What a stored golden depends on, its noise too; the rest of the package only compares.
-_ANSWER_PACKAGES = (
-    "model",
-    "train",
-    "layout",
-    "hashing.py",
+_MOST_PROCESSES = 64
+# What a stored golden depends on, its noise too; the rest of the package only judges.
+_GOLDEN_CODE = (
+    "compare",
+    "dtype_names.py",
     "golden",
-    "compare/difference.py",
-    "worker/propagation.py",
-    "worker/golden.py",
+    "hashing.py",
+    "layout",
+    "model",
+    "recording",
+    "train",
 )
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     """Return the device to run on: CUDA where there are GPUs, unless something else is wanted.
 
     Raises: MachineError where CUDA is wanted and there is no GPU.
@@ -51,19 +56,24 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def most_ranks(device: Literal["cpu", "cuda"]) -> tuple[int, str]:
-    """Return how many ranks fit on this machine, and why not more."""
-    if device == "cuda":
-        count = count_gpus()
-        return count, f"this machine has {count} GPUs"
+def find_limit(device: Device, wanted: int | None = None) -> RankLimit:
+    """Return how many ranks there may be: as another launcher started, or fit on this machine, or are `wanted`."""
+    world = external_world()
+    if world is not None:
+        limit = RankLimit(most=world.world_size, by="launcher", launcher=world.launcher)
+    elif device == "cuda":
+        limit = RankLimit(most=count_gpus(), by="gpus")
+    else:
+        limit = _find_memory_limit()
+    return RankLimit(most=wanted, by="option") if wanted is not None and wanted < limit.most else limit
+
+
+def _find_memory_limit() -> RankLimit:
     free = _available_memory()
     if free is None:
-        return 64, "at most 64 ranks on a CPU"
-    count = max(1, free // _BYTES_PER_RANK)
-    return (
-        count,
-        f"{free / 2**30:.1f} GiB of memory is free, and a rank needs about {_BYTES_PER_RANK / 2**30:.1f}",
-    )
+        return RankLimit(most=_MOST_PROCESSES, by="processes")
+    most = max(1, free // _BYTES_PER_RANK)
+    return RankLimit(most=most, by="memory", free_memory=free, memory_per_rank=_BYTES_PER_RANK)
 
 
 def _available_memory() -> int | None:
@@ -94,12 +104,16 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "moeverify" / "goldens"
 
 
-def answer_version() -> str:
-    """Return 8 hex digits that change with torch's version and with our code that a golden depends on."""
+def golden_code(also: Collection[str] = ()) -> str:
+    """Return 8 hex digits that change with torch's version and with our code that a golden depends on.
+
+    `also` are the optional checks whose tensors it holds; each is a file of its name.
+    """
     digest = hashlib.sha256(_version("torch").encode())
     root = Path(__file__).parents[1]
-    for package in _ANSWER_PACKAGES:
-        place = root / package
+    files = [f"checks/{name.replace(' ', '_')}.py" for name in sorted(also)]
+    for part in (*_GOLDEN_CODE, *files):
+        place = root / part
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What a user asked of a run, beside the cases. No torch."""
+"""The options of a run, beside its cases. No torch."""
 
 from __future__ import annotations
 

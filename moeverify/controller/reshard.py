@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moeverify.case.schema import Case, Layout
 from moeverify.controller.machine import choose_device
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import CaseRun, OnEvent, run_folder
+from moeverify.controller.run import CaseTask, OnEvent, run_case_tasks, run_folder
 from moeverify.errors import CaseError, Problem
-from moeverify.launch.plan import JobOutcome
+from moeverify.jobs import LoadJob, SaveJob
 from moeverify.launch.world import external_world
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.run import RunResult
 
 SINGLE = "single"
 FURTHER_STEPS = 2
@@ -95,100 +93,52 @@ def run_pairs(
         raise CaseError(
             [Problem("the ranks need a place for their checkpoints", path="--out", remedy=remedy)]
         )
-    run = _PairRun(_plan(pairs, faults or {}), options, on_event)
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    device = choose_device(options.device)
     with run_folder(options.folder) as folder:
-        for _ in run.execute(folder):
-            pass  # the caller hears of it by the event
-    result = run.conclude(started, began)
-    return None if result is None else _leave_out_saves(result, run.tasks)
+        tasks = plan_tasks(pairs, options, faults or {}, folder.resolve() / "checkpoints")
+        result = run_case_tasks(tasks, options, device, folder, on_event)
+    return None if result is None else _leave_out_saves(result)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One job: a save, or the load of a pair. `place` is the number of the folder with the checkpoint."""
-
-    case: Case
-    place: int
-    pair: Pair | None = None
-    fault: str | None = None
-
-
-def _plan(pairs: Sequence[Pair], faults: Mapping[str, str]) -> dict[str, _Task]:
-    """Return the jobs by name: a save before the loads that need it."""
+def plan_tasks(
+    pairs: Sequence[Pair], options: RunOptions, faults: Mapping[str, str], folder: Path
+) -> list[CaseTask]:
+    """Return the tasks of these pairs, a save before the loads that need it, each save in a folder of its own."""
     by_save: dict[tuple[str, str | None], list[Pair]] = {}
     for pair in pairs:
         by_save.setdefault((pair.saver.name, faults.get(pair.name)), []).append(pair)
-    tasks: dict[str, _Task] = {}
-    for place, ((name, fault), members) in enumerate(by_save.items()):
+    tasks: list[CaseTask] = []
+    for number, ((name, fault), members) in enumerate(by_save.items()):
+        checkpoint = folder / f"{number:04d}"
         label = f"save {name}" if fault is None else f"save {members[0].name}"
-        tasks[label] = _Task(members[0].saver.model_copy(update={"name": label}), place, None, fault)
-        for pair in members:
-            tasks[pair.name] = _Task(pair.case, place, pair, fault)
+        saver = members[0].saver.model_copy(update={"name": label})
+        chosen = fault if fault is not None else options.fault
+        tasks.append(
+            CaseTask(
+                saver,
+                partial(SaveJob, checkpoint=checkpoint),
+                fault=chosen,
+                labels={"saver_file": saver.file},
+            )
+        )
+        tasks += [
+            CaseTask(
+                pair.case,
+                partial(LoadJob, checkpoint=checkpoint),
+                fault=chosen,
+                needs=label,
+                labels={
+                    "saved_by": pair.saver.name,
+                    "loaded_by": pair.loader.name,
+                    "saver_file": pair.saver.file,
+                },
+            )
+            for pair in members
+        ]
     return tasks
 
 
-class _PairRun(CaseRun):
-    """A run whose jobs are saves and loads."""
-
-    def __init__(self, tasks: Mapping[str, _Task], options: RunOptions, on_event: OnEvent) -> None:
-        self.tasks = tasks
-        self._folder = Path()
-        chosen = {name: task.fault for name, task in tasks.items() if task.fault is not None}
-        super().__init__(
-            [task.case for task in tasks.values()],
-            replace(options, case_faults={**options.case_faults, **chosen}),
-            choose_device(options.device),
-            on_event,
-        )
-
-    def execute(self, folder: Path) -> Generator[CaseResult]:
-        """Run everything and yield each result as soon as it is known."""
-        self._folder = folder.resolve()
-        return super().execute(folder)
-
-    def say_more(self, case: Case) -> dict[str, Any]:
-        """Return whether to save or to load, and where."""
-        task = self.tasks[case.name]
-        place = self._folder / "checkpoints" / f"{task.place:04d}"
-        return {"kind": "save" if task.pair is None else "load", "checkpoint": str(place)}
-
-    def find_obstacle(self, case: Case) -> str:
-        """Return why a save or a load cannot run here: what cannot be saved cannot be loaded either."""
-        pair = self.tasks[case.name].pair
-        own = super().find_obstacle(case)
-        if own or pair is None:
-            return own
-        of_saver = super().find_obstacle(pair.saver)
-        return of_saver and f"{pair.saver.name} cannot save here: {of_saver}"
-
-    def judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
-        """Return the verdict of a job; a load without its save says so, and not that a folder is missing."""
-        task, result = self.tasks[case.name], super().judge(case, outcome)
-        if task.pair is None or result.verdict != "error":
-            return result
-        saved = next(
-            self.results.get(name)
-            for name, other in self.tasks.items()
-            if other.pair is None and other.place == task.place
-        )
-        if saved is None or saved.verdict == "pass":
-            return result
-        return result.model_copy(update={"reason": f"nothing to load: `{saved.name}` failed"})
-
-
-def _leave_out_saves(result: RunResult, tasks: Mapping[str, _Task]) -> RunResult:
+def _leave_out_saves(result: RunResult) -> RunResult:
     """Return the result with the pairs, and the saves that failed."""
-    kept = []
-    for case in result.cases:
-        pair = tasks[case.name].pair
-        if pair is not None:
-            named = {
-                "saved_by": pair.saver.name,
-                "loaded_by": pair.loader.name,
-                "saver_file": pair.saver.file,
-            }
-            kept.append(case.model_copy(update=named))
-        elif case.verdict not in ("pass", "skipped"):
-            kept.append(case.model_copy(update={"saver_file": case.file}))
+    kept = [case for case in result.cases if case.saved_by or case.verdict not in ("pass", "skipped")]
     return result.model_copy(update={"cases": tuple(kept)})

@@ -1,36 +1,60 @@
-"""Runs cases from the controller: goldens first, then every case, each on its ranks; no torch in this process."""
+"""Runs cases: goldens first, then every case, each on its ranks; no torch in this process."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moeverify.case.describe import describe_layout
 from moeverify.case.schema import Case
-from moeverify.controller.declared import settle
-from moeverify.controller.goldens import GoldenSet, GoldenState
-from moeverify.controller.machine import choose_device, describe_environment, most_ranks
+from moeverify.controller.declared import apply_declared_differences
+from moeverify.controller.goldens import GOLDENS, GoldenSet
+from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
-from moeverify.controller.packages import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
 from moeverify.controller.separation import suggest_layout
-from moeverify.launch.launcher import run_jobs
+from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
+from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
-from moeverify.results.finding import BLIND, CheckResult, Finding, Verdict, note_failure
+from moeverify.report.words.check import word_check
+from moeverify.report.words.failure import describe_failure, word_report
+from moeverify.report.words.note import (
+    describe_dependent_obstacle,
+    describe_golden,
+    describe_missing_save,
+    describe_obstacle,
+    list_notes,
+)
+from moeverify.results.finding import Verdict, note_failure
+from moeverify.results.golden import GoldenState
 from moeverify.results.observation import DiagnosisFailed
-from moeverify.results.run import CaseResult, Event, RunResult
-
-ENTRY = "moeverify.worker.main"
+from moeverify.results.obstacle import Obstacle
+from moeverify.results.run import CaseResult, Event, RankReport, RunResult
 
 OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class CaseTask:
+    """A case, and what its ranks do with it: `make` gives the job, from the fields that all jobs of cases have.
+
+    `needs` names the task without which this one has nothing to do. `labels` are further fields of its result.
+    """
+
+    case: Case
+    make: Callable[..., CaseJob] = VerifyJob
+    fault: str | None = None
+    needs: str = ""
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> RunResult | None:
@@ -39,12 +63,24 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
     Raises: MachineError where the device that was asked for is not there.
     """
     device = choose_device(options.device)
-    run = CaseRun(cases, options, device, on_event)
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with run_folder(options.folder) as folder:
-        for _ in run.execute(folder):
-            pass  # the caller hears of it by the event
-    return run.conclude(started, began)
+        return run_case_tasks(make_tasks(cases, options), options, device, folder, on_event)
+
+
+def make_tasks(cases: Sequence[Case], options: RunOptions) -> list[CaseTask]:
+    """Return the tasks that verify these cases, each under its fault."""
+    return [CaseTask(case, fault=options.case_faults.get(case.name, options.fault)) for case in cases]
+
+
+def run_case_tasks(
+    tasks: Sequence[CaseTask], options: RunOptions, device: Device, folder: Path, on_event: OnEvent
+) -> RunResult | None:
+    """Return what came of all tasks, in their order; on any rank but the first of an external launch, None."""
+    run = CaseRun(tasks, options, device, on_event)
+    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    for _ in run.execute(folder):
+        pass  # the caller hears of it by the event
+    return run.make_result(started, time.monotonic() - began)
 
 
 def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> Generator[CaseResult]:
@@ -55,7 +91,7 @@ def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) 
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    run = CaseRun(cases, options, choose_device(options.device), on_event)
+    run = CaseRun(make_tasks(cases, options), options, choose_device(options.device), on_event)
     with run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
         yield from results
 
@@ -76,175 +112,146 @@ def run_folder(wanted: Path | None) -> Iterator[Path]:
 
 
 class CaseRun:
-    """The state of one run: which cases still wait, and what came of the others."""
+    """The state of one run: what is known of each recipe and each case so far."""
 
-    def __init__(self, cases: Sequence[Case], options: RunOptions, device: Device, on_event: OnEvent) -> None:
-        self.cases = cases
+    def __init__(
+        self, tasks: Sequence[CaseTask], options: RunOptions, device: Device, on_event: OnEvent
+    ) -> None:
         self.options = options
-        self.device: Device = device
-        self.on_event = on_event
         self.results: dict[str, CaseResult] = {}
-        self._judged: dict[str, dict[str, Any]] = {}  # by case, before causes are looked for
-        self.num_launches = 0
-        world = external_world()
-        self.is_first = world is None or world.rank == 0
-        self._runnable: list[Case] = []
-        self._states: dict[str, GoldenState] = {}
+        self._tasks = {task.case.name: task for task in tasks}
+        self._device: Device = device
+        self._on_event = on_event
+        self._num_launches = 0
+        self._limit = find_limit(device, options.num_ranks)
+        self._obstacles = {
+            name: obstacle
+            for name, task in self._tasks.items()
+            if (obstacle := find_obstacle(task.case, device, self._limit)) is not None
+        }
+        runnable = [task for task in tasks if not self._find_reason_to_skip(task)]
+        self._runnable = runnable
+        self._goldens = GoldenSet.of([task.case for task in runnable], options)
+        self._states: dict[Path, GoldenState] = {}
+        # By case: what its checks say before causes are looked for, and the ranks may be lost in that.
+        self._early: dict[str, VerifyResult] = {}
+        self._golden_failure = ""
+        self._golden_reports: tuple[RankReport, ...] = ()
 
     def execute(self, folder: Path) -> Generator[CaseResult]:
         """Run everything and yield each result as soon as it is known."""
-        self._skip_unrunnable()
-        yield from list(self.results.values())
+        for task in self._tasks.values():
+            if reason := self._find_reason_to_skip(task):
+                yield self._end(task, self._make_case_result(task, "skipped", reason))
         if not self._runnable:
             return
-        self._goldens = GoldenSet.of(self._runnable, self.options)
-        jobs = [self._goldens.job(self._golden_ranks()), *map(self.make_job, self._runnable)]
-        if external_world() is not None:
-            self._execute_external(jobs, folder)
-            yield from [self.results[case.name] for case in self._runnable if self.is_first]
-            return
-        outcomes = run_jobs(jobs, entry=ENTRY, folder=folder, device=self.device, on_event=self._on_launch)
-        with closing(outcomes):
-            for outcome in outcomes:
-                self._take(outcome)
-                if outcome.index > 0:
-                    yield self.results[self._runnable[outcome.index - 1].name]
+        goldens = Task[CaseResult | None](self._goldens.job(self._count_golden_ranks()), self._take_goldens)
+        tasks = [goldens, *(Task(self._make_job(task), self._make_judge(task)) for task in self._runnable)]
+        judged = run_tasks(tasks, entry=WORKER, folder=folder, device=self._device, on_event=self._on_launch)
+        with closing(judged):
+            for result in judged:
+                if result is not None:
+                    yield result
 
-    def conclude(self, started: str, began: float) -> RunResult | None:
-        """Return the verdicts of all cases in their order; None on any rank but the first."""
-        if not self.is_first:
+    def make_result(self, started: str, seconds: float) -> RunResult | None:
+        """Return the verdicts of all tasks in their order; None on any rank but the first."""
+        world = external_world()
+        if world is not None and world.rank != 0:
             return None
-        results = tuple(self.results[case.name] for case in self.cases)
+        results = tuple(self.results[name] for name in self._tasks)
         return RunResult(
-            verdict=_overall(results),
-            environment=describe_environment(self.device),
+            verdict=_find_overall_verdict(results),
+            environment=describe_environment(self._device),
             started=started,
-            seconds=time.monotonic() - began,
-            launches=self.num_launches,
+            seconds=seconds,
+            launches=self._num_launches,
             cases=results,
         )
 
-    def _execute_external(self, jobs: Sequence[Job], folder: Path) -> None:
-        from moeverify.launch.external import serve_external
+    def _find_reason_to_skip(self, task: CaseTask) -> str:
+        """Return why a task cannot run here, or nothing: what cannot be saved cannot be loaded either."""
+        obstacle = self._obstacles.get(task.case.name)
+        if obstacle is not None:
+            return describe_obstacle(obstacle)
+        of_needed: Obstacle | None = self._obstacles.get(task.needs)
+        return "" if of_needed is None else describe_dependent_obstacle(task.labels["saved_by"], of_needed)
 
-        serve_external(jobs, folder, ENTRY, self._take, device=self.device)
-
-    def _skip_unrunnable(self) -> None:
-        limit, why = most_ranks(self.device)
-        world = external_world()
-        if world is not None:
-            limit, why = world.world_size, f"{world.launcher} started {world.world_size} ranks"
-        if self.options.num_ranks is not None and self.options.num_ranks < limit:
-            limit, why = self.options.num_ranks, f"--ranks {self.options.num_ranks}"
-        self._most_ranks, self._why_no_more = limit, why
-        for case in self.cases:
-            if reason := self.find_obstacle(case):
-                self._end(case, self._result(case, "skipped", reason))
-            else:
-                self._runnable.append(case)
-
-    def find_obstacle(self, case: Case) -> str:
-        """Return why a case cannot run here, or nothing."""
-        needed = case.layout.world_size
-        if needed > self._most_ranks:
-            return f"needs {needed} ranks; {self._why_no_more}"
-        return find_obstacle(case, self.device)
-
-    def _golden_ranks(self) -> int:
+    def _count_golden_ranks(self) -> int:
         """Return how many ranks make goldens side by side: no more than the cases need anyway."""
-        widest = max(case.layout.world_size for case in self._runnable)
-        return max(1, min(widest, len(self._goldens.recipes), 2 if self.device == "cpu" else widest))
+        widest = max(task.case.layout.world_size for task in self._runnable)
+        most = 2 if self._device == "cpu" else widest
+        return max(1, min(widest, len(self._goldens.orders), most))
 
-    def make_job(self, case: Case) -> Job:
-        """Return what the ranks do for a case."""
+    def _make_job(self, task: CaseTask) -> Job:
+        case = task.case
+        asked = task.make(
+            case=case,
+            golden=self._goldens.folders[case.name],
+            fault=task.fault,
+            search_path=tuple(search_path(case)),
+        )
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
-        payload = {
-            "kind": "case",
-            **self.say_more(case),
-            "case": case.model_dump_json(),
-            "cache": str(self._goldens.cache),
-            "answer": self._goldens.answer,
-            "fault": self.options.case_faults.get(case.name, self.options.fault),
-            "search_path": search_path(case),
-        }
-        return Job(name=case.name, num_ranks=case.layout.world_size, timeout=timeout, payload=payload)
-
-    def say_more(self, case: Case) -> dict[str, Any]:
-        """Return what the ranks are told beyond the case itself."""
-        return {}
-
-    def _on_launch(self, event: LaunchEvent) -> None:
-        if event.kind == "launch":
-            self.num_launches += 1
-            self._tell("launch", detail=f"{event.num_ranks} ranks")
-        elif event.kind == "report":
-            self._judged[event.job] = json.loads(event.detail)
-        elif event.kind == "start" and event.job == "goldens":
-            self._tell("golden", detail=f"{len(self._goldens.recipes)} recipes on one device each")
-        elif event.kind == "start":
-            self._tell("case-start", event.job)
-
-    def _take(self, outcome: JobOutcome) -> None:
-        if outcome.index == 0:
-            self._take_goldens(outcome)
-            return
-        case = self._runnable[outcome.index - 1]
-        self._end(case, self.judge(case, outcome))
+        return make_job(case.name, case.layout.world_size, timeout, asked)
 
     def _take_goldens(self, outcome: JobOutcome) -> None:
-        if outcome.state != "done" or outcome.result is None:
-            message = f"the goldens could not be made: {outcome.summary}"
-            self._states = dict.fromkeys(
-                (recipe.fingerprint() for recipe in self._goldens.recipes), GoldenState("failed", message)
-            )
+        answer = read_outcome(outcome, GoldenResult)
+        if answer is None or isinstance(answer, Refusal):
+            self._golden_failure = describe_failure(outcome.failure)
             self._golden_reports = outcome.rank_reports
             return
-        found: Mapping[str, Any] = outcome.result["goldens"]
-        device_class = outcome.result["device_class"]
-        for recipe in self._goldens.recipes:
-            print_ = recipe.fingerprint()
-            self._states[print_] = self._goldens.examine(recipe, found[print_], device_class)
+        for folder, found in zip(self._goldens.orders, answer.goldens, strict=True):
+            self._states[folder] = self._goldens.examine(folder, found, answer.device_class)
 
-    def judge(self, case: Case, outcome: JobOutcome) -> CaseResult:
+    def _make_judge(self, task: CaseTask) -> Callable[[JobOutcome], CaseResult | None]:
+        return lambda outcome: self._end(task, self._judge(task, outcome))
+
+    def _judge(self, task: CaseTask, outcome: JobOutcome) -> CaseResult:
         """Return the verdict of a case whose job has ended."""
-        state = self._states[case.recipe.fingerprint()]
-        missing_is_fine = state.status == "missing" and not self.options.require_goldens
-        if state.status != "recorded" and not missing_is_fine:
-            reports = getattr(self, "_golden_reports", ())
-            return self._result(case, "error", state.message, outcome, rank_reports=reports)
-        result = outcome.result if outcome.state == "done" else self._judged.get(case.name)
-        if result is None:
-            reports = outcome.rank_reports
-            return self._result(case, "error", outcome.summary, outcome, rank_reports=reports)
-        if "error" in result:
-            return self._result(case, "error", result["error"], outcome)
-        found = [Finding.model_validate(finding) for finding in result["findings"]]
-        if outcome.state != "done":
+        if self._golden_failure:
+            reason = f"the goldens could not be made: {self._golden_failure}"
+            return self._make_case_result(
+                task, "error", reason, outcome, rank_reports=_word_reports(self._golden_reports)
+            )
+        state = self._states[self._goldens.folders[task.case.name]]
+        is_missing_fine = state.status == "missing" and not self.options.require_goldens
+        if state.status != "recorded" and not is_missing_fine:
+            return self._make_case_result(task, "error", describe_golden(state), outcome)
+        needed = self.results.get(task.needs)
+        answer = read_outcome(outcome, VerifyResult) or self._early.get(task.case.name)
+        if isinstance(answer, VerifyResult):
+            return self._judge_answer(task, answer, state, outcome)
+        reports = _word_reports(outcome.rank_reports)
+        if needed is not None and needed.verdict != "pass":
+            reason = describe_missing_save(needed.name)
+        else:
+            reason = answer.error if answer is not None else describe_failure(outcome.failure)
+        return self._make_case_result(task, "error", reason, outcome, rank_reports=reports)
+
+    def _judge_answer(
+        self, task: CaseTask, answer: VerifyResult, state: GoldenState, outcome: JobOutcome
+    ) -> CaseResult:
+        checks = tuple(map(word_check, answer.checks))
+        found = answer.findings
+        if outcome.failure is not None:
             # The ranks were lost while causes were looked for: what the checks say was known before.
-            found = note_failure(found, DiagnosisFailed(message=outcome.summary))
-        checks = tuple(CheckResult.model_validate(check) for check in result["checks"])
-        findings = tuple(suggest_layout(case, finding, self._most_ranks) for finding in found)
-        verdict, notes = settle(case.checks, checks)
-        notes += tuple(note for check in checks if (note := describe_blind(check)))
-        notes += tuple(check.unseen for check in checks if check.unseen)
-        notes += (state.message,) if state.status == "missing" else ()
-        notes += (state.nearness,) if state.nearness else ()
-        losses = tuple((expected, actual) for expected, actual in result["losses"])
-        return self._result(
-            case,
+            found = tuple(note_failure(found, DiagnosisFailed(message=describe_failure(outcome.failure))))
+        verdict, declared = apply_declared_differences(task.case.checks, checks)
+        return self._make_case_result(
+            task,
             verdict,
             "",
             outcome,
             checks=checks,
-            findings=findings,
-            notes=notes,
-            losses=losses,
-            rank_reports=outcome.rank_reports,
+            findings=tuple(suggest_layout(task.case, finding, self._limit.most) for finding in found),
+            notes=list_notes(checks, declared, state),
+            rank_reports=_word_reports(outcome.rank_reports),
+            losses=answer.losses,
         )
 
-    def _result(
-        self, case: Case, verdict: Verdict, reason: str, outcome: JobOutcome | None = None, **rest: Any
+    def _make_case_result(
+        self, task: CaseTask, verdict: Verdict, reason: str, outcome: JobOutcome | None = None, **rest: Any
     ) -> CaseResult:
+        case = task.case
         return CaseResult(
             name=case.name,
             file=case.file,
@@ -254,29 +261,36 @@ class CaseRun:
             seconds=outcome.seconds if outcome is not None else 0.0,
             recipe=case.recipe.name,
             layout=describe_layout(case.layout),
+            **task.labels,
             **rest,
         )
 
-    def _end(self, case: Case, result: CaseResult) -> None:
-        self.results[case.name] = result
-        self._tell("case-end", case.name, result=result)
+    def _end(self, task: CaseTask, result: CaseResult) -> CaseResult:
+        self.results[task.case.name] = result
+        self._emit("case-end", case=task.case.name, result=result)
+        return result
 
-    def _tell(self, kind: Any, case: str = "", **rest: Any) -> None:
-        num_done = len(self.results)
-        self.on_event(Event(kind=kind, num_done=num_done, num_total=len(self.cases), case=case, **rest))
+    def _on_launch(self, event: LaunchEvent) -> None:
+        if event.kind == "launch":
+            self._num_launches += 1
+            self._emit("launch", num_ranks=event.num_ranks)
+        elif event.kind == "report":
+            known = read_report(event.detail)
+            assert isinstance(known, VerifyResult)
+            self._early[event.job] = known
+        elif event.kind == "start" and event.job == GOLDENS:
+            self._emit("golden", num_recipes=len(self._goldens.orders))
+        elif event.kind == "start":
+            self._emit("case-start", case=event.job)
+
+    def _emit(self, kind: Literal["launch", "golden", "case-start", "case-end"], **rest: Any) -> None:
+        self._on_event(Event(kind=kind, num_done=len(self.results), num_total=len(self._tasks), **rest))
 
 
-def describe_blind(check: CheckResult) -> str:
-    """Return a note where a check could not really verify some of its tensors, else nothing."""
-    if not check.blind:
-        return ""
-    noun = "1 tensor" if check.blind == 1 else f"{check.blind} tensors"
-    return (
-        f"{noun} of {check.name} {'has' if check.blind == 1 else 'have'} a bound above {BLIND}, of "
-        f"{check.tensors}: nothing was verified there"
-    )
+def _word_reports(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
+    return tuple(map(word_report, reports))
 
 
-def _overall(results: Sequence[CaseResult]) -> Any:
+def _find_overall_verdict(results: Sequence[CaseResult]) -> Any:
     verdicts = {result.verdict for result in results}
     return next((verdict for verdict in ("error", "mismatch") if verdict in verdicts), "pass")

@@ -1,4 +1,4 @@
-"""Folders for the length of one command. What a command that was killed has left, the next one removes."""
+"""Temporary folders of one command; those of a command that was killed are removed by the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX = "moeverify-"
-_HELD = "held"
+_LOCKED = "locked"
 
 
 @contextmanager
@@ -25,20 +25,20 @@ def scratch_folder() -> Iterator[Path]:
 @contextmanager
 def _hold(folder: Path) -> Iterator[None]:
     """Lock a file in the folder; the kernel takes the lock back when this process ends, however it ends."""
-    with (folder / "unheld").open("w") as file:
+    with (folder / "unlocked").open("w") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Under its name only now: nobody sees the file without its lock.
-            (folder / "unheld").rename(folder / _HELD)
+            (folder / "unlocked").rename(folder / _LOCKED)
         yield
 
 
 def _remove_abandoned(place: Path) -> None:
     """Remove the folders of this user whose process is no more."""
-    for held in place.glob(f"{_PREFIX}*/{_HELD}"):
-        with suppress(OSError):  # another user's, or gone by now, or held
-            if held.stat().st_uid != os.getuid():
+    for lock in place.glob(f"{_PREFIX}*/{_LOCKED}"):
+        with suppress(OSError):  # another user's, or gone by now, or locked
+            if lock.stat().st_uid != os.getuid():
                 continue
-            with held.open("r+") as file:
+            with lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(held.parent, ignore_errors=True)
+                shutil.rmtree(lock.parent, ignore_errors=True)

@@ -7,21 +7,23 @@ from dataclasses import replace
 
 import torch
 
+from moeverify.checks.base import Role
+from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
-from moeverify.results.checks import COVERAGE, PRECISION, REPEAT, REPLICAS, SHARDING, TRACE
+from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, OwnValues
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
-_APART = (COVERAGE, SHARDING, REPEAT, TRACE, PRECISION)
-_ORIGINS = (COVERAGE, SHARDING, TRACE, PRECISION)  # of these none follows from anything else
+_APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
+_ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 MOST_LOGGED = 20
@@ -80,7 +82,7 @@ def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:
 
 def _is_compared(finding: Finding) -> bool:
     """Return whether a finding is of a comparison with the golden; replicas differ among themselves."""
-    return bool(finding.kind) and finding.check != REPLICAS
+    return bool(finding.kind) and finding.check != CheckName.REPLICAS
 
 
 def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
@@ -124,7 +126,7 @@ def _explain_origin(
 
 def _explain_replicas(first: Sequence[Finding]) -> list[DiagnosedCause]:
     """Return the cause where nothing is wrong but that ranks which should hold the same do not."""
-    differing = next((finding for finding in first if finding.check == REPLICAS), None)
+    differing = next((finding for finding in first if finding.check == CheckName.REPLICAS), None)
     if differing is None:
         return []
     axes = differing.place.axes if differing.place is not None else ()
@@ -143,12 +145,12 @@ def _subject_of(finding: Finding) -> Subject:
 
 def _explain_apart(finding: Finding) -> Finding:
     """Return the finding of a check that compares a run with itself, with the name of its cause."""
-    if finding.check == REPEAT:
+    if finding.check == CheckName.REPEAT:
         explanation = Explanation(
             cause=Cause.NONDETERMINISM, subject=_subject_of(finding), operation=Altered()
         )
         return finding.model_copy(update={"explanation": explanation, "code": explanation.cause.value})
-    codes = {SHARDING: Cause.LAYOUT, PRECISION: Cause.PRECISION}
+    codes: dict[str, Cause] = {CheckName.SHARDING: Cause.LAYOUT, CheckName.PRECISION: Cause.PRECISION}
     code = codes.get(finding.check)
     return finding.model_copy(update={"code": code.value}) if code is not None else finding
 

@@ -8,12 +8,10 @@ from moeverify.diagnose.diagnosis import make_origins
 from moeverify.diagnose.engine import explain_tensors
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.cause import Cause
-from moeverify.results.checks import COVERAGE, check_of
+from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Zeroed
-
-LOADED = check_of("loaded").name
 
 
 def diagnose_load(findings: Sequence[Finding], inputs: DiagnosisInputs, step: int) -> list[Finding]:
@@ -25,8 +23,8 @@ def diagnose_load(findings: Sequence[Finding], inputs: DiagnosisInputs, step: in
     loaded: list[Finding] = []
     others: list[Finding] = []
     for finding in findings:
-        is_lost = finding.check == COVERAGE and finding.step == step
-        (lost if is_lost else loaded if finding.check == LOADED else others).append(finding)
+        is_lost = finding.check == CheckName.COVERAGE and finding.step == step
+        (lost if is_lost else loaded if finding.check == CheckName.LOADED else others).append(finding)
     first = next((finding.tensor for finding in (*loaded, *lost)), "")
     return [
         *(_explain_lost(finding) for finding in lost),

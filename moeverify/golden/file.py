@@ -14,7 +14,7 @@ VERSION = 1
 
 
 class GoldenFile(BaseModel):
-    """What one device computed for a recipe.
+    """The recorded golden of a recipe: what one device computed for it.
 
     `recipe` is its fingerprint (`Recipe.fingerprint`), `losses` the losses and gradient norms of every step,
     `tensors` the fingerprints of logical tensors under `step/kind/name`.
@@ -77,11 +77,11 @@ def read_golden(path: Path) -> GoldenFile | None:
     try:
         golden = GoldenFile.model_validate(json.loads(text))
     except json.JSONDecodeError as error:
-        raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from error
+        raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg})", remedy) from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise FormatError(f"{path}: {field}: {first['msg']}; {remedy}") from error
+        raise FormatError(f"{path}: {field}: {first['msg']}", remedy) from error
     if golden.version != VERSION:
-        raise FormatError(f"{path}: version {golden.version}, this is version {VERSION}; {remedy}")
+        raise FormatError(f"{path}: version {golden.version}, this is version {VERSION}", remedy)
     return golden

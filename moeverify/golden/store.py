@@ -31,7 +31,7 @@ def tensor_key(kind: str, name: str) -> str:
 
 
 class GoldenWriter:
-    """An observer that assembles the pieces of one device's run and writes each step when it is complete.
+    """An observer that assembles the shards of one device's run and writes each step when it is complete.
 
     Used as a context manager around the run. The folder appears under its final name by one rename, after
     `finish`; whatever ends the run before leaves nothing behind.
@@ -56,7 +56,7 @@ class GoldenWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Take one piece of a logical tensor; see `moeverify.layout.observer.Observer`."""
+        """Take one shard of a logical tensor; see `moeverify.layout.observer.Observer`."""
         if self._step is not None and step != self._step:
             self._flush()
         self._step = step
@@ -71,7 +71,7 @@ class GoldenWriter:
         region.put(self._tensors[key], local.detach().cpu())
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: steps are told apart by what is observed."""
+        """Do nothing: what is observed says its step."""
 
     def flush(self) -> Path:
         """Write the last step and return the folder with all steps, not yet under its final name."""

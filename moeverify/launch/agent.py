@@ -96,18 +96,18 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
         )
     except Exception:
         return {"error": traceback.format_exc(), "first": None, "exits": {}}
-    roll = _Roll(plan.num_ranks)
+    processes = _ProcessTable(plan.num_ranks)
     try:
         elastic_launch(config, run_entry)(plan.entry, str(plan_path), str(os.getpid()))
     except ChildFailedError as error:
-        return {"error": "", "first": error.get_first_failure()[0], "exits": roll.read()}
+        return {"error": "", "first": error.get_first_failure()[0], "exits": processes.read()}
     except Exception:
-        return {"error": traceback.format_exc(), "first": None, "exits": roll.read()}
+        return {"error": traceback.format_exc(), "first": None, "exits": processes.read()}
     return {}
 
 
-class _Roll:
-    """Keeps hold of the processes of the ranks, since elastic tells the exit status of the first alone."""
+class _ProcessTable:
+    """The processes of the ranks: elastic itself reports the exit status of the first one alone."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

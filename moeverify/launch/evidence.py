@@ -12,10 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from moeverify.collectives.flight_recorder import read_flight
-from moeverify.collectives.words import describe_record
-from moeverify.launch.root_cause_rank import find_origin
+from moeverify.launch.root_cause_rank import Origin, find_origin
 from moeverify.launch.stack import trim_stack
+from moeverify.results.failure import End, ProcessState, RankEnd
 from moeverify.results.run import RankReport
+from moeverify.results.trace import CollectiveRecord
 
 _TAIL = 4000
 
@@ -32,10 +33,10 @@ class Death:
     first: int | None = None
     exits: Mapping[int, int] = field(default_factory=dict)
     error: str = ""
-    frozen: Mapping[int, str] = field(default_factory=dict)
+    frozen: Mapping[int, ProcessState] = field(default_factory=dict)
 
 
-def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, str]) -> Death:
+def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, ProcessState]) -> Death:
     """Return how the launch ended, as far as its agent could still write it."""
     content = _read_json(launch_folder / "launch.json")
     return Death(
@@ -47,10 +48,8 @@ def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, str]
     )
 
 
-def collect_reports(
-    launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death
-) -> tuple[str, tuple[RankReport, ...]]:
-    """Return the failure in words and a report of each of the ranks, those where it began first.
+def collect_reports(launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death) -> Origin:
+    """Return where the failure began, with a report of each of the ranks.
 
     `folder` is the job's, or None for a launch that failed before a job began.
     """
@@ -63,20 +62,6 @@ def collect_reports(
             times[rank] = path.stat().st_mtime
         reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
     return find_origin(reports, times, records)
-
-
-def describe_exit(status: int | None) -> str:
-    """Return an exit status in words."""
-    if status is None:
-        return "still runs"
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hint = " (kill -9, or the kernel when memory ran out)" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 def read_tail(path: Path) -> str:
@@ -95,45 +80,49 @@ def _read_report(path: Path) -> RankReport | None:
         return None
 
 
-def _infer_report(launch_folder: Path, rank: int, death: Death, records: list[dict[str, Any]]) -> RankReport:
+def _infer_report(
+    launch_folder: Path, rank: int, death: Death, records: Sequence[CollectiveRecord]
+) -> RankReport:
     """Return the report of a rank that wrote none itself."""
     dump = _read_dump(launch_folder / f"rank-{rank}.stack")
     errors = read_tail(launch_folder / f"rank-{rank}.err")
-    state, summary = _infer_state(rank, dump, errors, death)
+    end = _infer_end(rank, dump, errors, death)
     identity = _read_json(launch_folder / f"rank-{rank}.json")
     stack = trim_stack(dump)
-    if errors and (not dump or state in ("killed", "lost")):
+    if errors and (not dump or end.how in (End.KILLED, End.CRASHED, End.EXITED, End.GONE)):
         stack = f"{stack}\n\nThe end of its stderr:\n{errors}".strip()
-    return RankReport(
-        rank=rank,
-        state=state,
-        summary=summary,
+    return RankReport.of(
+        rank,
+        end,
         host=identity.get("host", ""),
         pid=identity.get("pid", 0),
         stack=stack,
-        last_collective=describe_record(records[-1]) if records else "",
+        collective=records[-1] if records else None,
     )
 
 
-def _infer_state(rank: int, dump: str, errors: str, death: Death) -> tuple[Any, str]:
-    """Return the state and the summary by the first rule that holds."""
+def _infer_end(rank: int, dump: str, errors: str, death: Death) -> RankEnd:
+    """Return how a rank ended, by the first rule that holds."""
     status = death.exits.get(rank)
-    known = status is not None
     code = status or 0
     last_error = errors.splitlines()[-1][:500] if errors else ""
-    lock = "over its time inside C code that holds the interpreter's lock"
     rules = (
-        (dump.startswith("Timeout ("), "hung", lock),
-        (rank in death.frozen, "hung", death.frozen.get(rank, "")),
-        (code == -signal.SIGTERM and rank != death.first, "stopped", "stopped after another rank failed"),
-        (code < 0, "killed", describe_exit(status)),
-        (code > 0 and "Traceback (most recent call last)" in errors, "raised", last_error),
-        (known, "lost", f"{describe_exit(status)} without a report"),
-        (dump.startswith("Fatal Python error"), "killed", dump.partition("\n")[0]),
-        (bool(dump), "stopped", "stopped with its launch"),
-        (True, "lost", "gone with its launch, and left no word"),
+        (dump.startswith("Timeout ("), RankEnd(how=End.HOLDS_LOCK)),
+        (rank in death.frozen, RankEnd(how=End.FROZEN, process_state=death.frozen.get(rank))),
+        (code == -signal.SIGTERM and rank != death.first, RankEnd(how=End.STOPPED)),
+        (code < 0, RankEnd(how=End.KILLED, signal=-code)),
+        (
+            code > 0 and "Traceback (most recent call last)" in errors,
+            RankEnd(how=End.RAISED, error=last_error),
+        ),
+        (status is not None, RankEnd(how=End.EXITED, status=status)),
+        (
+            dump.startswith("Fatal Python error"),
+            RankEnd(how=End.CRASHED, error=dump.partition("\n")[0]),
+        ),
+        (bool(dump), RankEnd(how=End.STOPPED_WITH_LAUNCH)),
     )
-    return next((state, summary) for holds, state, summary in rules if holds)
+    return next((end for holds, end in rules if holds), RankEnd(how=End.GONE))
 
 
 def _read_dump(path: Path) -> str:

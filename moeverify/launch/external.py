@@ -28,7 +28,9 @@ from moeverify.launch.plan import Device, Job, JobOutcome, job_folder
 from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.runner import JobRunner, RunJob
 from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
+from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.run import RankReport
+from moeverify.results.trace import CollectiveRecord
 
 EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0
@@ -108,8 +110,11 @@ class _Session:
                 self._index = index
                 self._began = time.monotonic()
                 if job.num_ranks > self._world.world_size:
-                    summary = f"it needs {job.num_ranks} ranks, and {self._world.world_size} were started"
-                    self._tell("unstarted", summary)
+                    num_started = self._world.world_size
+                    failure = JobFailure(
+                        cause=Cause.TOO_FEW, num_needed=job.num_ranks, num_started=num_started
+                    )
+                    self._report_outcome("unstarted", failure)
                     continue
                 done = f"done/{self._index}"
                 if self._world.rank >= job.num_ranks:
@@ -120,7 +125,7 @@ class _Session:
                 result = self._runner.run(self._index, job, folder, run_job)
                 if self._world.rank == 0:
                     self._store.set(done, "1")
-                    self._tell("done", "", result=result, seconds=time.monotonic() - self._began)
+                    self._report_outcome("done", None, result=result, seconds=time.monotonic() - self._began)
             self._runner.close()
             self._leave()
 
@@ -130,39 +135,37 @@ class _Session:
             self._store.set("all-left", "1")
         self._store.wait(["all-left"], timedelta(seconds=60))
 
-    def _tell(self, state: Any, summary: str, **rest: Any) -> None:
+    def _report_outcome(self, state: Any, failure: JobFailure | None, **rest: Any) -> None:
         if self._world.rank == 0:
             name = self._jobs[self._index].name
             self._on_outcome(
-                JobOutcome(job=name, index=self._index, state=state, summary=summary, launch=1, **rest)
+                JobOutcome(job=name, index=self._index, state=state, failure=failure, launch=1, **rest)
             )
 
     def _look_for_failure(self) -> None:
         with contextlib.suppress(RuntimeError):
             if self._mailbox.check([f"{self._index}/failed"]):
-                self._fail(
-                    self._runner.witness.describe_state("stopped", "stopped after another rank failed")
-                )
+                self._fail(self._runner.failure_reporter.describe_state(RankEnd(how=End.STOPPED)))
 
     def _fail_by_error(self, error: BaseException) -> None:
-        self._fail(self._runner.witness.describe_error(error))
+        self._fail(self._runner.failure_reporter.describe_error(error))
 
     def _fail_by_hang(self) -> None:
-        text = f"still in the job after {self._jobs[self._index].timeout:g} s"
-        self._fail(self._runner.witness.describe_state("hung", text), patience=_POLL * 10)
+        end = RankEnd(how=End.OVER_TIME, timeout=self._jobs[self._index].timeout)
+        self._fail(self._runner.failure_reporter.describe_state(end), patience=_POLL * 10)
 
     def _fail_by_signal(self, number: int) -> None:
-        text = f"got {signal.Signals(number).name}: a peer has died, or the launch was cancelled"
-        self._fail(self._runner.witness.describe_state("stopped", text))
+        end = RankEnd(how=End.SIGNALLED, signal=number)
+        self._fail(self._runner.failure_reporter.describe_state(end))
 
     def _fail(self, report: RankReport, patience: float = 0.0) -> NoReturn:
-        """Leave this rank's report, see to it that rank 0 has told the outcome, and end the process.
+        """Leave this rank's report, see to it that rank 0 has passed on the outcome, and end the process.
 
         `patience` lets peers, whose clocks began a moment later, notice for themselves.
         """
         if not self._failing.acquire(blocking=False):
             time.sleep(3600.0)  # Another thread of this rank is at it, and ends the process.
-        self._runner.witness.disarm()
+        self._runner.failure_reporter.disarm()
         try:
             self._report(report, patience)
         finally:
@@ -176,7 +179,7 @@ class _Session:
             content = {
                 "report": report.model_dump(),
                 "time": time.time(),
-                "records": self._runner.trace.records()[-NUM_SLOTS:],
+                "records": [record.model_dump() for record in self._runner.trace.records()[-NUM_SLOTS:]],
             }
             self._mailbox.set(f"{self._index}/report/{report.rank}", json.dumps(content))
         time.sleep(patience)
@@ -185,36 +188,40 @@ class _Session:
         if self._world.rank != 0:
             self._wait_for([answered], _ANSWER_LIMIT)
             return
-        self._tell_failure()
+        self._collect_failure()
         self._mailbox.set(answered, "1")
         time.sleep(_POLL * 4)  # This process may host the store that its peers still read.
 
-    def _tell_failure(self) -> None:
-        """Collect the reports of all ranks, as far as they come, and tell how everything ends."""
+    def _collect_failure(self) -> None:
+        """Collect the reports of all ranks, as far as they come, and pass on how everything ends."""
         num_ranks = self._jobs[self._index].num_ranks
         keys = {rank: f"{self._index}/report/{rank}" for rank in range(num_ranks)}
         self._wait_for(list(keys.values()), _COLLECT_LIMIT)
         reports: list[RankReport] = []
         times: dict[int, float] = {}
-        records: dict[int, list[dict[str, Any]]] = {}
+        traces: dict[int, list[CollectiveRecord]] = {}
         for rank, key in keys.items():
-            records[rank] = []
+            traces[rank] = []
             if not self._mailbox.check([key]):
-                gone = "gone without a word (its launcher's log may know more)"
                 stack = read_tail(self._own_folder / f"rank-{rank}.stack")
-                reports.append(RankReport(rank=rank, state="lost", summary=gone, stack=stack))
+                reports.append(RankReport.of(rank, RankEnd(how=End.SILENT), stack=stack))
                 continue
             content = json.loads(self._mailbox.get(key))
             reports.append(RankReport.model_validate(content["report"]))
-            times[rank], records[rank] = content["time"], content["records"]
-        summary, ordered = find_origin(reports, times, records)
-        hung = any(report.state == "hung" for report in ordered)
+            times[rank] = content["time"]
+            traces[rank] = [CollectiveRecord.model_validate(record) for record in content["records"]]
+        origin = find_origin(reports, times, traces)
         failed = self._jobs[self._index].name
         seconds = time.monotonic() - self._began
-        self._tell("hung" if hung else "failed", summary, rank_reports=ordered, seconds=seconds)
+        self._report_outcome(
+            "hung" if origin.is_hang else "failed",
+            origin.make_failure(),
+            rank_reports=origin.reports,
+            seconds=seconds,
+        )
         for index in range(self._index + 1, len(self._jobs)):
             self._index = index
-            self._tell("unstarted", f"the ranks ended with job {failed}")
+            self._report_outcome("unstarted", JobFailure(cause=Cause.ENDED_BEFORE, earlier_job=failed))
 
     def _wait_for(self, keys: list[str], limit: float) -> None:
         end = time.monotonic() + limit

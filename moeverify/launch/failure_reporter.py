@@ -1,4 +1,4 @@
-"""What a rank leaves behind about itself: who it is, its stack when it dies, its report when it fails."""
+"""One rank's traces on disk: its identity, its stacks when it dies, its report when it fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, Literal
 
 from moeverify.collectives.trace import CollectiveTrace
-from moeverify.collectives.words import describe_record
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.stack import trim_stack
+from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 
 _BACKUP_DELAY = 3.0
@@ -63,10 +62,11 @@ class FailureReporter:
     def describe_error(self, error: BaseException) -> RankReport:
         """Return the report of an exception that ended this rank's job, with its full traceback."""
         name = type(error).__name__
-        summary = f"{name}: {error}".strip().splitlines()[0][:500] if str(error) else name
-        return self._report("raised", summary, trim_stack("".join(traceback.format_exception(error))))
+        line = f"{name}: {error}".strip().splitlines()[0][:500] if str(error) else name
+        stack = trim_stack("".join(traceback.format_exception(error)))
+        return self._report(RankEnd(how=End.RAISED, error=line), stack)
 
-    def describe_state(self, state: Literal["hung", "stopped"], summary: str) -> RankReport:
+    def describe_state(self, end: RankEnd) -> RankReport:
         """Return a report with the stacks of all threads, the main thread's first."""
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -77,16 +77,9 @@ class FailureReporter:
             for ident in order
             if ident != threading.get_ident()
         ]
-        return self._report(state, summary, trim_stack("\n".join(parts)))
+        return self._report(end, trim_stack("\n".join(parts)))
 
-    def _report(self, state: Any, summary: str, stack: str) -> RankReport:
-        last = self._trace.last()
-        return RankReport(
-            rank=self._rank,
-            state=state,
-            summary=summary,
-            host=self._host,
-            pid=os.getpid(),
-            stack=stack,
-            last_collective=describe_record(last) if last is not None else "",
+    def _report(self, end: RankEnd, stack: str) -> RankReport:
+        return RankReport.of(
+            self._rank, end, host=self._host, pid=os.getpid(), stack=stack, collective=self._trace.last()
         )

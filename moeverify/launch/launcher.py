@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from moeverify.launch.monitor import Follower
+from moeverify.launch.monitor import LaunchMonitor
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent, Plan
 
 
@@ -32,7 +32,7 @@ def run_jobs(
     largest = max((job.num_ranks for job in jobs), default=0)
     if num_ranks is not None and largest > num_ranks:
         raise ValueError(f"a job needs {largest} ranks, and a launch may have {num_ranks}")
-    tell = on_event if on_event is not None else _ignore
+    watch = on_event if on_event is not None else _ignore
     first = launch = 0
     may_retry = True
     while first < len(jobs):
@@ -48,15 +48,15 @@ def run_jobs(
             first=first,
             search_path=tuple(sys.path),
         )
-        follower = Follower(plan, launch, tell)
-        yield from follower.follow()
-        first += follower.num_over
-        if follower.num_over:
+        monitor = LaunchMonitor(plan, launch, watch)
+        yield from monitor.follow()
+        first += monitor.num_over
+        if monitor.num_over:
             may_retry = True
-        elif may_retry and follower.worth_retrying:
+        elif may_retry and monitor.worth_retrying:
             may_retry = False
         else:
-            yield from follower.give_up()
+            yield from monitor.give_up()
             return
 
 

@@ -1,4 +1,4 @@
-"""Follows one launch from outside: starts its agent, awaits each job, ends what does not end by itself."""
+"""One launch, seen from outside: start its agent, await each job, end what does not end by itself."""
 
 from __future__ import annotations
 
@@ -9,47 +9,46 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moeverify.launch.evidence import Death, collect_reports, describe_exit, read_death, read_tail
+from moeverify.launch.evidence import Death, collect_reports, read_death, read_tail
 from moeverify.launch.plan import Job, JobOutcome, LaunchEvent, Plan
+from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
+from moeverify.results.run import RankReport
 
 _POLL = 0.01
 _START_LIMIT = 180.0
 _GAP_LIMIT = 60.0
 _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
-_FROZEN = {
-    "T": "over its time: its process is stopped (SIGSTOP)",
-    "t": "over its time: a debugger holds its process",
-    "D": "over its time: its process is inside a system call that cannot be interrupted (a disk or a device)",
-}
+# What /proc calls the states of a process that cannot answer: proc(5).
+_FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
-class Follower:
+class LaunchMonitor:
     """One launch, seen from the process that asked for it.
 
     `num_over` counts the jobs whose outcome is known; `worth_retrying` says whether another launch might get
     further where this one did not begin its first job.
     """
 
-    def __init__(self, plan: Plan, launch: int, tell: Callable[[LaunchEvent], None]) -> None:
+    def __init__(self, plan: Plan, launch: int, on_event: Callable[[LaunchEvent], None]) -> None:
         self.num_over = 0
         self.worth_retrying = False
         self._plan = plan
         self._launch = launch
-        self._tell = tell
+        self._on_event = on_event
         self._agent: subprocess.Popen[bytes] | None = None
         self._up = False
-        self._why = ""
         self._death = Death()
-        self._frozen: dict[int, str] = {}
+        self._was_forced = False
+        self._frozen: dict[int, ProcessState] = {}
 
     def follow(self) -> Iterator[JobOutcome]:
         """Yield the outcome of each job until the jobs or the launch are over; then nothing of it runs."""
-        self._tell(LaunchEvent(kind="launch", num_ranks=self._plan.num_ranks, detail=str(self._launch)))
+        self._on_event(LaunchEvent(kind="launch", num_ranks=self._plan.num_ranks, detail=str(self._launch)))
         try:
             self._start()
             for position, job in enumerate(self._plan.jobs):
@@ -57,7 +56,9 @@ class Follower:
                 if outcome is None:
                     break
                 self.num_over += 1
-                self._tell(LaunchEvent(kind="end", job=job.name, num_ranks=job.num_ranks, outcome=outcome))
+                self._on_event(
+                    LaunchEvent(kind="end", job=job.name, num_ranks=job.num_ranks, outcome=outcome)
+                )
                 yield outcome
                 if outcome.state != "done":
                     break
@@ -68,15 +69,13 @@ class Follower:
 
     def give_up(self) -> Iterator[JobOutcome]:
         """Yield an outcome for each job that this launch, which never began one, leaves undone."""
-        summary, reports = collect_reports(
-            self._plan.launch_folder, None, range(self._plan.num_ranks), self._death
-        )
+        failure, reports = self._describe_loss("before its first job")
         for position, job in enumerate(self._plan.jobs):
             yield JobOutcome(
                 job=job.name,
                 index=self._plan.first + position,
                 state="unstarted",
-                summary=f"the launch failed before its first job: {self._why or summary}",
+                failure=failure,
                 rank_reports=reports,
                 launch=self._launch,
             )
@@ -97,7 +96,7 @@ class Follower:
         """Return the outcome of a job, or None when the launch ended before it began."""
         assert self._agent is not None
         folder = self._plan.job_folder(position)
-        told = 0
+        num_bytes = 0
         began = None
         limit = time.monotonic() + (_GAP_LIMIT if position else _START_LIMIT)
         while True:
@@ -106,8 +105,8 @@ class Follower:
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
                 limit = began + job.timeout + _HANG_SLACK
-                self._tell(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
-            told = self._pass_on(folder / "events", job, told)
+                self._on_event(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
+            num_bytes = self._pass_on(folder / "events", job, num_bytes)
             result = _read_result(folder / "result.json")
             if result is not None:
                 return JobOutcome(
@@ -138,41 +137,51 @@ class Follower:
         ranks = list(range(job.num_ranks))
         if death.first is not None and death.first not in ranks:
             ranks.append(death.first)  # It waited for a later job, and its end was the end of this one.
-        summary, reports = collect_reports(self._plan.launch_folder, folder, ranks, death)
-        first = reports[0].rank
-        if first >= job.num_ranks:
-            summary = summary.replace(f"rank {first}", f"rank {first}, which only waited,", 1)
-        hung = any(report.state == "hung" for report in reports)
-        if not hung and seconds > job.timeout + _HANG_SLACK:
-            hung, summary = True, f"over its {job.timeout:g} s, and its ranks did not report: {summary}"
-        elif hung:
-            summary = f"over its {job.timeout:g} s: {summary}"
+        origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
+        is_over_time = seconds > job.timeout + _HANG_SLACK
+        if origin.is_hang:
+            failure = origin.make_failure(Cause.OVER_TIME, timeout=job.timeout)
+        elif is_over_time:
+            failure = origin.make_failure(Cause.UNREPORTED, timeout=job.timeout)
         elif not death.exits:
-            summary = f"the launcher's process {describe_exit(death.agent)}; {death.error or summary}"
+            failure = origin.make_failure(
+                Cause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
+            )
+        else:
+            failure = origin.make_failure()
+        only_waited = origin.reports[0].rank >= job.num_ranks
         return JobOutcome(
             job=job.name,
             index=self._plan.first + position,
-            state="hung" if hung else "failed",
-            summary=summary,
-            rank_reports=reports,
+            state="hung" if origin.is_hang or is_over_time else "failed",
+            failure=failure.model_copy(update={"only_waited": only_waited}),
+            rank_reports=origin.reports,
             seconds=seconds,
             launch=self._launch,
         )
 
     def _note_loss(self, position: int, forced: bool) -> None:
-        self._death = death = self._read_death()
-        if forced:
-            self._why = "the ranks did not come up in time"
-        elif death.error:
-            self._why = death.error
-        elif not death.exits:
-            tail = read_tail(self._plan.launch_folder / "agent.log")
-            self._why = f"the launcher's process {describe_exit(death.agent)}\n{tail}".strip()
+        self._death, self._was_forced = self._read_death(), forced
         # An exception would come again; a signal or a port taken by another might not.
-        self.worth_retrying = not forced and all(status < 0 for status in death.exits.values())
+        self.worth_retrying = not forced and all(status < 0 for status in self._death.exits.values())
         if position:
-            summary, _ = collect_reports(self._plan.launch_folder, None, range(self._plan.num_ranks), death)
-            self._tell(LaunchEvent(kind="lost", detail=f"between two jobs: {self._why or summary}"))
+            failure, _ = self._describe_loss("between two jobs")
+            self._on_event(LaunchEvent(kind="lost", failure=failure))
+
+    def _describe_loss(self, phase: Phase) -> tuple[JobFailure, tuple[RankReport, ...]]:
+        """Return why the launch ended outside of a job, and the reports of its ranks."""
+        death, folder = self._death, self._plan.launch_folder
+        origin = collect_reports(folder, None, range(self._plan.num_ranks), death)
+        if self._was_forced:
+            failure = origin.make_failure(Cause.NOT_IN_TIME, phase=phase)
+        elif death.error or not death.exits:
+            error = death.error or read_tail(folder / "agent.log")
+            failure = origin.make_failure(
+                Cause.LAUNCHER, phase=phase, launcher_status=death.agent, launcher_error=error
+            )
+        else:
+            failure = origin.make_failure(phase=phase)
+        return failure, origin.reports
 
     def _read_death(self) -> Death:
         status = self._agent.poll() if self._agent is not None else None
@@ -184,22 +193,22 @@ class Follower:
         folder = self._plan.launch_folder
         self._up = all((folder / f"rank-{rank}.json").exists() for rank in range(self._plan.num_ranks))
         if self._up:
-            self._tell(LaunchEvent(kind="up", num_ranks=self._plan.num_ranks))
+            self._on_event(LaunchEvent(kind="up", num_ranks=self._plan.num_ranks))
 
-    def _pass_on(self, path: Path, job: Job, told: int) -> int:
-        """Tell the whole lines of rank 0 from byte `told` on, and return how far that was."""
+    def _pass_on(self, path: Path, job: Job, start: int) -> int:
+        """Pass on the whole lines that rank 0 has reported from byte `start` on; return where they end."""
         try:
             with path.open("rb") as file:
-                file.seek(told)
+                file.seek(start)
                 text = file.read()
         except OSError:
-            return told
+            return start
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            self._tell(
+            self._on_event(
                 LaunchEvent(kind="report", job=job.name, num_ranks=job.num_ranks, detail=json.loads(line))
             )
-        return told + len(whole)
+        return start + len(whole)
 
     def _force_stacks(self, num_ranks: int) -> None:
         """Ask the ranks for their stacks, and see which cannot answer: the last thing before the kill."""

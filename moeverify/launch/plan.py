@@ -1,4 +1,4 @@
-"""What a launch is asked to do: the jobs, in order, and where their files go. No torch."""
+"""The plan of a launch: its jobs in order, and where their files go. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from moeverify.results.failure import JobFailure
 from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
@@ -16,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Job(Record):
-    """One piece of work for the first `num_ranks` ranks of a launch.
+    """One job for the first `num_ranks` ranks of a launch.
 
     `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `payload` is
     handed to the ranks unchanged and must be JSON data.
@@ -69,15 +70,16 @@ class JobOutcome(Record):
     """What became of a job: its result, or why there is none.
 
     `state` is `done`, `failed` (a rank raised or died), `hung` (over its timeout) or `unstarted` (no launch
-    came up for it, or an external launch ended before it). `rank_reports` holds every rank of a job that
-    failed or hung, the originating ranks first. `seconds` is wall time on the ranks; `launch` counts from 1.
+    came up for it, or an external launch ended before it); unless it is done there is a `failure`. `rank_reports`
+    holds every rank of a job that failed or hung, the originating ranks first. `seconds` is wall time on the ranks;
+    `launch` counts from 1.
     """
 
     job: str
     index: int
     state: Literal["done", "failed", "hung", "unstarted"]
     result: dict[str, Any] | None = None
-    summary: str = ""
+    failure: JobFailure | None = None
     rank_reports: tuple[RankReport, ...] = ()
     seconds: float = 0.0
     launch: int = 0
@@ -87,13 +89,14 @@ class LaunchEvent(Record):
     """Something that happened during a launch, for a progress view.
 
     `launch`: a launch of `num_ranks` begins; `up`: its ranks run; `start` and `end`: of a job; `report`: a
-    rank reported `detail`; `lost`: a launch died between two jobs, and why.
+    rank reported `detail`; `lost`: a launch died between two jobs, by `failure`.
     """
 
     kind: Literal["launch", "up", "start", "report", "end", "lost"]
     job: str = ""
     num_ranks: int = 0
     detail: str = ""
+    failure: JobFailure | None = None
     outcome: JobOutcome | None = None
 
 

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moeverify.launch.plan import Job, Plan, write_atomically
 from moeverify.launch.runner import JobRunner, RankContext, RunJob
+from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 
 __all__ = ["RankContext", "RunJob", "serve"]
@@ -87,8 +88,8 @@ class _Reporter:
         """Report an exception and end this rank."""
         if self._hung:
             time.sleep(60.0)  # The watchdog's thread is about to end this rank.
-        self.runner.witness.ignore_terminate()
-        self._write(self.runner.witness.describe_error(error))
+        self.runner.failure_reporter.ignore_terminate()
+        self._write(self.runner.failure_reporter.describe_error(error))
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -100,13 +101,13 @@ class _Reporter:
         self._hung = True
         # The peers' ends will break the collective that this rank waits in now.
         self.runner.trace.seal()
-        self.runner.witness.disarm()
-        text = f"still in the job after {self._job.timeout:g} s"
-        self._write(self.runner.witness.describe_state("hung", text))
+        self.runner.failure_reporter.disarm()
+        end = RankEnd(how=End.OVER_TIME, timeout=self._job.timeout)
+        self._write(self.runner.failure_reporter.describe_state(end))
         # The first exit makes elastic stop the others: they get a moment to report too.
-        end = time.monotonic() + _PEER_GRACE
+        grace = time.monotonic() + _PEER_GRACE
         peers = [self._folder / f"rank-{rank}.json" for rank in range(self._job.num_ranks)]
-        while time.monotonic() < end and not all(path.exists() for path in peers):
+        while time.monotonic() < grace and not all(path.exists() for path in peers):
             time.sleep(0.02)
         os._exit(_EXIT_HUNG)
 

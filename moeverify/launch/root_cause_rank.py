@@ -1,12 +1,14 @@
-"""On which rank a failure began: the reports of all ranks in, these in order and a summary out. No torch."""
+"""On which rank a failure began: the reports of all ranks in, these in order and what they share out. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from moeverify.collectives.words import Record, explain_disagreement, explain_hang
+from moeverify.collectives.hang import Traces, find_disagreement, find_waits
 from moeverify.launch.stack import find_place
+from moeverify.results.failure import Cause, Disagreement, End, Hang, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
@@ -17,29 +19,43 @@ _BROKEN = re.compile(
 )
 
 
-def find_origin(
-    reports: Sequence[RankReport],
-    times: Mapping[int, float],
-    records: Mapping[int, Sequence[Record]],
-) -> tuple[str, tuple[RankReport, ...]]:
-    """Return the failure in words, and the reports, those where it began first.
+@dataclass(frozen=True)
+class Origin:
+    """The reports of all ranks, those where it began first; a hang, and collectives that ranks disagree on."""
 
-    `times` says when a rank wrote its report, where it did; `records` holds the ranks' traces.
+    reports: tuple[RankReport, ...]
+    hang: Hang | None = None
+    disagreement: Disagreement | None = None
+
+    @property
+    def is_hang(self) -> bool:
+        """Return whether a rank was over its time."""
+        return any(report.state == "hung" for report in self.reports)
+
+    def make_failure(self, cause: Cause = Cause.RANK, **rest: object) -> JobFailure:
+        """Return the failure of a job that began here."""
+        first = self.reports[0]
+        content = {"rank": first.rank, "end": first.end, "hang": self.hang, "disagreement": self.disagreement}
+        return JobFailure.model_validate({"cause": cause, **content, **rest})
+
+
+def find_origin(reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces) -> Origin:
+    """Return where a failure began.
+
+    `times` says when a rank wrote its report, where it did.
     """
     ordered = _mark_consequences(reports)
-    summary = ""
-    late: list[int] = []
+    hang = None
+    late: Sequence[int] = []
     if any(report.state == "hung" for report in ordered):
-        places = {report.rank: find_place(report.stack) for report in ordered}
-        summary, doings, late = explain_hang(records, places)
+        view = find_waits(traces, {report.rank: find_place(report.stack) for report in ordered})
+        hang, late = view.hang, view.late
         ordered = [
-            report.model_copy(update={"summary": f"{report.summary}: {doings[report.rank]}"})
-            if report.state == "hung"
+            report.ending(report.end.model_copy(update={"waiting": view.waiting[report.rank]}))
+            if report.state == "hung" and report.end is not None
             else report
             for report in ordered
         ]
-    if disagreement := explain_disagreement(records):
-        summary = f"{summary}. {disagreement}" if summary else disagreement
     newest = max(times.values(), default=0.0)
     ordered.sort(
         key=lambda report: (
@@ -49,25 +65,17 @@ def find_origin(
             report.rank,
         )
     )
-    if not any(report.state == "hung" for report in ordered):
-        first = ordered[0]
-        verb = "raised " if first.state == "raised" else ""
-        failed = f"rank {first.rank} {verb}{first.summary}"
-        summary = f"{failed}. {summary}" if summary else failed
-    return summary, tuple(ordered)
+    return Origin(tuple(ordered), hang, find_disagreement(traces))
 
 
 def _mark_consequences(reports: Sequence[RankReport]) -> list[RankReport]:
     """Turn exceptions that only say that a peer has gone into `stopped`, if some other rank explains them."""
-    broken = {
-        report.rank for report in reports if report.state == "raised" and _BROKEN.search(report.summary)
-    }
+    errors = {report.rank: report.end.error for report in reports if report.end and report.state == "raised"}
+    broken = {rank for rank, error in errors.items() if _BROKEN.search(error)}
     if all(report.rank in broken or report.state == "stopped" for report in reports):
         return list(reports)
     return [
-        report.model_copy(
-            update={"state": "stopped", "summary": f"broke off with its peer: {report.summary}"}
-        )
+        report.ending(RankEnd(how=End.BROKE_OFF, error=errors[report.rank]))
         if report.rank in broken
         else report
         for report in reports

@@ -73,7 +73,7 @@ class JobRunner:
         self._on_raise = on_raise
         self._caches = find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
-        self.witness = FailureReporter(folder, rank, self.trace, catch_terminate)
+        self.failure_reporter = FailureReporter(folder, rank, self.trace, catch_terminate)
 
         def tick() -> None:
             self.trace.poll()
@@ -89,7 +89,7 @@ class JobRunner:
         """
         store = PrefixStore(f"job/{index}", self._store)
         self.trace.reset()
-        self.witness.arm(job.timeout)
+        self.failure_reporter.arm(job.timeout)
         self._watchdog.arm(job.timeout)
         try:
             result = self._run_in_group(store, job, folder, run_job)
@@ -103,7 +103,7 @@ class JobRunner:
             raise
         finally:
             self._watchdog.disarm()
-            self.witness.disarm()
+            self.failure_reporter.disarm()
         return result
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moeverify.pytest_plugin.item import CaseFile
 
 _SHARED = pytest.StashKey[Path]()
-_TOLD = pytest.StashKey[list[str]]()
+_GOLDEN_LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,17 +78,17 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take what a worker has to say in the summary."""
-    told = (getattr(node, "workeroutput", None) or {}).get("moeverify_told", [])
-    node.config.stash.setdefault(_TOLD, []).extend(told)
+    lines = (getattr(node, "workeroutput", None) or {}).get("moeverify_goldens", [])
+    node.config.stash.setdefault(_GOLDEN_LINES, []).extend(lines)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what became of the goldens under `--update-golden`."""
     own = config.pluginmanager.get_plugin("moeverify-session")
-    told = [*config.stash.get(_TOLD, []), *(own.told if own is not None else [])]
-    if told:
+    lines = [*config.stash.get(_GOLDEN_LINES, []), *(own.golden_lines if own is not None else [])]
+    if lines:
         terminalreporter.section("goldens")
-        for line in told:
+        for line in lines:
             terminalreporter.write_line(line)
 
 

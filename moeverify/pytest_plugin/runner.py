@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.case.schema import Case
-from moeverify.controller.golden import GoldenRow, record_goldens
+from moeverify.controller.golden import record_goldens
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import stream_cases
 from moeverify.errors import MoeverifyError
+from moeverify.results.golden import GoldenRow
 from moeverify.results.run import CaseResult, Event
 
 

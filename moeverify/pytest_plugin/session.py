@@ -1,4 +1,4 @@
-"""What the cases of one pytest session share: which there are, how they run, and the goldens beside them."""
+"""The cases of one pytest session: which there are, how they run, and the goldens beside them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 
 from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
-from moeverify.controller.golden import GoldenRow, find_unused
+from moeverify.controller.golden import find_unused
 from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError, Problem
 from moeverify.launch.world import external_world
 from moeverify.pytest_plugin.recognition import looks_like_case
 from moeverify.pytest_plugin.runner import CaseRunner
+from moeverify.report.words.note import describe_row
+from moeverify.results.golden import GoldenRow
 from moeverify.results.run import CaseResult
 
 _NAME = "moeverify-session"
@@ -60,9 +62,9 @@ class CaseSession:
         return shlex.join(words)
 
     @property
-    def told(self) -> list[str]:
+    def golden_lines(self) -> list[str]:
         """Return what became of the goldens, a line each; nothing where none was to be refreshed."""
-        return [f"{row.status:<10}{row.name}  {row.detail}".rstrip() for row in self._runner.rows]
+        return [f"{row.status:<10}{row.name}  {describe_row(row)}".rstrip() for row in self._runner.rows]
 
     def load(self, collector: pytest.File) -> Case:
         """Return the case of a collected file.
@@ -117,7 +119,7 @@ class CaseSession:
         self._runner.close()
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output["moeverify_told"] = self.told
+            output["moeverify_goldens"] = self.golden_lines
 
 
 class UnusedGoldens(pytest.Item):
@@ -129,7 +131,8 @@ class UnusedGoldens(pytest.Item):
 
     def runtest(self) -> None:
         """Fail, with the goldens."""
-        pytest.fail("\n".join(f"{row.name}: unused: {row.detail}" for row in self._rows), pytrace=False)
+        lines = [f"{row.name}: unused: {describe_row(row)}" for row in self._rows]
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 def _collide(one: Case, other: Case) -> bool:

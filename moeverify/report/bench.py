@@ -9,12 +9,12 @@ from rich.text import Text
 from moeverify.report.console import choose_box
 from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
-from moeverify.results.measurement import BenchResult, Measurement
+from moeverify.results.measurement import BenchRun, Measurement
 
 _GIB = 2.0**30
 
 
-def render_bench(result: BenchResult, console: Console) -> None:
+def render_bench(result: BenchRun, console: Console) -> None:
     """Print everything that was measured."""
     measured = [case for case in result.cases if case.step is not None]
     if measured:
@@ -52,10 +52,10 @@ def _make_table(cases: list[Measurement], console: Console) -> Table:
     table = _new_table(console, *headers)
     first = cases[0].step
     for case in cases:
-        step, floors = case.step, case.floors
+        step, roofline = case.step, case.roofline
         assert step is not None
         assert first is not None
-        peak = _share(case.flops, floors.matmul if floors else None)
+        peak = _share(case.flops, roofline.matmul if roofline else None)
         table.add_row(
             clean(case.name),
             str(case.ranks),
@@ -73,9 +73,9 @@ def _make_table(cases: list[Measurement], console: Console) -> Table:
 def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
     table = _new_table(console, "part", "case", "a step", "ms", "MB", "GB/s bus", "alone")
     for case in cases:
-        floors = case.floors
+        roofline = case.roofline
         for traffic in case.traffic:
-            alone = floors.collectives.get(traffic.kind) if floors else None
+            alone = roofline.collectives.get(traffic.kind) if roofline else None
             table.add_row(
                 traffic.kind,
                 clean(case.name),
@@ -85,11 +85,13 @@ def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
                 _number(traffic.bus_bandwidth, 1e9),
                 _number(alone, 1e9),
             )
-        if floors is not None:
-            unit = f"TFLOP/s {_number(floors.matmul, 1e12)}"
+        if roofline is not None:
+            unit = f"TFLOP/s {_number(roofline.matmul, 1e12)}"
             table.add_row("matrix product alone", clean(case.name), "", "", "", "", unit)
-            if floors.experts is not None:
-                unit = f"TFLOP/s {_number(floors.experts, 1e12)}, {_share(floors.experts, floors.matmul)}"
+            if roofline.experts is not None:
+                unit = (
+                    f"TFLOP/s {_number(roofline.experts, 1e12)}, {_share(roofline.experts, roofline.matmul)}"
+                )
                 table.add_row("experts alone", clean(case.name), "", "", "", "", unit)
     return table
 

@@ -20,6 +20,7 @@ from moeverify.report.words.cause import describe_cause, describe_explanation, d
 from moeverify.report.words.issued import describe_issued
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.trial import describe_trial, name_trial
+from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RunResult
@@ -124,7 +125,7 @@ def render_explanation(item: Numbered, num_findings: int, console: Console) -> N
             print_fact(console, label, text, indent=2)
     _print_facts(describe_finding(finding), console)
     if finding.place is not None:
-        _print_facts(_describe_place(finding.place), console)
+        _print_facts(_describe_place(finding.place, finding.facts), console)
     _print_facts([("rival", describe_explanation(rival)) for rival in finding.rivals], console)
     followers = [found for found in item.case.findings if found.follows == finding.tensor]
     if followers:
@@ -141,11 +142,11 @@ def _print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
         previous = label
 
 
-def _describe_place(place: Place) -> list[tuple[str, str]]:
-    facts = [("module", place.module)] if place.module else []
-    facts += [("wrong on", format_ranks(place.ranks))] if place.ranks else []
-    facts += [("axes", ", ".join(place.axes))] if place.axes else []
-    return facts + [("issued", line) for line in describe_issued(place)]
+def _describe_place(place: Place, facts: Facts | None) -> list[tuple[str, str]]:
+    rows = [("module", place.module)] if place.module else []
+    rows += [("wrong on", format_ranks(place.ranks))] if place.ranks else []
+    rows += [("axes", ", ".join(place.axes))] if place.axes else []
+    return rows + [("issued", line) for line in describe_issued(place, facts)]
 
 
 def _render_trials(trials: Sequence[Trial], console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeverify.report.numbers import format_excess, format_ranks
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.report.words.follow_up import describe_follow_up
-from moeverify.results.checks import PRECISION
+from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 
 
@@ -23,7 +23,11 @@ def name_finding(finding: Finding) -> str:
 def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     """Return (label, text) for everything that the finding knows, the numbers first."""
     # Of a dtype there is nothing to measure.
-    measured = [] if finding.check == PRECISION else [("error", format_excess(finding.error, finding.bound))]
+    measured = (
+        []
+        if finding.check == CheckName.PRECISION
+        else [("error", format_excess(finding.error, finding.bound))]
+    )
     facts = [*measured, ("rank", _describe_rank(finding))]
     if finding.scale is not None or finding.cosine is not None:
         facts.append(("scale", _describe_scale(finding)))

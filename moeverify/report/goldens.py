@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -12,8 +11,8 @@ from rich.text import Text
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
-
-Status = Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]
+from moeverify.report.words.note import describe_row
+from moeverify.results.golden import GoldenRow
 
 _STYLES = {
     "recorded": "green",
@@ -23,22 +22,6 @@ _STYLES = {
     "differs": "bold red",
     "unused": "yellow",
 }
-
-
-class GoldenRow(Protocol):
-    """One golden: its file or recipe, what became of it, and in words what changed."""
-
-    @property
-    def name(self) -> str:
-        """Return the file or the recipe."""
-
-    @property
-    def status(self) -> Status:
-        """Return what became of it; `missing` and `differs` are only found when nothing may be written."""
-
-    @property
-    def detail(self) -> str:
-        """Return what changed, or nothing."""
 
 
 def is_stale(rows: Sequence[GoldenRow]) -> bool:
@@ -51,7 +34,8 @@ def render_goldens(rows: Sequence[GoldenRow], console: Console) -> None:
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
         line = Text.assemble((f"{row.status:<10}", _STYLES[row.status]), f"{clean(row.name):<{width}}")
-        line.append(f"  {clean(row.detail)}" if row.detail else "")
+        detail = describe_row(row)
+        line.append(f"  {clean(detail)}" if detail else "")
         line.rstrip()
         print_lines(console, line)
     counts = Counter(row.status for row in rows)

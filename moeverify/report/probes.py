@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -12,31 +11,12 @@ from rich.text import Text
 from moeverify.report.console import choose_box, print_lines
 from moeverify.report.sanitize import clean
 from moeverify.report.table import print_table
+from moeverify.results.probe import ProbeRow
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-class Probe(Protocol):
-    """One thing that was probed."""
-
-    @property
-    def name(self) -> str:
-        """Return what was probed."""
-
-    @property
-    def value(self) -> str:
-        """Return what was found."""
-
-    @property
-    def meaning(self) -> str:
-        """Return what that means for verification."""
-
-    @property
-    def status(self) -> Literal["ok", "warn", "fail"]:
-        """Return `fail` for what makes verdicts wrong or impossible, `warn` for what limits them."""
-
-
-def render_probes(probes: Sequence[Probe], console: Console) -> None:
+def render_probes(probes: Sequence[ProbeRow], console: Console) -> None:
     """Print a line for each probe, in a terminal as a table, in a log with one line each, and a last line."""
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)

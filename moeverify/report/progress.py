@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.console import print_lines, style_verdict
-from moeverify.report.numbers import format_bound, format_number, format_ranks, format_seconds
+from moeverify.report.numbers import format_bound, format_count, format_number, format_ranks, format_seconds
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import count_tensors, find_worst_check
 from moeverify.results.run import CaseResult, Event
@@ -127,14 +127,18 @@ def _fit(line: Text, width: int) -> Text:
 def describe_event(event: Event) -> str:
     """Return what begins with an event, in one line."""
     verbs = {"launch": "starting ranks", "golden": "golden", "case-start": "running", "case-end": "done"}
-    parts = [verbs[event.kind], clean(event.case), f"({clean(event.detail)})" if event.detail else ""]
-    return " ".join(part for part in parts if part)
+    size = ""
+    if event.num_ranks:
+        size = f"({format_count(event.num_ranks, 'rank')})"
+    elif event.num_recipes:
+        size = f"({format_count(event.num_recipes, 'recipe')}, each on one device)"
+    return " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
 
 
 def describe_end(event: Event) -> Text:
     """Return the verdict of a case, with its numbers or its reason, in one line."""
     if event.result is None:
-        return Text(f"{clean(event.case)} done {clean(event.detail)}".rstrip())
+        return Text(f"{clean(event.case)} done")
     result = event.result
     line = Text.assemble(style_verdict(result.verdict), " " * (9 - len(result.verdict)), clean(result.name))
     return line.append(f"  {_describe_result(result)}")

@@ -1,71 +1,88 @@
-"""Which checks there are, which kinds of logical tensors each looks at, and how exact each is."""
+"""The one list of what a training step shows and of the checks that look at it. No torch.
+
+Values are as they stand in JSON, in goldens and in case files.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Metric = Literal["relative", "largest"]
+from enum import StrEnum
+from typing import Self
 
 
-@dataclass(frozen=True)
-class Check:
-    """A comparison with the golden.
+class Kind(StrEnum):
+    """The kinds of logical tensors that the training loop shows, in the order in which a step makes them.
 
-    `exact` kinds must agree bit for bit whatever the tolerance. The metric is the relative error in the
-    Frobenius norm, or the largest absolute difference of an element.
+    Shapes: B rows and S positions of the global batch, k experts a token, E experts of a layer.
     """
 
-    name: str
-    kinds: tuple[str, ...]
-    description: str
-    exact: bool = False
-    metric: Metric = "relative"
+    LOADED = "loaded"  # everything that a checkpoint restores, right after a load
+    INITIAL_WEIGHT = "initial_weight"  # each parameter before step 0
+    INITIAL_BUFFER = "initial_buffer"  # each buffer before step 0
+    ROUTER_IDS = "router_ids"  # (B, S, k): the chosen experts
+    ROUTER_COUNTS = "router_counts"  # (E): valid tokens of each expert in the global batch
+    ROUTER_FLIPS = (
+        "router_flips"  # (B, S): under a replay, the score margin of tokens that would choose otherwise
+    )
+    ROUTER_MARGIN = (
+        "router_margin"  # (B, S): how far the last chosen expert is ahead of the first one that is not
+    )
+    ROUTER_WEIGHTS = "router_weights"  # (B, S, k): what combines the experts' outputs
+    TOKEN_LOSS = "token_loss"  # (B, S): the cross entropy of each token
+    LOSS = "loss"  # (): total, lm, balance, z of the global batch
+    GRADIENT = "gradient"  # each parameter's, complete and before the clip
+    GRADIENT_NORM = "gradient_norm"  # (): total and clip coefficient
+    UPDATE = "update"  # each parameter's change by the step
+    WEIGHT = "weight"  # each parameter after the step
+    OPTIMIZER_STATE = "optimizer_state"  # moments and step counters after the step
+    BUFFER = "buffer"  # each buffer after the step
 
-
-# In the order of a training step: what comes first is nearer to the cause.
-CHECKS = (
-    Check(
-        "initial state", ("initial_weight", "initial_buffer"), "weights and buffers before step 0", exact=True
-    ),
-    Check(
-        "routing",
-        ("router_ids", "router_counts"),
-        "which experts each token chose, and their counts",
-        exact=True,
-    ),
-    Check(
-        "routing flips",
-        ("router_flips",),
-        "score margin of the tokens that chose otherwise",
-        metric="largest",
-    ),
-    Check("routing weights", ("router_weights",), "the weights that combine the experts' outputs"),
-    Check("loss", ("token_loss", "loss"), "each token's cross entropy, and the losses of the batch"),
-    Check("gradient", ("gradient",), "every parameter's gradient before the clip"),
-    Check("gradient norm", ("gradient_norm",), "the global norm and the clip coefficient"),
-    Check("update", ("update",), "every parameter's change by the step"),
-    Check("optimizer state", ("optimizer_state",), "moments and step counters"),
-    Check("buffers", ("buffer",), "the routers' selection bias"),
-    Check("loaded", ("loaded",), "a loaded state against the one that was saved", exact=True),
-)
-
-# Checks that compare a run with itself or with its layout, and have their own code.
-REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE = "replicas", "coverage", "sharding", "repeat", "trace"
-PRECISION = "precision"
-# Of a checkpoint: the identity of each expert, and the steps after a load under the layout that saved.
-EXPERTS, RESUMED = "experts", "resumed"
-OWN_CHECKS = (REPLICAS, COVERAGE, SHARDING, REPEAT, TRACE, PRECISION, EXPERTS, RESUMED)
 
 # In goldens for other uses: forced steps (an update says the same more sharply), replayed routing.
-UNCOMPARED_KINDS = frozenset({"weight", "router_margin"})
+UNCOMPARED_KINDS: frozenset[str] = frozenset({Kind.WEIGHT, Kind.ROUTER_MARGIN})
 
 # Kinds of which the golden is zero by definition.
-ZERO_KINDS = frozenset({"router_flips"})
-
-KIND_ORDER = {kind: number for number, check in enumerate(CHECKS) for kind in check.kinds}
+ZERO_KINDS: frozenset[str] = frozenset({Kind.ROUTER_FLIPS})
 
 
-def check_of(kind: str) -> Check:
-    """Return the check that looks at a kind."""
-    return next(check for check in CHECKS if kind in check.kinds)
+class CheckName(StrEnum):
+    """All checks, in the order of a training step: what comes first is nearer to the cause.
+
+    A new check has its line here and its code in a file of `moeverify.checks`. The third value of a line says that
+    the check costs so much that a case has to ask for it, by `checks.also`.
+    """
+
+    description: str
+    is_optional: bool
+
+    def __new__(cls, value: str, description: str = "", is_optional: bool = False) -> Self:
+        """Make a member that is its value, with what docs and `--help` say of it."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.description = description
+        member.is_optional = is_optional
+        return member
+
+    LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"
+    INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
+    ROUTING = "routing", "which experts each token chose, and their counts"
+    ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
+    ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
+    LOSS = "loss", "each token's cross entropy, and the losses of the batch"
+    GRADIENT = "gradient", "every parameter's gradient before the clip"
+    GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
+    UPDATE = "update", "every parameter's change by the step"
+    OPTIMIZER_STATE = "optimizer state", "moments and step counters"
+    BUFFERS = "buffers", "the routers' selection bias"
+    REPLICAS = "replicas", "ranks that hold the same part of a tensor hold the same bits"
+    COVERAGE = "coverage", "the ranks together hold every element of every tensor of the golden"
+    SHARDING = "sharding", "every axis of the layout divides what it is there to divide"
+    REPEAT = "repeat", "a second run of the same layout gives the same bits"
+    TRACE = "trace", "the ranks of every group issue the same collectives in the same order"
+    PRECISION = "precision", "in mixed precision: computes, reduces and keeps in the dtypes of the recipe"
+    EXPERTS = "experts", "after a load every expert has the values of the expert of its number"
+    RESUMED = "resumed", "the steps after a load are those of the run that was not interrupted, bit for bit"
+
+
+def check_name(text: str) -> str:
+    """Return the name of a check as reports write it; case files may write `gradient_norm` for `gradient norm`."""
+    return next((name for name in CheckName if name == text.replace("_", " ")), text)

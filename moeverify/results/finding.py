@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
+from moeverify.results.facts import CheckFacts, Facts
 from moeverify.results.observation import DiagnosisFailed, Observation
 from moeverify.results.place import Place
 from moeverify.results.record import Record
 from moeverify.results.trial import Trial
 
-BLIND = 0.5
-"""A relative bound above which a comparison says nothing: a tensor of zeros would be off by 1."""
+MAX_CONCLUSIVE = 0.5
+"""A relative bound above which a comparison is inconclusive: a tensor of zeros would be off by 1."""
 
 Verdict = Literal["pass", "mismatch", "error", "skipped"]
 
@@ -36,14 +37,18 @@ class Worst(Record):
 class CheckResult(Record):
     """One check of one case: how many logical tensors were compared, and the worst of them.
 
-    `blind` of them have a bound so wide that the comparison says nothing. `unseen` says what else was not looked at.
+    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing. `note` says how
+    was compared and `unseen` what was not looked at, both in words; what they are made of is in `facts`.
     """
 
     name: str
     verdict: Verdict
     tensors: int
     worst: Worst | None = None
-    blind: int = 0
+    inconclusive: int = Field(
+        default=0, validation_alias=AliasChoices("inconclusive", "blind"), serialization_alias="blind"
+    )
+    facts: CheckFacts | None = None
     note: str = ""
     unseen: str = ""
 
@@ -70,14 +75,15 @@ class FollowUp(Record):
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
-    `kind` is the kind of logical tensor. `rank` is the rank with the largest difference and `ranks` all that differ;
-    `index` is the global index of the largest difference in the logical tensor. `scale` is the factor k that
-    minimizes |actual - k * expected|, `cosine` the angle between the two.
+    `kind` is that of the logical tensor (`moeverify.results.checks.Kind`), where it is one. `rank` is the rank with
+    the largest difference and `ranks` all that differ; `index` is the global index of the largest difference in the
+    logical tensor. `scale` is the factor k that minimizes |actual - k * expected|, `cosine` the angle between them.
 
     `explanation` is what was found out, `code` the name of its cause (`moeverify.results.cause`), `rivals` what
     explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
-    where no hypothesis explains them. `follows` names the tensor whose finding explains
-    this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones a `follow_up`.
+    where no hypothesis explains them. `facts` are what the check found besides. `follows` names the tensor whose
+    finding explains this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones
+    a `follow_up`.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """
@@ -100,6 +106,7 @@ class Finding(Record):
     code: str = ""
     where: str = ""
     evidence: tuple[str, ...] = ()
+    facts: Facts | None = None
     follows: str = ""
     explanation: Explanation | None = None
     rivals: tuple[Explanation, ...] = ()
@@ -111,8 +118,8 @@ class Finding(Record):
 
     @property
     def is_explained(self) -> bool:
-        """Return whether a cause is known, as data or from a file of an older version as words."""
-        return self.explanation is not None or bool(self.cause)
+        """Return whether a cause is known, as data, by its check, or from a file of an older version as words."""
+        return self.explanation is not None or bool(self.code or self.cause)
 
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from moeverify.results.record import Record
 
@@ -41,7 +41,7 @@ class Traffic(Record):
     bus_bandwidth: float | None = None
 
 
-class Floors(Record):
+class Roofline(Record):
     """What parts of the machine do alone, measured on the ranks of the case before it.
 
     `matmul` is one large matrix product in the precision of the recipe; `experts` are the experts of one layer,
@@ -55,10 +55,10 @@ class Floors(Record):
 
 
 class Measurement(Record):
-    """What one case costs. `reason` says why there are no numbers.
+    """The cost of one case. `reason` says why there are no numbers.
 
     `flops` counts model operations a second of one rank: what the layout computes again does not count.
-    `exposed` is the part of a step in which only collectives ran, None where that cannot be told.
+    `exposed` is the part of a step in which only collectives ran, None where the profile does not show it.
     """
 
     name: str
@@ -75,10 +75,12 @@ class Measurement(Record):
     communication: float | None = None
     exposed: float | None = None
     traffic: tuple[Traffic, ...] = ()
-    floors: Floors | None = None
+    roofline: Roofline | None = Field(
+        default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"
+    )
 
 
-class BenchResult(Record):
+class BenchRun(Record):
     """A whole `moeverify bench`: what was asked, on what, and the cases side by side."""
 
     environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""Results of a run: the verdicts, checks and findings of its cases, as plain data without torch.
+"""The result of a run: verdicts, checks and findings of its cases, as plain data without torch.
 
 `RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
 `SCHEMA_VERSION` grows whenever one of them changes its meaning.
@@ -6,24 +6,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
+from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.record import Record
+from moeverify.results.trace import CollectiveRecord
 
 SCHEMA_VERSION = 2
 
 
 class RankReport(Record):
-    """What is known of one rank of a launch that failed."""
+    """One rank of a launch that failed: how it ended, and the last collective that it issued.
+
+    `summary` and `last_collective` say in words what `end` and `collective` are.
+    """
 
     rank: int
-    state: Literal["raised", "killed", "hung", "stopped", "lost"]
-    summary: str
+    state: RankState
+    end: RankEnd | None = None
+    summary: str = ""
     host: str = ""
     pid: int = 0
     stack: str = ""
+    collective: CollectiveRecord | None = None
     last_collective: str = ""
+
+    @classmethod
+    def of(cls, rank: int, end: RankEnd, **rest: Any) -> Self:
+        """Return the report of a rank that ended so, which implies its state."""
+        return cls(rank=rank, state=STATES[end.how], end=end, **rest)
+
+    def ending(self, end: RankEnd) -> Self:
+        """Return the report with another end."""
+        return self.model_copy(update={"end": end, "state": STATES[end.how]})
+
+
+class Declared(Record):
+    """Checks that a case declares to differ: what implements it means something else than the golden, `because`.
+
+    `equal` are declared and do not differ; `has_more` says that others differ too.
+    """
+
+    names: tuple[str, ...]
+    equal: tuple[str, ...] = ()
+    has_more: bool = False
+    because: str = ""
 
 
 class CaseResult(Record):
@@ -65,11 +93,15 @@ class RunResult(Record):
 
 
 class Event(Record):
-    """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over."""
+    """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
+
+    `launch`: `num_ranks` ranks are started; `golden`: those of `num_recipes` are made; the rest is about a `case`.
+    """
 
     kind: Literal["launch", "golden", "case-start", "case-end"]
     num_done: int = 0
     num_total: int = 0
     case: str = ""
-    detail: str = ""
+    num_ranks: int = 0
+    num_recipes: int = 0
     result: CaseResult | None = None

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import MoE, Recipe
+from moeverify.case.schema import MoE, Recipe, ReferenceModel
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterRecord
 from moeverify.train.data import Batch
 from moeverify.train.program import Program, RouterView, Source
+
+
+def replays_routing(recipe: Recipe) -> bool:
+    """Return whether runs replay the golden's routing: where rounding could move a token to another expert."""
+    return recipe.precision != "float64" and isinstance(recipe.model, ReferenceModel)
 
 
 def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:

@@ -1,1 +1,1 @@
-"""What the ranks do: verify, diagnose, record goldens, reshard. Started by `moeverify.controller`."""
+"""The ranks: they verify, diagnose, make goldens, save and load. Started by `moeverify.controller`."""

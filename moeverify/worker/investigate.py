@@ -14,8 +14,9 @@ from torch import Tensor
 from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.checks.base import Judgement, Role
+from moeverify.checks.registry import CHECKS
 from moeverify.collectives.trace import CollectiveTrace
-from moeverify.compare.judging import Judgement
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors
 from moeverify.diagnose.components import Components, make_components
@@ -28,11 +29,12 @@ from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
-from moeverify.results.checks import CHECKS, REPLICAS
+from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
+from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.module_taps import FORWARD, Reading, Tap
@@ -99,19 +101,13 @@ def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
     return step, [(step, kind, name) for kind in _KINDS for name in sorted(wrong)]
 
 
-_KINDS = (
-    "initial_weight",
-    "initial_buffer",
-    "router_ids",
-    "router_counts",
-    "router_weights",
-    "token_loss",
-    "loss",
-    "gradient",
-    "gradient_norm",
-    "update",
-    "optimizer_state",
-    "buffer",
+# What a training step shows and a diagnosis looks at, in the order of the step.
+_KINDS = tuple(
+    kind
+    for check in CHECKS
+    if check.role is Role.DIAGNOSED
+    for kind in check.kinds
+    if kind not in ZERO_KINDS and kind != Kind.LOADED
 )
 
 
@@ -169,7 +165,7 @@ def _rerun(
 
 def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
     """Return the collectives inside each module, those of the forward pass first."""
-    records = {record["number"]: record for record in trace.records()}
+    records = {record.number: record for record in trace.records()}
     issued: dict[str, tuple[IssuedCollective, ...]] = {}
     for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
         numbers = (number for begin, end in spans for number in range(begin + 1, end + 1))
@@ -180,15 +176,14 @@ def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tupl
 
 
 def _summarize(
-    case: Case, direction: Direction, records: Sequence[Mapping[str, Any]]
+    case: Case, direction: Direction, records: Sequence[CollectiveRecord]
 ) -> Iterator[IssuedCollective]:
     """Yield the kinds of collectives among records of a trace: one operation, group, dtype and call site each."""
-    kinds: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    kinds: dict[tuple[str, tuple[int, ...], str, str], list[CollectiveRecord]] = {}
     for record in records:
-        key = (record["op"], tuple(record["group"]), record["dtype"], record["site"])
-        kinds.setdefault(key, []).append(record)
+        kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)
     for (op, group, dtype, site), members in kinds.items():
-        shapes = dict.fromkeys(tuple(record["shape"]) for record in members if record["num_tensors"])
+        shapes = dict.fromkeys(record.shape for record in members if record.num_tensors)
         yield IssuedCollective(
             direction=direction,
             op=op,
@@ -261,13 +256,13 @@ def _find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str
 
 def _failed_keys(judgement: Judgement) -> set[Key]:
     """Return the logical tensors that differ from the golden, or between replicas."""
-    failed: set[Key] = set()
-    for finding in judgement.findings:
-        kinds = next((check.kinds for check in CHECKS if check.name == finding.check), ())
-        if finding.check == REPLICAS:
-            kinds = (finding.kind,)
-        failed |= {(finding.step, kind, finding.tensor) for kind in kinds}
-    return failed
+    kinds_of = {check.name: check.kinds for check in CHECKS if check.role is Role.DIAGNOSED}
+    return {
+        (finding.step, kind, finding.tensor)
+        for finding in judgement.findings
+        if finding.check in kinds_of
+        for kind in kinds_of[CheckName(finding.check)] or (finding.kind,)
+    }
 
 
 def _component_source(

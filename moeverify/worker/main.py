@@ -1,165 +1,117 @@
-"""What runs on the ranks: jobs that make goldens, and jobs that verify a case.
+"""What runs on the ranks: jobs that make goldens, and jobs that verify, save, load or measure a case.
 
 Run as `python -m moeverify.worker.main PLAN` by the launcher, in every rank.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from moeverify.bench.measure import measure_case
-from moeverify.case.schema import Case, CustomModel, Recipe
-from moeverify.errors import CaseError, FormatError
+from moeverify.case.schema import CustomModel
+from moeverify.errors import CaseError
 from moeverify.golden.store import StoredGolden, is_stored
-from moeverify.launch.plan import Job, write_atomically
+from moeverify.jobs import (
+    BenchJob,
+    BenchResult,
+    CaseJob,
+    GoldenJob,
+    LoadJob,
+    RankResult,
+    Refusal,
+    SaveJob,
+    read_job,
+    write_result,
+)
+from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.layout.observer import INITIAL
-from moeverify.train.target import describe_error, import_path, resolve
-from moeverify.worker.golden import make_golden
+from moeverify.recording.golden import make_golden
+from moeverify.train.target import import_path, resolve
+from moeverify.worker.golden import find_folder, make_goldens, read_error
 from moeverify.worker.reshard import load_case, save_case
 from moeverify.worker.verify import verify_case
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Run one job on this rank; rank 0 returns its result, or the `error` that the user can mend."""
-    if job.payload["kind"] == "goldens":
-        return _make_goldens(context, job)
-    case = Case.model_validate_json(job.payload["case"])
-    if job.payload["kind"] == "bench":
-        return _measure(context, job, case)
-    folder = Path(job.payload["cache"]) / cache_name(case.recipe, context.device, job.payload["answer"])
-    with import_path(job.payload["search_path"]):
+    """Run one job on this rank; rank 0 returns its result, see `moeverify.jobs`."""
+    return write_result(_run(context, job))
+
+
+def _run(context: RankContext, job: Job) -> RankResult | None:
+    asked = read_job(job.payload)
+    if isinstance(asked, GoldenJob):
+        return make_goldens(context, asked)
+    if isinstance(asked, BenchJob):
+        return _measure(context, asked)
+    assert isinstance(asked, CaseJob)
+    return _run_case(context, asked)
+
+
+def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
+    with import_path(job.search_path):
         problems: list[str] = [""] * context.world_size
-        dist.all_gather_object(problems, _prepare(case, folder, job.payload["fault"], context))
+        dist.all_gather_object(problems, _prepare(context, job))
         problem = next(filter(None, problems), "")
         if problem:  # known on every rank, so that none waits for another
-            return {"error": problem}
-        golden = StoredGolden(folder)
-        if job.payload["kind"] in ("save", "load"):
-            act = save_case if job.payload["kind"] == "save" else load_case
-            place = Path(job.payload["checkpoint"])
-            return act(case, golden, context.device, place, job.payload["fault"])
+            return Refusal(error=problem)
+        case, fault = job.case, job.fault
+        golden = StoredGolden(find_folder(job.golden, context.device))
+        if isinstance(job, SaveJob):
+            return save_case(case, golden, context.device, job.checkpoint, fault)
+        if isinstance(job, LoadJob):
+            return load_case(case, golden, context.device, job.checkpoint, fault)
         return verify_case(
-            case, golden, context.device, context.trace, job.payload["fault"], report=context.report
+            case,
+            golden,
+            context.device,
+            context.trace,
+            fault,
+            report=lambda result: context.report(result.model_dump_json()),
         )
 
 
-def _measure(context: RankContext, job: Job, case: Case) -> dict[str, Any] | None:
+def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
     """Measure a case; what the user must mend is the same on every rank."""
-    with import_path(job.payload["search_path"]):
+    with import_path(job.search_path):
         try:
-            return measure_case(
-                case,
-                context.device,
-                context.folder,
-                warmup=job.payload["warmup"],
-                steps=job.payload["steps"],
-            )
+            found = measure_case(job.case, context.device, context.folder, warmup=job.warmup, steps=job.steps)
         except CaseError as error:
-            return {"error": str(error)}
+            return Refusal(error=str(error))
+    return None if found is None else BenchResult(measurement=found)
 
 
-def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) -> str:
+def _prepare(context: RankContext, job: CaseJob) -> str:
     """Make sure that golden and functions are there; return what the user must mend, or nothing."""
-    known = _error_file(folder)
-    if known.exists():
-        return known.read_text()
+    folder = find_folder(job.golden, context.device)
+    if known := read_error(folder):
+        return known
     try:
         if context.local_rank == 0 and not is_stored(folder):
-            make_golden(case.recipe, folder, context.device)  # a node that does not share the cache
-        for target, path in _targets(case, fault):
+            # A node that does not share the cache.
+            make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
+        for target, path in _list_targets(job):
             resolve(target, path)
     except CaseError as error:
         return str(error)
     return ""
 
 
-def _targets(case: Case, fault: str | None) -> Iterator[tuple[str, str]]:
+def _list_targets(job: CaseJob) -> Iterator[tuple[str, str]]:
     """Yield the functions that a case names, each with the path of its field."""
-    model = case.recipe.model
+    model = job.case.recipe.model
     if isinstance(model, CustomModel):
         yield model.factory, "recipe.model.factory"
         if model.loss is not None:
             yield model.loss, "recipe.model.loss"
-    if case.layout.parallelize is not None:
-        yield case.layout.parallelize, "layout.parallelize"
-    if fault is not None:
-        yield fault, "--fault"
-
-
-def _make_goldens(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Make the goldens that are not cached, each on one rank, and return their summaries by fingerprint."""
-    recipes = [Recipe.model_validate_json(text) for text in job.payload["recipes"]]
-    for number in range(context.rank, len(recipes), context.world_size):
-        recipe = recipes[number]
-        with import_path(job.payload["search_paths"][number]):
-            answer = _make_one(recipe, context.device, job, fresh=job.payload["fresh"][number])
-        context.store.set(recipe.fingerprint(), json.dumps(answer))
-    if context.rank != 0:
-        return None
-    found = {recipe.fingerprint(): json.loads(context.store.get(recipe.fingerprint())) for recipe in recipes}
-    return {"goldens": found, "device_class": device_class(context.device)}
-
-
-def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) -> dict[str, Any]:
-    folder = Path(job.payload["cache"]) / cache_name(recipe, device, job.payload["answer"])
-    _error_file(folder).unlink(missing_ok=True)
-    try:
-        if fresh or not is_stored(folder):
-            make_golden(recipe, folder, device)
-        try:
-            summary = _read_summary(recipe, folder)
-        except FormatError:
-            make_golden(recipe, folder, device)
-            summary = _read_summary(recipe, folder)
-    except CaseError as error:
-        return _note_error(folder, str(error))
-    except Exception as error:
-        if not isinstance(recipe.model, CustomModel):
-            raise
-        text = f"one device cannot train `{recipe.model.factory}`: {describe_error(error)}"
-        return _note_error(folder, text)
-    return {"summary": summary}
-
-
-def _read_summary(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the summary of a full golden, all of whose files can be read."""
-    golden = StoredGolden(folder)
-    for step in range(INITIAL, recipe.steps):
-        golden.keys(step)
-    return golden.summary
-
-
-def _note_error(folder: Path, text: str) -> dict[str, str]:
-    """Leave word for the cases that need this golden, so that none of them tries again."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(_error_file(folder), text)
-    return {"error": text}
-
-
-def _error_file(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.error")
-
-
-def device_class(device: torch.device) -> str:
-    """Return the name of the kind of device: goldens of different kinds differ in rounding."""
-    if device.type == "cpu":
-        return "cpu"
-    return re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
-
-
-def cache_name(recipe: Recipe, device: torch.device, answer: str) -> str:
-    """Return the name of the folder that holds a recipe's full golden."""
-    return f"{recipe.fingerprint()}-{device_class(device)}-{answer}"
+    if job.case.layout.parallelize is not None:
+        yield job.case.layout.parallelize, "layout.parallelize"
+    if job.fault is not None:
+        yield job.fault, "--fault"
 
 
 if __name__ == "__main__":

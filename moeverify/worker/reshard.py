@@ -1,13 +1,15 @@
 """On every rank: train under one layout and save, or load under another, compare bit for bit, and train on.
 
-The saving layout also writes what it holds by a way of its own (`Held`), which has nothing of the checkpoint's
-code: gathered piece by piece on rank 0 into whole tensors. That is what a load is compared with.
+The saving layout also writes its state by a way of its own (`_keep`), which has nothing of the checkpoint's code:
+gathered tensor by tensor on rank 0 into whole tensors. That is what a load is compared with, so that a fault of the
+checkpoint's code cannot hide in both.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +17,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.case.schema import Case, CustomModel
+from moeverify.case.schema import Case
 from moeverify.checkpoint.load import load, read_facts
 from moeverify.checkpoint.save import save, save_async
-from moeverify.checks.identity import hash_experts, merge_hashes
-from moeverify.compare.comparison import Comparison
-from moeverify.compare.difference import fingerprint_bits
+from moeverify.checks.base import RankLoad, Shown
+from moeverify.checks.bounds import Bounds
+from moeverify.checks.experts import hash_state, merge_hashes
+from moeverify.checks.registry import KIND_ORDER, choose_checks
+from moeverify.checks.repeat import BitRecorder
+from moeverify.compare.assembled import Key, assemble
+from moeverify.compare.comparison import Comparison, Entry
+from moeverify.compare.gather import gather_on_first
 from moeverify.errors import FormatError
 from moeverify.faults.restore import restored
 from moeverify.golden.store import GoldenWriter, StoredGolden
+from moeverify.jobs import Refusal, VerifyResult
 from moeverify.launch.plan import write_atomically
 from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
+from moeverify.results.checks import CheckName, Kind
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train_step
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
+from moeverify.train.routing import replays_routing
 from moeverify.train.state import TrainingState
 from moeverify.train.target import resolve
-from moeverify.worker.reload import Loaded, explain_load, judge_load
-from moeverify.worker.verify import BitRecorder, gather_on_first, replays_routing
+from moeverify.worker.reload import explain_load
+from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_losses, list_names
 
 _OTHER_SEED = 1 << 20
 """Added to the seed of a model that is loaded into, so that what was not loaded shows."""
@@ -48,7 +59,7 @@ SCALAR = Region.whole(())
 
 def save_case(
     case: Case, golden: StoredGolden, device: torch.device, folder: Path, fault: str | None
-) -> dict[str, Any] | None:
+) -> VerifyResult | None:
     """Train, save after the case's step, train on to the end; leave everything in `folder`.
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
@@ -63,7 +74,7 @@ def save_case(
             _step(case, state, golden, recorder)
         facts = {**state.facts(), "layout": describe(case), "ranks": dist.get_world_size()}
         generators = read_generators(dist.get_rank(), device)
-        _keep(folder / "held", state, generators)
+        _keep(case, folder / "saved", state, generators)
         tensors = [*state.tensors(), *generators]
         saving = None
         if case.checkpoint.asynchronous:
@@ -77,7 +88,7 @@ def save_case(
             saving.wait()
     further = [[*key, bits] for key, bits in recorder.hashes()]
     write_atomically(folder / f"further-{dist.get_rank()}.json", json.dumps(further))
-    return {"checks": [], "findings": [], "losses": []} if dist.get_rank() == 0 else None
+    return VerifyResult() if dist.get_rank() == 0 else None
 
 
 def describe(case: Case) -> str:
@@ -95,16 +106,16 @@ def _begin(case: Case, device: torch.device, seed: int | None = None) -> Trainin
 @torch.no_grad()
 def _spoil(state: TrainingState) -> None:
     """Change all that a load must restore: of a fresh state much is as it was saved, and would need no load."""
-    for held in state.tensors():
-        held.local().add_(1)
+    for shard in state.tensors():
+        shard.local().add_(1)
     for group in state.optimizer.param_groups:
         for key in ("lr", "weight_decay", "initial_lr"):
             group[key] = 3.0 * group[key] + 1.0
     state.schedule.base_lrs = [group["initial_lr"] for group in state.optimizer.param_groups]
 
 
-def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Any) -> None:
-    train_step(state, observer, golden if replays_routing(case) else None)
+def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Observer) -> None:
+    train_step(state, observer, golden if replays_routing(case.recipe) else None)
     torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
 
 
@@ -116,32 +127,34 @@ def list_state(
     A list of its own: what a checkpoint's list forgets is missed here.
     """
     for kind, listed in (("weight", state.program.holdings), ("buffer", state.program.buffers)):
-        for held in listed:
-            yield f"{kind}/{held.name}", held.local(), held.region
+        for shard in listed:
+            yield f"{kind}/{shard.name}", shard.local(), shard.region
     for name, local, region in optimizer_state(state.optimizer, state.program.holdings):
         yield f"optimizer/{name}", local, region
-    for held in generators:
-        yield held.name, held.local(), held.region
+    for shard in generators:
+        yield shard.name, shard.local(), shard.region
     for name, value in state.numbers().items():
         yield name, torch.tensor(value, dtype=torch.float64), SCALAR
 
 
-def _keep(folder: Path, state: TrainingState, generators: Sequence[LocalShard]) -> None:
+def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[LocalShard]) -> None:
     """Write all whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
     mine = {name: (region, local.cpu()) for name, local, region in list_state(state, generators)}
     sizes = {name: local.nbytes for name, (_, local) in mine.items()}
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, sizes)
-    shares = gather_on_first(_hash_all(state))
+    shares = gather_on_first(hash_state(case, list_state(state)))
     with GoldenWriter(folder) as writer:
         for names in _fill_batches(known):
             # Copies: a view would take all of its storage along, under FSDP1 the whole flat parameter.
             sent = {name: (mine[name][0], mine[name][1].clone()) for name in names if name in mine}
             for found in gather_on_first(sent) or ():
                 for name, (region, local) in found.items():
-                    writer.observe(state.step - 1, "loaded", name, local.reshape(region.local_shape), region)
+                    writer.observe(
+                        state.step - 1, Kind.LOADED, name, local.reshape(region.local_shape), region
+                    )
         if shares is not None:
-            writer.finish({}, {"experts": merge_hashes(shares)})
+            writer.finish({}, {CheckName.EXPERTS: merge_hashes(shares)})
     dist.barrier()
 
 
@@ -162,26 +175,22 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
     yield batch
 
 
-def _hash_all(state: TrainingState) -> dict[str, tuple[str, list[int]]]:
-    """Return this rank's share of the hash of each expert, of weights and moments."""
-    model = state.recipe.model
-    if isinstance(model, CustomModel) or model.moe is None:
-        return {}
-    return {
-        name: (region.key, hash_experts(local, region).tolist())
-        for name, local, region in list_state(state)
-        if ".experts." in name and region.shape[:1] == (model.moe.num_experts,) and region.numel
-    }
+@dataclass(frozen=True)
+class _Loaded:
+    """What rank 0 gets of one rank after a load: its comparisons, and the reports of the checks."""
+
+    entries: Sequence[Entry]
+    reports: Reports
 
 
 def load_case(
     case: Case, golden: StoredGolden, device: torch.device, folder: Path, fault: str | None
-) -> dict[str, Any] | None:
+) -> VerifyResult | Refusal | None:
     """Load what another case has left in `folder`, compare it, train on to the end, and judge all on rank 0.
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    rank = dist.get_rank()
+    rank, saved_step = dist.get_rank(), case.checkpoint.after - 1
     with restored():
         if fault is not None:
             resolve(fault, "--fault")()
@@ -193,39 +202,51 @@ def load_case(
         try:
             facts, states = resume(state, folder / "checkpoint", describe(case), device)
         except FormatError as error:
-            return {"error": f"not loaded: {error}"}
-        same = facts["layout"] == describe(case)
-        held = StoredGolden(folder / "held")
-        comparison = Comparison(held)
-        others: list[tuple[int, str, str]] = []
-        generators = read_generators(rank, device) if same else []
+            return Refusal(error=f"not loaded: {error}")
+        is_same_layout = facts["layout"] == describe(case)
+        saved = StoredGolden(folder / "saved")
+        comparison = Comparison(saved)
+        generators = read_generators(rank, device) if is_same_layout else []
         loaded = [(name, local.clone(), region) for name, local, region in list_state(state, generators)]
         for name, local, region in loaded:
-            comparison.observe(case.checkpoint.after - 1, "loaded", name, local, region)
-            wanted = held.read(case.checkpoint.after - 1, "loaded", name, region)
-            if wanted is not None and region.numel and not _same_bits(wanted, local):
-                others.append((case.checkpoint.after - 1, "loaded", name))
-        shares = _hash_all(state)
+            comparison.observe(saved_step, Kind.LOADED, name, local, region)
         before |= {generator.name: generator.local() for generator in states}
         further = Comparison(golden)
         while state.step < case.recipe.steps and state.step >= case.checkpoint.after:
             _step(case, state, golden, further)
     entries = [*comparison.entries(), *further.entries()]
-    resumed = _compare_further(folder / f"further-{rank}.json", entries) if same else None
-    gathered = gather_on_first(Loaded(entries, others, resumed, shares))
-    judgement = None if gathered is None else judge_load(case, golden, held, gathered)
-    findings = explain_load(case, golden, held, judgement, loaded, before)
+    uninterrupted = _read_bits(folder / f"further-{rank}.json") if is_same_layout else None
+    seen = RankLoad(case, loaded, saved, entries, uninterrupted)
+    checks = choose_checks(skip=case.checks.skip)
+    reports: Reports = {check.name: report for check in checks if (report := check.inspect(seen)) is not None}
+    gathered = gather_on_first(_Loaded(entries, reports))
+    judgement = None
+    if gathered is not None:
+        shown = _show(case, golden, saved, [each.entries for each in gathered])
+        judgement = judge_all(checks, shown, [each.reports for each in gathered])
+    findings = explain_load(case, golden, saved, judgement, loaded, before)
     if judgement is None:
         return None
-    return {
-        "checks": [check.model_dump(mode="json") for check in judgement.checks],
-        "findings": [finding.model_dump(mode="json") for finding in findings],
-        "losses": [
-            (entry.difference.expected_at, entry.difference.actual_at)
-            for entry in entries
-            if entry.kind == "loss" and entry.name == "total"
-        ],
-    }
+    return VerifyResult(
+        checks=judgement.checks, findings=tuple(findings), losses=tuple(list_losses([entries]))
+    )
+
+
+def _show(case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[Entry]]) -> Shown:
+    """Return what the ranks have shown; they must show all that was saved, and the golden's further steps."""
+    after = case.checkpoint.after
+    names = list_names(case, golden, range(after, case.recipe.steps))
+    pairs = (key.split("/", 1) for key in saved.keys(after - 1))
+    # A generator's state belongs to a rank of a layout: another one has no use for it.
+    names[after - 1] = {(kind, name) for kind, name in pairs if not name.startswith(PREFIX)}
+    return Shown(
+        case=case,
+        coordinates=list_coordinates(case),
+        tensors=assemble(by_rank, KIND_ORDER),
+        bounds=Bounds(case.checks.tolerance, case.recipe.precision, golden.noise),
+        golden_names=dict(sorted(names.items())),
+        saved=saved,
+    )
 
 
 def resume(
@@ -261,19 +282,6 @@ def resume(
     return facts, before
 
 
-def _same_bits(wanted: Tensor, local: Tensor) -> bool:
-    actual = local.cpu().reshape(wanted.shape)
-    return wanted.dtype == actual.dtype and bool(fingerprint_bits(wanted) == fingerprint_bits(actual))
-
-
-def _compare_further(path: Path, entries: Sequence[Any]) -> list[tuple[int, str, str]]:
-    """Return what came out with other bits than in the run that was not interrupted, on this rank."""
-    known = [(tuple(key), bits) for *key, bits in json.loads(path.read_text())]
-    shown = [entry for entry in entries if entry.kind != "loaded"]
-    if len(known) != len(shown):
-        return [(-1, "step", "number of steps")]
-    return [
-        (entry.step, entry.kind, entry.name)
-        for (_, bits), entry in zip(known, shown, strict=True)
-        if bits is not None and entry.state != "absent" and bits != entry.bits
-    ]
+def _read_bits(path: Path) -> list[tuple[Key, int | None]]:
+    """Return what a rank has observed after the save, with the hashes of its bits."""
+    return [((step, kind, name), bits) for step, kind, name, bits in json.loads(path.read_text())]

@@ -19,7 +19,8 @@ FLOORS: Mapping[str, int] = {
     "controller": 8,
     "worker": 8,
     "bench": 7,
-    "diagnose": 6,
+    "recording": 7,
+    "diagnose": 7,
     "checks": 6,
     "launch": 6,
     "faults": 5,
@@ -33,6 +34,7 @@ FLOORS: Mapping[str, int] = {
     "model": 2,
     "layout": 2,
     "axes": 2,
+    "jobs": 2,
     "report": 2,
     "case": 1,
     "results": 0,
@@ -44,7 +46,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # The process that a user starts: none of this, and nothing that it imports, may need torch.
-WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "report", "results", "case", "axes")
+WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "jobs", "report", "results", "case", "axes")
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
 READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "controller.machine")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeverify.cli import app
-from moeverify.report.formats.json import write_run
+from moeverify.report.formats.registry import write_run
 from moeverify.results.finding import CheckResult, Worst
 from moeverify.results.run import CaseResult, RunResult
 
@@ -74,7 +74,7 @@ def keep(tmp_path: Path) -> Keep:
         run = RunResult.model_validate(
             {"verdict": verdict, "environment": {"torch": "2.13"}, "cases": (case,)}
         )
-        write_run(run, tmp_path / name / "result.json")
+        write_run("json", run, tmp_path / name / "result.json")
         return tmp_path / name
 
     return do

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.results.measurement import BenchResult
+from moeverify.results.measurement import BenchRun
 
 
 @pytest.mark.ranks
@@ -35,7 +35,7 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     )
     assert done.exit_code == 3, done.output  # one of the two was not measured
     assert "too-large: not measured: needs 8 ranks; --ranks 2" in done.stdout
-    result = BenchResult.model_validate(json.loads(file.read_text()))
+    result = BenchRun.model_validate(json.loads(file.read_text()))
     found, refused = result.cases
     assert (found.name, found.ranks, refused.step) == ("fsdp2-2", 2, None)
     assert found.step is not None

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from moeverify.controller import doctor
-from moeverify.results.probe import Probe
+from moeverify.controller.doctor import Try
+from moeverify.results.probe import Probe, ProbeRow
+
+ODD = str(Path(__file__).parent / "programs" / "odd_probes.py")
 
 
 @pytest.mark.ranks
@@ -17,7 +20,8 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
     monkeypatch.setattr(doctor, "TIME_LIMIT", 200.0)
     rows = {row.name: row for row in doctor.examine()}
-    assert set(rows) >= {"torch", "python", "cores", "ranks on the CPU", "GPUs", *dict(doctor.CPU_PROBES)}
+    tried = {each.name for each in doctor.CPU_TRIES}
+    assert set(rows) >= {"torch", "python", "cores", "ranks on the CPU", "GPUs", *tried}
     assert {name: row.value for name, row in rows.items() if row.status == "fail"} == {}
     for name in ("gloo collectives", "gloo reduce_scatter AVG", "gloo uneven all_to_all", "grouped_mm"):
         assert "right" in rows[name].value
@@ -27,10 +31,10 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks
 def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
-    probes = (("crash", 2), ("fail", 2), ("hang", 2), ("average by sum", 2))
-    rows = {row.name: row for row in doctor._run_probes(probes, "cpu", time.monotonic() + 200)}
+    tries = [Try(name, name, 2) for name in ("crash", "fail", "hang")]
+    tries.append(Try("average by sum", Probe.AVERAGE, 2))
+    rows = {row.name: row for row in doctor.run_probes(tries, "cpu", time.monotonic() + 200, ODD)}
     assert list(rows) == ["crash", "fail", "hang", "average by sum"]
     assert {row.status for row in rows.values()} == {"fail"}
     assert rows["crash"].value.startswith("crashes: ")
@@ -41,10 +45,9 @@ def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_probes_that_time_does_not_suffice_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ENTRY", str(Path(__file__).parent / "programs" / "odd_probes.py"))
-    probes = (("fail", 1), ("crash", 2), ("hang", 2))
-    rows = list(doctor._run_probes(probes, "cpu", time.monotonic()))
+def test_probes_that_time_does_not_suffice_for_are_told() -> None:
+    tries = [Try("fail", "fail", 1), Try("crash", "crash", 2), Try("hang", "hang", 2)]
+    rows = list(doctor.run_probes(tries, "cpu", time.monotonic(), ODD))
     assert [row.name for row in rows] == ["fail", "crash", "hang"]
     assert [row.value for row in rows[1:]] == ["not probed: out of time"] * 2
     assert [row.status for row in rows[1:]] == ["warn"] * 2
@@ -52,7 +55,7 @@ def test_probes_that_time_does_not_suffice_for_are_told(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])
 def test_exit_code(invoke: Any, monkeypatch: pytest.MonkeyPatch, status: Any, code: int) -> None:
-    row = Probe("gloo", "sums wrong", "no verdict can be trusted", status)
+    row = ProbeRow(name="gloo", value="sums wrong", meaning="no verdict can be trusted", status=status)
     monkeypatch.setattr(doctor, "examine", lambda: [row])
     told = invoke("doctor")
     assert told.exit_code == code

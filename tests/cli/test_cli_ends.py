@@ -15,7 +15,7 @@ from moeverify.case.load import load_cases
 from moeverify.cli.context import find_rank, is_continuous_integration, open_context
 from moeverify.cli.keeper import Keeper
 from moeverify.cli.outputs import Outputs
-from moeverify.errors import CaseError, FormatError, GoldenError, MachineError, Problem, RankFailure
+from moeverify.errors import CaseError, FormatError, MachineError, Problem, RankFailure
 from moeverify.report.formats.json import read_run
 from moeverify.results.run import Event
 
@@ -25,7 +25,6 @@ from moeverify.results.run import Event
     [
         (CaseError([Problem("wrong", "a.yaml", 3, "layout.tp")]), 2, "a.yaml:3: layout.tp: wrong"),
         (FormatError("cut off"), 2, "error: cut off"),
-        (GoldenError("no golden"), 2, "error: no golden"),
         (MachineError("no GPU"), 2, "error: no GPU"),
         (RankFailure("rank 3 hung"), 3, "error: rank 3 hung"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -89,7 +88,7 @@ def test_early_end_keeps_what_is_there(case_file: Path, keep: Any, tmp_path: Pat
     on_event(Event(kind="case-start", case="second"))
     assert [event.kind for event in shown] == ["launch", "case-start", "case-end", "case-start"]
 
-    outputs = Outputs(json=tmp_path / "a.json", junit=tmp_path / "a.xml", folder=tmp_path / "kept")
+    outputs = Outputs({"json": tmp_path / "a.json", "junit": tmp_path / "a.xml"}, tmp_path / "kept")
     assert outputs.write(keeper.make_partial(cases, KeyboardInterrupt())) == []
     run = read_run(tmp_path / "kept")
     assert run.model_dump_json() == read_run(tmp_path / "a.json").model_dump_json()
@@ -105,7 +104,7 @@ def test_early_end_keeps_what_is_there(case_file: Path, keep: Any, tmp_path: Pat
 def test_outputs_that_fail_do_not_stop_the_others(keep: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = read_run(keep("a"))
-    outputs = Outputs(json=tmp_path / "file" / "a.json", html=tmp_path / "a.html")
+    outputs = Outputs({"json": tmp_path / "file" / "a.json", "html": tmp_path / "a.html"})
     failures = outputs.write(run)
     assert len(failures) == 1
     assert failures[0].startswith(f"{tmp_path / 'file' / 'a.json'} was not written: ")

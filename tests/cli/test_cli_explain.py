@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.formats.json import write_run
+from moeverify.report.formats.registry import write_run
 from moeverify.report.words.cause import describe_explanation
 from moeverify.report.words.issued import describe_collective
 from moeverify.report.words.trial import describe_trial, name_trial
@@ -76,7 +76,9 @@ def run(tmp_path: Path) -> Path:
         )
         for name, findings in (("a", first), ("b", second))
     )
-    write_run(RunResult(verdict="mismatch", environment={}, cases=cases), tmp_path / "kept" / "result.json")
+    write_run(
+        "json", RunResult(verdict="mismatch", environment={}, cases=cases), tmp_path / "kept" / "result.json"
+    )
     return tmp_path / "kept"
 
 

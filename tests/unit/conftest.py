@@ -1,4 +1,4 @@
-"""Runs of a few ranks as the comparison sees them: a golden in memory, and pieces that each rank shows."""
+"""Runs of a few ranks as the comparison sees them: a golden in memory, and shards that each rank shows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Tolerance
-from moeverify.compare.bounds import Bounds
+from moeverify.case.load import build_case
+from moeverify.case.schema import Case, Tolerance
+from moeverify.checks.base import Judgement, Shown
+from moeverify.checks.bounds import Bounds
+from moeverify.checks.golden_tensors import CHECKS
+from moeverify.checks.registry import KIND_ORDER
+from moeverify.compare.assembled import Assembled, Key, assemble
 from moeverify.compare.comparison import Comparison, Entry
-from moeverify.compare.judging import Assembled, Judgement, Key, assemble, judge
 from moeverify.layout.region import Region
+from moeverify.report.words.run import word_finding
+
+Names = Mapping[int, set[tuple[str, str]]]
+CASE: Case = build_case({"name": "hand", "recipe": {"model": {"preset": "tiny-gpt"}}, "layout": {}})
 
 
 @dataclass
@@ -52,10 +60,19 @@ class Ranks:
 
     def assemble(self) -> dict[Key, Assembled]:
         entries: list[list[Entry]] = [list(comparison.entries()) for comparison in self.comparisons]
-        return assemble(entries)
+        return assemble(entries, KIND_ORDER)
+
+    def shown(self, case: Case = CASE, golden_names: Names | None = None) -> Shown:
+        """Return what a check is given on rank 0."""
+        bounds = Bounds(self.tolerance, "float64", self.noise)
+        return Shown(case, self.axes, self.assemble(), bounds, golden_names or {})
 
     def judge(self) -> Judgement:
-        return judge(self.assemble(), Bounds(self.tolerance, "float64", self.noise), self.axes)
+        """Return what the comparisons with the golden say, their findings in words."""
+        shown = self.shown()
+        outcomes = [outcome for check in CHECKS if (outcome := check.judge(shown, ())) is not None]
+        found = [word_finding(finding) for outcome in outcomes for finding in outcome.findings]
+        return Judgement(tuple(outcome.result for outcome in outcomes), tuple(found))
 
 
 @pytest.fixture

@@ -1,8 +1,17 @@
-"""Comparing behind a training that goes on: nothing on its way waits for the golden, the disk or the device.
+"""Asynchronous comparison: shards are copied on the device and compared on a side stream, so training never blocks.
 
-What is observed on a GPU is copied there, and the training continues. A thread collects such pieces into batches;
-others read the golden's values for them into pinned memory; from there a batch goes to the GPU, where one launch
-compares it, on a stream of its own. So the golden crosses the bus while the next step computes.
+The path of a shard, and who does each part of it:
+
+1. training thread: clone it on the device, on the stream of the training (`add`);
+2. collector thread: put clones into batches of one pair of dtypes (`staging.Packing`);
+3. reader threads: copy the golden's values of a batch from the mapped file into pinned memory;
+4. collector thread: pinned memory to the device, then one launch for the whole batch, on a side stream.
+
+So the golden crosses the bus while the next step computes. Memory is bounded three times: clones by a share of the
+training's own peak, batches that are on their way by `_WAYS` slots of pinned memory, results by their size.
+
+Python's threads share the interpreter's lock, so what the side threads do must release it or be short: NumPy copies
+without it, and torch's own operations, each of which takes it again, are kept to a few for a batch.
 """
 
 from __future__ import annotations
@@ -20,9 +29,12 @@ from torch import Tensor
 
 from moeverify.compare.difference import NUM_STATISTICS, Measured, merge_rows
 from moeverify.compare.gpu.kernels import compare_spans, is_known
-from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, Piece, Read, Values
+from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, Read, StagedShard, Values
 
-_HANDED, _ENOUGH = 64, 1 << 22  # pieces, or elements, that are handed over at once
+_HANDED, _ENOUGH = (
+    64,
+    1 << 22,
+)  # shards, or elements, that are handed over at once
 _READERS = 6  # threads; one alone reads 5 to 10 GB/s from the system's cache of files
 _WAYS = 8  # batches that are on their way at a time
 # Bytes that copies may take on the GPU before the training has to wait: of what its own peak has been, and at least.
@@ -51,8 +63,8 @@ class _Running:
     done: Any
 
 
-class Follower:
-    """Compares the pieces of one device in the order of `add`; `results` waits for all of them.
+class AsyncComparison:
+    """Compares the shards of one device in the order of `add`; `results` waits for all of them.
 
     Raises: what reading the golden raises, from `results` or a later `add`.
     """
@@ -64,23 +76,23 @@ class Follower:
         self._device = torch.device(device.type, index)
         self._stream = self._module.Stream()
         self._staging = torch.empty(ROOM, dtype=torch.uint8, device=self._device)
-        # As many numbers as the rows of the tables can leave.
+        # A row of the tables, 32 bytes or more, leaves a row of results: as many as fit into a batch.
         self._out = torch.empty(NUM_STATISTICS * TABLES // 32, dtype=torch.float64, device=self._device)
         # A new thread's device is the first one, whatever that of its maker is.
         self._collector, self._readers = (
             ThreadPoolExecutor(count, name, self._module.set_device, (self._device,))
             for count, name in ((1, "collect"), (_READERS, "read"))
         )
-        # Of the thread that trains:
-        self._num_pieces = 0
-        self._gathered: list[Piece] = []
+        # Touched by the training thread alone:
+        self._num_shards = 0
+        self._gathered: list[StagedShard] = []
         self._num_gathered = 0
         self._jobs: deque[Future[None]] = deque()
         self._limit = _LEAST
-        # Of both:
+        # Touched by both, under the lock:
         self._lock = threading.Lock()
         self._copied = 0  # bytes of copies that are not known to have been compared
-        # Of the collector:
+        # Touched by the collector's thread alone:
         self._packing = Packing()
         self._slots: list[_Slot] = []
         self._num_slots = 0
@@ -91,7 +103,7 @@ class Follower:
         self._unknown: set[int] = set()
 
     def add(self, read: Read, actual: Tensor) -> None:
-        """Take a piece; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
+        """Take a shard; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
 
         Later changes of `actual` do not matter. Waits only where copies would take more memory than they may.
         """
@@ -99,8 +111,8 @@ class Follower:
             copy = torch.clone(actual, memory_format=torch.contiguous_format)
         else:
             copy = actual.to(torch.float64, memory_format=torch.contiguous_format)
-        self._gathered.append(Piece(self._num_pieces, read, copy))
-        self._num_pieces += 1
+        self._gathered.append(StagedShard(self._num_shards, read, copy))
+        self._num_shards += 1
         self._num_gathered += copy.numel()
         with self._lock:
             self._copied += copy.nbytes
@@ -116,7 +128,7 @@ class Follower:
         self._collector.submit(self._finish).result()
         for job in self._jobs:
             job.result()
-        statistics, hashes = self._results.merge(self._num_pieces)
+        statistics, hashes = self._results.merge(self._num_shards)
         for number, (row, bits) in enumerate(zip(statistics.tolist(), hashes.tolist(), strict=True)):
             yield Measured(row, bits, number not in self._unknown)
 
@@ -125,12 +137,14 @@ class Follower:
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
         if self._gathered:
+            # The side stream must not read a clone before the training's stream has made it.
             ready = self._module.Event()
             ready.record()
             self._jobs.append(self._collector.submit(self._collect, self._gathered, ready))
             self._gathered, self._num_gathered = [], 0
 
     def _wait_for_room(self) -> None:
+        """Let the training wait, once, if its own peak does not allow for more clones either."""
         if self._on_gpu:
             self._limit = max(_LEAST, int(_SHARE * torch.cuda.max_memory_allocated(self._device)))
         with self._lock:
@@ -138,16 +152,16 @@ class Follower:
         if full:
             self._collector.submit(self._finish).result()
 
-    def _collect(self, pieces: list[Piece], ready: Any) -> None:
-        """Put pieces into batches, and send off those that are full."""
-        for piece in pieces:
-            expected = piece.read()
+    def _collect(self, shards: list[StagedShard], ready: Any) -> None:
+        """Put shards into batches, and send off those that are full."""
+        for shard in shards:
+            expected = shard.read()
             if expected is None:
-                self._unknown.add(piece.number)
-            elif expected.shape != piece.copy.shape:
-                wanted, found = tuple(expected.shape), tuple(piece.copy.shape)
+                self._unknown.add(shard.number)
+            elif expected.shape != shard.copy.shape:
+                wanted, found = tuple(expected.shape), tuple(shard.copy.shape)
                 raise ValueError(f"cannot compare shape {found} with {wanted}")
-            for batch in self._packing.put(piece, expected, ready):
+            for batch in self._packing.put(shard, expected, ready):
                 self._send(batch)
 
     def _send(self, batch: Batch) -> None:
@@ -171,7 +185,9 @@ class Follower:
         """Give the oldest batch that is read to the device."""
         reading = self._reading.popleft()
         batch, slot = reading.batch, reading.slot
-        packed = batch.pack(slot.array)
+        packed = batch.pack(
+            slot.array
+        )  # the tables lie behind the values, so this need not wait for the readers
         reading.done.result()
         with self._module.stream(self._stream):
             for ready in batch.ready:
@@ -197,7 +213,7 @@ class Follower:
         return self._views[dtype]
 
     def _retire(self) -> None:
-        """Wait for the oldest batch on the device."""
+        """Wait for the oldest batch on the device; its clones may then be freed and its slot be used again."""
         running = self._running.popleft()
         running.done.synchronize()
         self._slots.append(running.slot)
@@ -215,7 +231,7 @@ class Follower:
 
 
 class _Results:
-    """What launches left, on its way to the CPU, and the piece to which each row belongs."""
+    """Rows that launches left, on their way to the CPU, and the shard to which each row belongs."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned

@@ -1,9 +1,12 @@
 """The work of `measure` and `fingerprint_bits` on a GPU, in one pass over many tensors (Triton).
 
-Done with torch's operations, a comparison writes some ten temporaries in float64 for each element and launches
-some forty kernels for each tensor. Here a program reads a span of one tensor and leaves a row of numbers; tables say
-where the spans lie, so that one launch serves any number of tensors of one dtype. The rows of a tensor are merged by
-the caller. Sums are taken in an order that depends on shapes alone.
+Done with torch's operations, a comparison writes some ten temporaries in float64 for each element and launches some
+forty kernels for each tensor. Here a program reads a span of one tensor and leaves a row of numbers; tables say where
+the spans lie, so that one launch serves any number of tensors of one dtype. The rows of a tensor are merged by the
+caller.
+
+Each lane of a program sums every `_LANES`-th element of its span, and the lanes are added at the end: sums are taken
+in an order that depends on shapes alone, so a comparison that is repeated gives the same bits.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ def _compare(
 @triton.jit
 def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr, num_lanes: tl.constexpr):
     actual = tl.load(entry).to(tl.pointer_type(dtype))
-    behind = tl.load(entry + 1)
+    behind = tl.load(entry + 1)  # -1: the expected values are zero, and nothing is read for them
     length = tl.load(entry + 2)
     num_expected = tl.where(behind >= 0, length, 0)
     first = tl.load(entry + 3)
@@ -131,7 +134,7 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
     sum_product = tl.zeros((num_lanes,), dtype=tl.float64)
     sum_error2 = tl.zeros((num_lanes,), dtype=tl.float64)
     num_nonfinite = tl.zeros((num_lanes,), dtype=tl.float64)
-    largest = tl.full((num_lanes,), -1.0, dtype=tl.float64)
+    largest = tl.full((num_lanes,), -1.0, dtype=tl.float64)  # below any error: a lane without elements
     place = tl.zeros((num_lanes,), dtype=tl.int64)
     e_worst = tl.zeros((num_lanes,), dtype=tl.float64)
     a_worst = tl.zeros((num_lanes,), dtype=tl.float64)
@@ -154,6 +157,7 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
         e_worst = tl.where(worse, e, e_worst)
         a_worst = tl.where(worse, a, a_worst)
         largest = tl.maximum(largest, rated)
+    # Of equal errors the first position counts, as in torch.argmax on the CPU.
     worst = tl.min(tl.where(largest == tl.max(largest, axis=0), place, _FAR), axis=0)
     is_worst = (place == worst) & (largest >= 0.0)  # one lane: those of other positions, and those with none
     e_worst = tl.sum(tl.where(is_worst, e_worst, 0.0), axis=0)
@@ -191,6 +195,7 @@ def _hash_span(entry, out, bits: tl.constexpr, span: tl.constexpr, num_lanes: tl
 
 @triton.jit
 def _scramble(word, place):
+    # `moeverify.hashing.mix`: the finalizer of SplitMix64. Shifts are logical, so they are done unsigned.
     value = (word * _GOLDEN_RATIO + place * _STRIDE).to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)).to(tl.int64, bitcast=True) * _FIRST_FACTOR
     value = value.to(tl.uint64, bitcast=True)

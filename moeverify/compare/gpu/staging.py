@@ -1,6 +1,8 @@
-"""What one launch compares: the expected values of parts of many tensors and their tables, in one piece of memory.
+"""Batches: the expected values of parts of many shards and their tables, in one block of memory for one launch.
 
-The memory goes to the device as it is. All work on it is NumPy's: each of torch's operations in another thread than
+    | values of part 0 | values of part 1 | ... | padding to 8 bytes | rows of `measured` | rows of `hashed` |
+
+The block goes to the device as it is. All work on it is NumPy's: each of torch's operations in another thread than
 that of the training would take the interpreter's lock away from it.
 """
 
@@ -23,12 +25,12 @@ Values = np.ndarray[Any, Any]
 ROOM = 1 << 25  # bytes of a batch: values and tables
 TABLES = 1 << 18  # bytes that the tables fit into: a row for each full span and each part, twice
 _VALUES = ROOM - TABLES  # bytes of expected values; those that are zero count too
-_MOST = 512  # parts of a batch
+_MOST = 512  # parts of a batch: the tables have room for their rows beside those of full spans
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A copy of what was observed, on the device, and what returns its expected values (None: there are none)."""
+class StagedShard:
+    """A copy of a shard on the device, and what reads its expected values (None: there are none)."""
 
     number: int
     read: Read
@@ -37,9 +39,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements of a piece from `first` on, with the expected values of any strides (None: zeros)."""
+    """Elements [first, first + size) of a shard in row-major order, with the expected values (None: zeros).
 
-    piece: Piece
+    The values may have any strides: they are views of the golden's mapped file.
+    """
+
+    shard: StagedShard
     first: int
     size: int
     expected: Values | None
@@ -47,7 +52,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class Packed:
-    """What lies in the memory of a batch, `size` bytes, and the piece to which each row of its tables belongs."""
+    """A batch in memory, `size` bytes, and the shard to which each row of its tables belongs.
+
+    Shapes: `measured` and `hashed` (rows,), the numbers of shards.
+    """
 
     tables: Tables
     size: int
@@ -57,7 +65,7 @@ class Packed:
 
 @dataclass
 class Batch:
-    """Parts of pieces of one pair of dtypes. The pieces are complete after the events in `ready`."""
+    """Parts of shards of one pair of dtypes. The shards are complete after the events in `ready`."""
 
     dtype: torch.dtype
     expected_dtype: torch.dtype
@@ -72,10 +80,10 @@ class Batch:
         """Return how many elements it can still take."""
         return _capacity(self.expected_dtype) - self.num_elements if len(self._parts) < _MOST else 0
 
-    def add(self, piece: Piece, first: int, size: int, expected: Values | None, ready: Any) -> None:
-        """Take elements of a piece."""
+    def add(self, shard: StagedShard, first: int, size: int, expected: Values | None, ready: Any) -> None:
+        """Take elements of a shard."""
         self._places.append(-1 if expected is None else self._num_expected)
-        self._parts.append(_Part(piece, first, size, expected))
+        self._parts.append(_Part(shard, first, size, expected))
         self.ready.add(ready)
         self.num_elements += size
         if expected is not None:
@@ -101,13 +109,13 @@ class Batch:
         return Packed(tables, 8 * stop, measured[:, 0], hashed[:, 0])
 
     def _tabulate_values(self) -> Integers:
-        """Return the spans of the elements: (N, 5), the number of the piece before what `Tables` says."""
+        """Return the spans of the elements: (N, 5), the number of the shard before what `Tables` says."""
         tables = []
         for part, place in zip(self._parts, self._places, strict=True):
             offset = np.arange(0, part.size, SPAN)
             table = np.empty((len(offset), 5), dtype=np.int64)
-            table[:, 0] = part.piece.number
-            table[:, 1] = part.piece.copy.data_ptr() + (part.first + offset) * self.dtype.itemsize
+            table[:, 0] = part.shard.number
+            table[:, 1] = part.shard.copy.data_ptr() + (part.first + offset) * self.dtype.itemsize
             table[:, 2] = place + offset if place >= 0 else -1
             table[:, 3] = np.minimum(part.size - offset, SPAN)
             table[:, 4] = part.first + offset
@@ -115,19 +123,23 @@ class Batch:
         return np.concatenate(tables)
 
     def _tabulate_words(self) -> Integers:
-        """Return the spans of the words of eight bytes, those that end in the parts: (M, 6), likewise."""
+        """Return the spans of the words of eight bytes, those that end in the parts: (M, 6), likewise.
+
+        Where a shard is cut between two batches, the word across the cut belongs to the later one. What is left of a
+        shard behind its last whole word goes into the last of its rows.
+        """
         tables = [np.empty((0, 6), dtype=np.int64)]
         per_word = max(8 // self.dtype.itemsize, 1)
         for part in self._parts:
             stop = part.first + part.size
             first, last = part.first // per_word, stop // per_word
-            rest = stop - last * per_word if stop == part.piece.copy.numel() else 0
+            rest = stop - last * per_word if stop == part.shard.copy.numel() else 0
             if first == last and rest == 0:
                 continue
-            start = part.piece.copy.data_ptr()
+            start = part.shard.copy.data_ptr()
             offset = np.arange(first, max(last, first + 1), WORDS)
             table = np.zeros((len(offset), 6), dtype=np.int64)
-            table[:, 0] = part.piece.number
+            table[:, 0] = part.shard.number
             table[:, 1] = start + offset * 8
             table[:, 2] = np.minimum(last - offset, WORDS)
             table[:, 3] = offset
@@ -143,20 +155,20 @@ class Packing:
     def __init__(self) -> None:
         self._open: dict[tuple[torch.dtype, torch.dtype], Batch] = {}
 
-    def put(self, piece: Piece, expected: Tensor | None, ready: Any) -> Iterator[Batch]:
-        """Take a piece, in parts where it is large, and yield the batches that are full."""
+    def put(self, shard: StagedShard, expected: Tensor | None, ready: Any) -> Iterator[Batch]:
+        """Take a shard, in parts where it is large, and yield the batches that are full."""
         if expected is None:
-            yield from self._put(piece, 0, piece.copy.numel(), None, torch.float64, ready)
+            yield from self._put(shard, 0, shard.copy.numel(), None, torch.float64, ready)
             return
         values, dtype = _as_array(expected)
         first = 0
         for some in _divide(values, _capacity(dtype)):
-            yield from self._put(piece, first, some.size, some, dtype, ready)
+            yield from self._put(shard, first, some.size, some, dtype, ready)
             first += some.size
 
     def _put(
         self,
-        piece: Piece,
+        shard: StagedShard,
         first: int,
         size: int,
         expected: Values | None,
@@ -164,7 +176,7 @@ class Packing:
         ready: Any,
     ) -> Iterator[Batch]:
         """Put elements into the open batch, and into the next ones; values with gaps between them stay together."""
-        key = (piece.copy.dtype, expected_dtype)
+        key = (shard.copy.dtype, expected_dtype)
         flat = expected.reshape(-1) if expected is not None and expected.flags.c_contiguous else None
         divisible = expected is None or flat is not None
         behind = 0
@@ -176,7 +188,7 @@ class Packing:
                 yield self._open.pop(key)
                 continue
             some = expected if flat is None else flat[behind : behind + fits]
-            batch.add(piece, first + behind, fits, some, ready)
+            batch.add(shard, first + behind, fits, some, ready)
             behind += fits
             if behind == size:
                 return
@@ -198,7 +210,8 @@ def _as_array(values: Tensor) -> tuple[Values, torch.dtype]:
 
 def _capacity(dtype: torch.dtype) -> int:
     """Return how many elements a batch takes whose expected values have this dtype."""
-    return _VALUES // max(dtype.itemsize, 2)  # more would not leave enough room for tables
+    # A row for each SPAN of values and each WORDS of words: with less than 2 bytes a value tables would not fit.
+    return _VALUES // max(dtype.itemsize, 2)
 
 
 def _divide(values: Values, most: int) -> Iterator[Values]:

@@ -21,7 +21,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
 from moeverify.report.stacks import group_ranks
 from moeverify.report.words.run import list_notes
-from moeverify.results.finding import BLIND
+from moeverify.results.finding import MAX_CONCLUSIVE
 from moeverify.results.run import CaseResult, RunResult
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -29,7 +29,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_FINDINGS = 200
 
 
-def write_page(run: RunResult, path: Path) -> None:
+def write(run: RunResult, path: Path) -> None:
     """Write the run's page to `path`, completely or not at all.
 
     Raises: OSError when the disk refuses.
@@ -65,7 +65,7 @@ def format_page(run: RunResult) -> str:
     template = environment.get_template("run.html")
     return template.render(
         run=run,
-        blind=BLIND,
+        max_conclusive=MAX_CONCLUSIVE,
         counts=count_verdicts(run),
         matrices=find_matrices(run.cases),
         cases=[_Entry(position, case) for position, case in enumerate(run.cases, start=1)],

@@ -21,7 +21,7 @@ def format_json(run: RunResult) -> str:
     return word_run(run).model_dump_json(indent=2) + "\n"
 
 
-def write_run(run: RunResult, path: Path) -> None:
+def write(run: RunResult, path: Path) -> None:
     """Write the run's JSON to `path`, completely or not at all.
 
     Raises: OSError when the disk refuses.

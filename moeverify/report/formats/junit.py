@@ -20,7 +20,7 @@ from moeverify.results.run import CaseResult, RunResult
 _MAX_FINDINGS = 50
 
 
-def write_junit(run: RunResult, path: Path) -> None:
+def write(run: RunResult, path: Path) -> None:
     """Write the run's JUnit XML to `path`, completely or not at all.
 
     Raises: OSError when the disk refuses.
@@ -72,12 +72,12 @@ def _add_case(suite: ET.Element, case: CaseResult) -> None:
     if case.verdict == "skipped":
         ET.SubElement(element, "skipped", {"message": clean(case.reason)})
     elif case.verdict == "mismatch":
-        _add_failure(element, "failure", _summarize_mismatch(case), _write_findings(case))
+        _add_failure(element, "failure", _summarize_mismatch(case), _describe_findings(case))
     elif case.verdict == "error":
-        parts = [_write_ranks(case), _write_findings(case)]
+        parts = [_describe_ranks(case), _describe_findings(case)]
         text = "\n\n".join(part for part in parts if part)
         _add_failure(element, "error", case.reason or "a rank failed", text)
-    if output := _write_output(case):
+    if output := _describe_output(case):
         ET.SubElement(element, "system-out").text = clean(output)
 
 
@@ -100,7 +100,7 @@ def _summarize_mismatch(case: CaseResult) -> str:
     return f"{name_finding(first)}: {numbers}{cause}{others}"
 
 
-def _write_findings(case: CaseResult) -> str:
+def _describe_findings(case: CaseResult) -> str:
     """Return the findings as text, the earliest and worst first."""
     findings = order_findings(case.findings)
     blocks = [
@@ -114,7 +114,7 @@ def _write_findings(case: CaseResult) -> str:
     return "\n\n".join(blocks)
 
 
-def _write_ranks(case: CaseResult) -> str:
+def _describe_ranks(case: CaseResult) -> str:
     """Return what is known of the ranks of a failed launch, equal stacks once."""
     blocks = []
     for group in group_ranks(case.rank_reports):
@@ -126,7 +126,7 @@ def _write_ranks(case: CaseResult) -> str:
     return "\n\n".join(blocks)
 
 
-def _write_output(case: CaseResult) -> str:
+def _describe_output(case: CaseResult) -> str:
     """Return what a passing case has to say too: recipe, layout, each check's worst error, notes."""
     lines = [f"file: {case.file}"] if case.file else []
     lines += [f"{key}: {value}" for key, value in (("recipe", case.recipe), ("layout", case.layout)) if value]

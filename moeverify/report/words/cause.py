@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_count
+from moeverify.report.words.check import describe_facts
 from moeverify.report.words.observation import describe_observation, describe_residual
 from moeverify.report.words.operation import describe_operation
 from moeverify.report.words.place import describe_place
@@ -24,7 +25,9 @@ def describe_cause(finding: Finding) -> str:
     if explanation is None:
         count = len(finding.unexplained)
         which = f"these {format_count(count, 'tensor')}" if count > 1 else "it"
-        return f"unknown: no hypothesis explains {which}" if count else finding.cause
+        if count:
+            return f"unknown: no hypothesis explains {which}"
+        return finding.cause or describe_facts(finding.facts, finding).cause
     number = next((seen for seen in finding.observations if isinstance(seen, ScalarValues)), None)
     is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
     if is_state and number is not None:
@@ -35,13 +38,18 @@ def describe_cause(finding: Finding) -> str:
 def describe_where(finding: Finding) -> str:
     """Return where the cause of a finding acts."""
     place = describe_place(finding.explanation) if finding.explanation is not None else ""
-    return place or finding.where
+    return place or finding.where or describe_facts(finding.facts, finding).where
 
 
 def describe_evidence(finding: Finding) -> tuple[str, ...]:
-    """Return what was measured, a line each; what the check itself said comes first."""
+    """Return what was measured, a line each; what the check itself found comes first."""
     lines = [
-        describe_observation(seen) for seen in finding.observations if not isinstance(seen, DiagnosisFailed)
+        *describe_facts(finding.facts, finding).evidence,
+        *(
+            describe_observation(seen)
+            for seen in finding.observations
+            if not isinstance(seen, DiagnosisFailed)
+        ),
     ]
     if finding.unexplained:
         lines += [

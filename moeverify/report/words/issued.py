@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from moeverify.report.words.check import list_issues
 from moeverify.report.words.subject import MODEL
 from moeverify.results.collective import IssuedCollective
+from moeverify.results.facts import CollectiveFacts, Facts
 from moeverify.results.place import Place
 
 
-def describe_issued(place: Place) -> tuple[str, ...]:
-    """Return one line for each kind of collective inside the place's module, or in the nearest one around it."""
+def describe_issued(place: Place, facts: Facts | None = None) -> tuple[str, ...]:
+    """Return one line for each kind of collective inside the place's module, or in the nearest one around it.
+
+    Where ranks disagree on a collective, `facts` say what each of them issued instead.
+    """
+    if isinstance(facts, CollectiveFacts):
+        return list_issues(facts)
     if place.issued is None:
-        return place.collectives  # of a file of an older version, and of checks that have their own lines
+        return place.collectives  # of a file of an older version
     if not place.issued:
         return ("none in this module, nor in one around it",)
     where = "" if place.issued_in == place.module else f"in {place.issued_in or MODEL}, "

@@ -42,7 +42,9 @@ def word_finding(finding: Finding) -> Finding:
         "trials": tuple(map(word_trial, finding.trials)),
     }
     if finding.place is not None:
-        changes["place"] = finding.place.model_copy(update={"collectives": describe_issued(finding.place)})
+        changes["place"] = finding.place.model_copy(
+            update={"collectives": describe_issued(finding.place, finding.facts)}
+        )
     if finding.follow_up is not None and finding.follow_up.outcome:
         answer = describe_follow_up(finding.follow_up)
         changes["follow_up"] = finding.follow_up.model_copy(update={"answer": answer})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from moeverify.launch.runner import RankContext
-from moeverify.results.probe import Answer
+from moeverify.results.probe import Answer, Outcome
 
 _PREMUL_SUM = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009 - exported, and not declared
-_OWN = "moeverify's own collectives check for contiguity; "
 
 
 def _agree(is_right: bool) -> bool:
@@ -23,27 +22,29 @@ def _agree(is_right: bool) -> bool:
     return all(answers)
 
 
-def _attempt(work: Callable[[], Tensor], expected: Tensor) -> str:
-    """Return `right`, `wrong`, or what was raised."""
+def _attempt(work: Callable[[], Tensor], expected: Tensor) -> Answer:
+    """Return whether some work gives what is expected on every rank, or what it raised."""
     try:
         actual = work()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error).strip().splitlines()[0]
-    return "right" if _agree(torch.equal(actual, expected)) else "wrong"
+        return Answer(outcome=Outcome.REFUSED, error=str(error).strip().splitlines()[0])
+    return Answer(outcome=Outcome.RIGHT if _agree(torch.equal(actual, expected)) else Outcome.WRONG)
 
 
-def _judge_order(answer: str, what: str, wrong: Answer) -> Answer:
-    """Return what an attempt says of tensors that do not lie in memory in the order of their dims."""
-    if answer == "right":
-        return Answer("right", "")
-    if answer != "wrong":
-        return Answer(f"refused: {answer}", f"a {what} is an error, never a wrong number")
-    return wrong
+def _join(by_dtype: Mapping[torch.dtype, Answer]) -> Answer:
+    """Return one answer for several dtypes: those in which it is right, or those in which it is not."""
+    named = {str(dtype).removeprefix("torch."): answer for dtype, answer in by_dtype.items()}
+    wrong = tuple(
+        f"{name} {answer.error or answer.outcome}"
+        for name, answer in named.items()
+        if answer.outcome is not Outcome.RIGHT
+    )
+    return Answer(outcome=Outcome.WRONG if wrong else Outcome.RIGHT, found=tuple(named), wrong=wrong)
 
 
 def probe_sums(context: RankContext) -> Answer:
     """Sum contiguous tensors of every dtype that is used."""
-    wrong = []
+    answers = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
         mine = torch.arange(24, device=context.device).to(dtype) + context.rank
 
@@ -52,12 +53,8 @@ def probe_sums(context: RankContext) -> Answer:
             return mine
 
         base = torch.arange(24, device=context.device).to(dtype)
-        answer = _attempt(total, base + base + 1)
-        if answer != "right":
-            wrong.append(f"{str(dtype).removeprefix('torch.')} {answer}")
-    if wrong:
-        return Answer(f"all_reduce: {', '.join(wrong)}", "no verdict can be trusted here", "fail")
-    return Answer("all_reduce right in float64, float32, bfloat16, int64", "the layouts stand on it")
+        answers[dtype] = _attempt(total, base + base + 1)
+    return _join(answers)
 
 
 def probe_average(context: RankContext) -> Answer:
@@ -72,17 +69,14 @@ def probe_average(context: RankContext) -> Answer:
 
     expected = torch.arange(4.0, device=context.device).chunk(2)[context.rank] + 1
     answer = _attempt(average, expected)
-    if answer == "right":
-        return Answer("right", "FSDP1 and FSDP2 average with it")
-    summed = _agree(torch.equal(part, 2 * expected))
-    found = "returns the sum" if summed else answer
-    meaning = "every fsdp layout differs from its golden, and it is not the layout's fault (pytorch #162338)"
-    return Answer(found, meaning, "fail")
+    if answer.outcome is not Outcome.RIGHT and _agree(torch.equal(part, 2 * expected)):
+        return Answer(outcome=Outcome.SUM)
+    return answer
 
 
 def probe_all_to_all(context: RankContext) -> Answer:
     """Exchange parts of different sizes, one of them empty, as expert parallelism does."""
-    rank, wrong = context.rank, []
+    rank, answers = context.rank, {}
     sends, receives = ([3, 1], [3, 0]) if rank == 0 else ([0, 2], [1, 2])
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         mine = (torch.arange(sum(sends), device=context.device) + 10 * rank).to(dtype)
@@ -93,12 +87,8 @@ def probe_all_to_all(context: RankContext) -> Answer:
             return out
 
         expected = torch.tensor([0, 1, 2] if rank == 0 else [3, 10, 11], device=context.device).to(dtype)
-        answer = _attempt(exchange, expected)
-        if answer != "right":
-            wrong.append(f"{str(dtype).removeprefix('torch.')} {answer}")
-    if wrong:
-        return Answer(", ".join(wrong), "layouts with ep cannot be verified here", "fail")
-    return Answer("right in float64, bfloat16, int64", "tokens of expert parallelism travel by it")
+        answers[dtype] = _attempt(exchange, expected)
+    return _join(answers)
 
 
 def probe_strided(context: RankContext) -> Answer:
@@ -112,9 +102,7 @@ def probe_strided(context: RankContext) -> Answer:
         dist.all_reduce(view)
         return mine
 
-    meaning = f"{_OWN}a user's code that reduces a strided tensor gets wrong numbers (pytorch #192920)"
-    found = Answer("sums other elements than the view's", meaning, "warn")
-    return _judge_order(_attempt(total, expected), "strided tensor", found)
+    return _attempt(total, expected)
 
 
 def probe_layouts(context: RankContext) -> Answer:
@@ -126,9 +114,7 @@ def probe_layouts(context: RankContext) -> Answer:
         dist.all_reduce(mine)
         return mine
 
-    meaning = f"{_OWN}a user's hook that reduces gradients as they come may add wrong elements"
-    found = Answer("sums in the order of memory", meaning, "warn")
-    return _judge_order(_attempt(total, 2 * values), "permuted gradient", found)
+    return _attempt(total, 2 * values)
 
 
 def probe_scatter_layouts(context: RankContext) -> Answer:
@@ -142,9 +128,7 @@ def probe_scatter_layouts(context: RankContext) -> Answer:
         return part
 
     expected = 3 * torch.arange(48.0, device=context.device).view(4, 3, 2, 2).chunk(2)[context.rank]
-    meaning = f"{_OWN}a user's code that reduces gradients as they come gets elements in another order"
-    found = Answer("scatters in the order of memory", meaning, "warn")
-    return _judge_order(_attempt(total, expected), "permuted gradient", found)
+    return _attempt(total, expected)
 
 
 def probe_gather_backward(context: RankContext) -> Answer:
@@ -158,11 +142,7 @@ def probe_gather_backward(context: RankContext) -> Answer:
         gradients: tuple[Tensor, ...] = torch.autograd.grad(terms, mine)
         return gradients[0]
 
-    answer = _attempt(gradient, 2 * (weight + 10 * context.rank).t())
-    if answer == "right":
-        return Answer("right", "")
-    meaning = "moeverify does not use it; a user's torch.distributed.nn.functional.all_gather gives a wrong gradient"
-    return Answer(f"gradient {answer}" if answer == "wrong" else answer, meaning, "warn")
+    return _attempt(gradient, 2 * (weight + 10 * context.rank).t())
 
 
 def probe_premultiplied(context: RankContext) -> Answer:
@@ -173,10 +153,4 @@ def probe_premultiplied(context: RankContext) -> Answer:
         dist.all_reduce(mine, op=_PREMUL_SUM(0.25))
         return mine
 
-    answer = _attempt(total, torch.full((4,), 0.5, device=context.device))
-    if answer == "right":
-        return Answer("right", "FSDP2's set_gradient_divide_factor uses it")
-    meaning = (
-        "FSDP2's set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), as moeverify does"
-    )
-    return Answer("not supported" if answer != "wrong" else "wrong", meaning, "warn")
+    return _attempt(total, torch.full((4,), 0.5, device=context.device))

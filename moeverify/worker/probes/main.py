@@ -7,42 +7,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
+from moeverify.jobs import ProbeJob, ProbeResult, read_job, write_result
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.results.probe import Answer
+from moeverify.results.probe import Answer, Probe
 from moeverify.worker.probes import collectives
 from moeverify.worker.probes import torch as parts
 
 PROBES: Mapping[str, Callable[[RankContext], Answer]] = {
-    "collectives": collectives.probe_sums,
-    "reduce_scatter AVG": collectives.probe_average,
-    "uneven all_to_all": collectives.probe_all_to_all,
-    "strided all_reduce": collectives.probe_strided,
-    "gradient layouts": collectives.probe_layouts,
-    "reduce_scatter layouts": collectives.probe_scatter_layouts,
-    "all_gather backward": collectives.probe_gather_backward,
-    "PREMUL_SUM": collectives.probe_premultiplied,
-    "FSDP2 divide factor": parts.probe_divide_factor,
-    "grouped_mm": parts.probe_grouped_mm,
-    "grouped_mm on CUDA": parts.probe_grouped_mm,
-    "fused SGD on DTensor": parts.probe_fused_sgd,
-    "triton": parts.probe_triton,
-    "megablocks": parts.probe_megablocks,
-    "GPU": parts.probe_gpu,
-    "GPU peer access": parts.probe_peers,
-    "NCCL version": parts.probe_nccl,
+    Probe.SUMS: collectives.probe_sums,
+    Probe.AVERAGE: collectives.probe_average,
+    Probe.ALL_TO_ALL: collectives.probe_all_to_all,
+    Probe.STRIDED: collectives.probe_strided,
+    Probe.LAYOUTS: collectives.probe_layouts,
+    Probe.SCATTER_LAYOUTS: collectives.probe_scatter_layouts,
+    Probe.GATHER_BACKWARD: collectives.probe_gather_backward,
+    Probe.PREMULTIPLIED: collectives.probe_premultiplied,
+    Probe.DIVIDE_FACTOR: parts.probe_divide_factor,
+    Probe.GROUPED_MM: parts.probe_grouped_mm,
+    Probe.FUSED_SGD: parts.probe_fused_sgd,
+    Probe.TRITON: parts.probe_triton,
+    Probe.MEGABLOCKS: parts.probe_megablocks,
+    Probe.GPU: parts.probe_gpu,
+    Probe.PEER_ACCESS: parts.probe_peers,
+    Probe.NCCL: parts.probe_nccl,
 }
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Run one probe; rank 0 returns the row."""
-    probe = PROBES[job.name.removeprefix("gloo ").removeprefix("nccl ")]
-    answer = probe(context)
-    return asdict(answer) if context.rank == 0 else None
+    """Run one probe; rank 0 returns what it saw."""
+    return run_probe(context, job, PROBES)
+
+
+def run_probe(
+    context: RankContext, job: Job, probes: Mapping[str, Callable[[RankContext], Answer]]
+) -> dict[str, Any] | None:
+    """Run the probe that a job names, among these; rank 0 returns what it saw."""
+    asked = read_job(job.payload)
+    assert isinstance(asked, ProbeJob)
+    answer = probes[asked.probe](context)
+    return write_result(ProbeResult(answer=answer) if context.rank == 0 else None)
 
 
 if __name__ == "__main__":

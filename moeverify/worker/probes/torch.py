@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeverify.launch.runner import RankContext
 from moeverify.model.megablocks.package import NEEDED, STAND_INS, import_package
-from moeverify.results.probe import Answer
+from moeverify.results.probe import Answer, Outcome
 
 
 def probe_divide_factor(context: RankContext) -> Answer:
@@ -25,11 +25,10 @@ def probe_divide_factor(context: RankContext) -> Answer:
         str(dtype).removeprefix("torch."): _divided(context, dtype)
         for dtype in (torch.float64, torch.float32)
     }
-    told = ", ".join(f"{name} by {1 / ratio:g}" for name, ratio in ratios.items())
     if all(ratio == 0.5 for ratio in ratios.values()):
-        return Answer("a factor of 2 divides by 2", "")
-    meaning = "moeverify divides by itself there; a user's set_gradient_divide_factor over one rank is wrong"
-    return Answer(f"a factor of 2 divides {told}", meaning, "warn")
+        return Answer(outcome=Outcome.RIGHT)
+    wrong = tuple(f"{name} by {1 / ratio:g}" for name, ratio in ratios.items())
+    return Answer(outcome=Outcome.WRONG, wrong=wrong)
 
 
 def _divided(context: RankContext, dtype: torch.dtype) -> float:
@@ -49,7 +48,7 @@ def probe_grouped_mm(context: RankContext) -> Answer:
     """Multiply two groups of rows in every dtype, and compare with a loop."""
     grouped = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
     if grouped is None:
-        return Answer("not in this torch", "cases with experts: grouped_mm cannot run", "warn")
+        return Answer(outcome=Outcome.ABSENT)
     right: list[str] = []
     wrong: list[str] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -65,12 +64,8 @@ def probe_grouped_mm(context: RankContext) -> Answer:
         close = torch.allclose(actual.float(), expected.float(), rtol=2e-2, atol=2e-2)
         (right if close else wrong).append(name)
     if wrong:
-        return Answer(
-            f"wrong in {', '.join(wrong)}", "cases with experts: grouped_mm differ from their golden", "fail"
-        )
-    if not right:
-        return Answer("fails in every dtype", "cases with experts: grouped_mm cannot run", "warn")
-    return Answer(f"right in {', '.join(right)}", "other dtypes run the experts in a loop")
+        return Answer(outcome=Outcome.WRONG, wrong=tuple(wrong))
+    return Answer(outcome=Outcome.RIGHT if right else Outcome.REFUSED, found=tuple(right))
 
 
 def probe_fused_sgd(context: RankContext) -> Answer:
@@ -81,45 +76,42 @@ def probe_fused_sgd(context: RankContext) -> Answer:
     try:
         torch.optim.SGD([parameter], lr=0.5, fused=True).step()
     except (RuntimeError, NotImplementedError):
-        meaning = "write `optimizer: foreach` in layouts with fsdp2, tp or ep"
-        return Answer("not implemented", meaning, "warn")
+        return Answer(outcome=Outcome.REFUSED)
     right = torch.equal(parameter.detach().to_local(), torch.full((4,), 0.5, device=context.device))  # type: ignore[attr-defined]
-    return Answer("right", "") if right else Answer("wrong", "updates of `optimizer: fused` differ", "fail")
+    return Answer(outcome=Outcome.RIGHT if right else Outcome.WRONG)
 
 
 def probe_triton(context: RankContext) -> Answer:
     """Import triton."""
-    without = "megablocks needs it, and what compares behind a training on GPUs"
     if importlib.util.find_spec("triton") is None:
-        return Answer("not installed", without)
+        return Answer(outcome=Outcome.ABSENT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("triton")
     except Exception as error:
-        return Answer(f"installed, and its import fails: {_first_line(error)}", without, "warn")
-    return Answer(_version("triton"), "")
+        return Answer(outcome=Outcome.BROKEN, error=_first_line(error))
+    return Answer(outcome=Outcome.RIGHT, found=(_version("triton"),))
 
 
 def probe_megablocks(context: RankContext) -> Answer:
     """Import megablocks as `experts: megablocks` does, with stand-ins for what is not compiled."""
-    without = "cases with experts: megablocks are skipped; `make megablocks` installs what they need"
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        return Answer("not installed", without)
+        return Answer(outcome=Outcome.ABSENT)
     compiled = [name for name in STAND_INS if importlib.util.find_spec(name) is not None]
     replaced = [name for name in STAND_INS if name not in compiled]
     try:
         import_package(torch.float32)
     except Exception as error:
-        return Answer(f"installed, and its import fails: {_first_line(error)}", without, "warn")
+        return Answer(outcome=Outcome.BROKEN, error=_first_line(error))
     parts = [f"compiled {' and '.join(compiled)}"] if compiled else []
     parts += [f"stand-ins for {' and '.join(replaced)}"] if replaced else []
-    return Answer(f"{_version('megablocks')}, {', '.join(parts)}", "cases with experts: megablocks run")
+    return Answer(outcome=Outcome.RIGHT, found=(_version("megablocks"), *parts))
 
 
 def _first_line(error: Exception) -> str:
-    told = str(error).strip().splitlines() or [type(error).__name__]
-    return told[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
 
 
 def _version(package: str) -> str:
@@ -135,20 +127,18 @@ def probe_gpu(context: RankContext) -> Answer:
     kind = (
         f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
     )
-    if found.major < 9:
-        return Answer(kind, "torch's grouped matmul has no fast path below capability 9.0")
-    return Answer(kind, "")
+    return Answer(outcome=Outcome.SLOW if found.major < 9 else Outcome.RIGHT, found=(kind,))
 
 
 def probe_peers(context: RankContext) -> Answer:
     """Ask whether the first two GPUs reach each other's memory."""
-    if torch.cuda.can_device_access_peer(0, 1):
-        return Answer("GPU 0 and GPU 1 reach each other", "")
-    return Answer("no", "NCCL goes through the host: slower, the same numbers", "warn")
+    can_access = torch.cuda.can_device_access_peer(0, 1)
+    return Answer(outcome=Outcome.RIGHT if can_access else Outcome.ABSENT)
 
 
 def probe_nccl(context: RankContext) -> Answer:
     """Ask for the version of NCCL."""
     if not dist.is_nccl_available():
-        return Answer("not in this torch", "layouts cannot run on CUDA", "fail")
-    return Answer(".".join(map(str, torch.cuda.nccl.version())), "")  # type: ignore[no-untyped-call]
+        return Answer(outcome=Outcome.ABSENT)
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return Answer(outcome=Outcome.RIGHT, found=(version,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -13,22 +12,23 @@ import torch.distributed as dist
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.results.probe import Answer
+from moeverify.results.probe import Answer, Outcome, Probe
 from moeverify.worker.probes import collectives as probed_collectives
+from moeverify.worker.probes.main import run_probe
 
 
 def crash(context: RankContext) -> Answer:
     if context.rank == 1:
         os.abort()
     dist.barrier()
-    return Answer("came back", "")
+    return Answer(outcome=Outcome.RIGHT)
 
 
 def hang(context: RankContext) -> Answer:
     if context.rank == 1:
         time.sleep(600)
     dist.barrier()
-    return Answer("came back", "")
+    return Answer(outcome=Outcome.RIGHT)
 
 
 def fail(context: RankContext) -> Answer:
@@ -47,8 +47,8 @@ def average_by_sum(context: RankContext) -> Answer:
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    probe = {"crash": crash, "hang": hang, "fail": fail, "average by sum": average_by_sum}[job.name]
-    return asdict(probe(context))
+    probes = {"crash": crash, "hang": hang, "fail": fail, Probe.AVERAGE: average_by_sum}
+    return run_probe(context, job, probes)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_equal_meshes_of_two_jobs(
         for number in (3, 0, 2)
     ]
     outcomes = list(run_jobs(jobs, entry="equal_meshes", folder=tmp_path, device=device))
-    assert [(outcome.state, outcome.summary) for outcome in outcomes] == [("done", "")] * 3
+    assert [(outcome.state, outcome.failure) for outcome in outcomes] == [("done", None)] * 3
     at_least_213 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
     # The gradient is x / |x|, and the norm of its squares sqrt(2 * (1 + 16 + 81 + 256)) / 60.
     expected = {

@@ -16,6 +16,7 @@ import pytest
 import moeverify
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job, LaunchEvent
+from moeverify.report.words.failure import describe_failure
 
 PYTHONPATH = os.pathsep.join([str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
@@ -98,7 +99,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_named(
     first, second = run_jobs(jobs, entry=entry, folder=tmp_path, on_event=kill_agent)
     assert len(agents) == 1
     assert first.state == "failed"
-    assert "the launcher's process was killed by SIGKILL" in first.summary
+    assert "the launcher's process was killed by SIGKILL" in describe_failure(first.failure)
     assert [report.rank for report in first.rank_reports] == [0, 1]
     assert second.state == "done"
     assert remains.wait_for_none(tmp_path) == []
@@ -119,8 +120,8 @@ def test_an_entry_that_cannot_be_imported_is_said_once(tmp_path: Path) -> None:
     jobs = [Job(name="a", num_ranks=2), Job(name="b", num_ranks=1)]
     outcomes = list(run_jobs(jobs, entry=str(entry), folder=tmp_path / "run", on_event=events.append))
     assert [outcome.state for outcome in outcomes] == ["unstarted", "unstarted"]
-    assert "before its first job" in outcomes[0].summary
-    assert "No module named 'a_module_that_is_not_there'" in outcomes[0].summary
+    assert "before its first job" in describe_failure(outcomes[0].failure)
+    assert "No module named 'a_module_that_is_not_there'" in describe_failure(outcomes[0].failure)
     origin = outcomes[0].rank_reports[0]
     assert origin.state == "raised"
     assert "broken.py" in origin.stack
@@ -137,8 +138,9 @@ def test_a_launch_that_dies_between_two_jobs_is_said_and_replaced(programs: Path
     first, second = run_jobs(jobs, entry=entry, folder=tmp_path, on_event=events.append)
     assert (first.state, second.state) == ("done", "unstarted")
     (lost,) = [event for event in events if event.kind == "lost"]
-    assert lost.detail.startswith("between two jobs: rank 0 raised FileExistsError")
-    assert "FileExistsError" in second.summary
+    found = describe_failure(lost.failure)
+    assert found.startswith("the launch failed between two jobs: rank 0 raised FileExistsError")
+    assert "FileExistsError" in describe_failure(second.failure)
     assert [event.kind for event in events].count("launch") == 2
 
 
@@ -159,7 +161,9 @@ def test_a_waiting_rank_that_dies_is_named_in_the_job_that_it_ends(programs: Pat
     entry = str(programs / "jobs.py")
     outcomes = list(run_jobs(jobs, entry=entry, folder=tmp_path, on_event=kill_the_waiting_rank))
     assert [outcome.state for outcome in outcomes] == ["done", "failed", "done"]
-    assert outcomes[1].summary.startswith("rank 1, which only waited, was killed by SIGKILL")
+    assert describe_failure(outcomes[1].failure).startswith(
+        "rank 1, which only waited, was killed by SIGKILL"
+    )
     assert [report.rank for report in outcomes[1].rank_reports] == [1, 0]
 
 
@@ -183,4 +187,4 @@ def test_a_launch_that_is_killed_before_its_first_job_is_tried_once_more(
         assert [outcome.state for outcome in outcomes] == ["done", "done"]
     else:
         assert [outcome.state for outcome in outcomes] == ["unstarted", "unstarted"]
-        assert "before its first job: rank 0 was killed by SIGKILL" in outcomes[0].summary
+        assert "before its first job: rank 0 was killed by SIGKILL" in describe_failure(outcomes[0].failure)

@@ -14,6 +14,8 @@ import pytest
 
 import moeverify
 from moeverify.launch.plan import Job, JobOutcome
+from moeverify.report.words.failure import describe_failure
+from moeverify.results.failure import End, RankEnd
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_"))},
@@ -88,7 +90,8 @@ def check_common(outcomes: list[JobOutcome]) -> None:
     assert [outcome.job for outcome in outcomes] == ["both", "too large", "one", "special", "last"]
     assert outcomes[0].result is not None
     assert outcomes[0].result["total"] == 3.0
-    assert (outcomes[1].state, outcomes[1].summary) == ("unstarted", "it needs 3 ranks, and 2 were started")
+    assert outcomes[1].state == "unstarted"
+    assert describe_failure(outcomes[1].failure) == "it needs 3 ranks, and 2 were started"
     assert outcomes[2].result is not None
     assert outcomes[2].result["total"] == 1.0
 
@@ -97,11 +100,12 @@ def check_hang(outcomes: list[JobOutcome]) -> None:
     check_common(outcomes)
     special, last = outcomes[3:]
     assert special.state == "hung"
-    assert special.summary.startswith("rank 0 waits in all_reduce #2 of group (0,1)")
-    assert "rank 1 never entered it: it is at " in special.summary
+    assert describe_failure(special.failure).startswith("rank 0 waits in all_reduce #2 of group (0,1)")
+    assert "rank 1 never entered it: it is at " in describe_failure(special.failure)
     assert [(report.rank, report.state) for report in special.rank_reports] == [(1, "hung"), (0, "hung")]
     assert "time.sleep(1000)" in special.rank_reports[0].stack
-    assert (last.state, last.summary) == ("unstarted", "the ranks ended with job special")
+    assert last.state == "unstarted"
+    assert describe_failure(last.failure) == "the ranks ended with job special"
 
 
 def test_torchrun_runs_all_jobs_on_the_same_ranks(programs: Path, tmp_path: Path) -> None:
@@ -151,11 +155,8 @@ def test_srun_with_a_rank_that_raises_ends_every_task(programs: Path, tmp_path: 
     assert codes == [3, 3]
     check_common(outcomes)
     origin = outcomes[3].rank_reports[0]
-    assert (origin.rank, origin.state, origin.summary) == (
-        rank,
-        "raised",
-        "ArithmeticError: the sum does not add up",
-    )
+    assert (origin.rank, origin.state) == (rank, "raised")
+    assert origin.end == RankEnd(how=End.RAISED, error="ArithmeticError: the sum does not add up")
 
 
 def test_srun_with_a_rank_that_raises_wakes_a_peer_outside_any_collective(

@@ -9,6 +9,8 @@ import pytest
 
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job, JobOutcome
+from moeverify.report.words.failure import describe_failure, word_report
+from moeverify.results.failure import Cause, End
 
 PAYLOADS: dict[str, dict[str, Any]] = {
     "fail": {"rank": 1},
@@ -23,6 +25,10 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 }
 
 
+def word_reports(outcome: JobOutcome) -> JobOutcome:
+    return outcome.model_copy(update={"rank_reports": tuple(map(word_report, outcome.rank_reports))})
+
+
 @pytest.fixture(scope="module")
 def run(programs: Path, remains: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("failures")
@@ -35,7 +41,7 @@ def run(programs: Path, remains: Any, tmp_path_factory: pytest.TempPathFactory) 
     jobs.append(Job(name="add", num_ranks=2))
     outcomes = list(run_jobs(jobs, entry=str(programs / "jobs.py"), folder=folder))
     return {
-        "outcomes": {outcome.job: outcome for outcome in outcomes},
+        "outcomes": {outcome.job: word_reports(outcome) for outcome in outcomes},
         "left": remains.list_processes(folder),
     }
 
@@ -67,7 +73,7 @@ def test_a_rank_that_raises(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["fail"]
     origin, peer = outcome.rank_reports
     assert (outcome.state, origin.rank, origin.state) == ("failed", 1, "raised")
-    assert outcome.summary == "rank 1 raised ArithmeticError: the sum does not add up"
+    assert describe_failure(outcome.failure) == "rank 1 raised ArithmeticError: the sum does not add up"
     assert origin.stack.startswith("Traceback (most recent call last)")
     assert "in fail" in origin.stack
     assert origin.stack.rstrip().endswith("ArithmeticError: the sum does not add up\nand more")
@@ -79,20 +85,22 @@ def test_a_rank_that_raises(outcomes: dict[str, JobOutcome]) -> None:
 def test_a_result_that_is_no_json(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["return_a_tensor"]
     assert (outcome.state, outcome.rank_reports[0].rank) == ("failed", 0)
-    assert "not JSON serializable" in outcome.summary
+    assert "not JSON serializable" in describe_failure(outcome.failure)
     assert outcome.rank_reports[0].stack.startswith("Traceback")
 
 
 def test_a_rank_reports_before_its_peers_can_notice(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["disguise"]
-    assert outcome.summary == "rank 1 raised ArithmeticError: the origin"
+    assert describe_failure(outcome.failure) == "rank 1 raised ArithmeticError: the origin"
 
 
 def test_a_rank_that_is_killed(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["die"]
     origin, peer = outcome.rank_reports
     assert (outcome.state, origin.rank, origin.state) == ("failed", 1, "killed")
-    assert "rank 1 was killed by SIGKILL" in outcome.summary
+    assert origin.end is not None
+    assert (origin.end.how, origin.end.signal) == (End.KILLED, 9)
+    assert "rank 1 was killed by SIGKILL" in describe_failure(outcome.failure)
     assert origin.last_collective.startswith("all_reduce #1 of group (0,1) on float32[3]")
     assert peer.last_collective.startswith("all_reduce #2 of group (0,1) on float32[2]")
     assert "in die" in peer.stack
@@ -117,9 +125,17 @@ def test_a_hang_names_who_waits_where_and_who_is_late(outcomes: dict[str, JobOut
     outcome = outcomes["stay_away"]
     late, *waiting = outcome.rank_reports
     assert (outcome.state, late.rank, late.state) == ("hung", 2, "hung")
-    assert outcome.summary.startswith("over its 3 s: ranks 0, 1 wait in all_reduce #2 of group (0,1,2)")
-    assert "; rank 2 never entered it: it is at " in outcome.summary
-    assert outcome.summary.endswith("in stay_away")
+    assert describe_failure(outcome.failure).startswith(
+        "over its 3 s: ranks 0, 1 wait in all_reduce #2 of group (0,1,2)"
+    )
+    assert outcome.failure is not None
+    assert (outcome.failure.cause, outcome.failure.timeout) == (Cause.OVER_TIME, 3.0)
+    assert outcome.failure.hang is not None
+    (wait,) = outcome.failure.hang.waits
+    assert (wait.ranks, wait.collective.op, wait.collective.sequence) == ((0, 1), "all_reduce", 2)
+    assert [(absence.rank, absence.how) for absence in wait.absent] == [(2, "never entered")]
+    assert "; rank 2 never entered it: it is at " in describe_failure(outcome.failure)
+    assert describe_failure(outcome.failure).endswith("in stay_away")
     assert "time.sleep(1000)" in late.stack
     assert late.last_collective.endswith("finished")
     for report in waiting:
@@ -134,11 +150,11 @@ def test_a_hang_inside_c_code_that_holds_the_lock(outcomes: dict[str, JobOutcome
     assert (outcome.state, late.rank, late.state) == ("hung", 1, "hung")
     assert "holds the interpreter's lock" in late.summary
     assert "in hold_the_lock" in late.stack
-    assert "rank 1 never entered it" in outcome.summary
+    assert "rank 1 never entered it" in describe_failure(outcome.failure)
 
 
 def test_a_hang_without_any_collective(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["sleep"]
     assert outcome.state == "hung"
-    assert "no rank waits in a collective" in outcome.summary
+    assert "no rank waits in a collective" in describe_failure(outcome.failure)
     assert all("in sleep" in report.stack for report in outcome.rank_reports)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moeverify.bench.profile import bus_factor, read_traffic
+from moeverify.bench.profile import bus_factor, read_profile
 
 
 def write(path, events) -> None:
@@ -32,15 +32,15 @@ def test_kernels_of_nccl_give_time_sizes_and_what_was_not_hidden(tmp_path) -> No
             {"name": "record_param_comms", "cat": "cpu_op", "ts": 0.0, "dur": 5.0, "args": {}},
         ],
     )
-    traffic, together, exposed = read_traffic(path)
-    by_kind = {found.kind: found for found in traffic}
+    profile = read_profile(path)
+    by_kind = {found.kind: found for found in profile.traffic}
     assert set(by_kind) == {"all_to_all", "all_gather"}
     assert by_kind["all_to_all"].seconds == pytest.approx(1e-4)
     assert by_kind["all_to_all"].payload == 2_000_000
     assert by_kind["all_to_all"].bus_bandwidth == pytest.approx(2e6 * 0.75 / 1e-4)
     assert by_kind["all_gather"].bus_bandwidth == pytest.approx(1e6 * 0.5 / 1e-4)
-    assert together == pytest.approx(150e-6)  # 0 to 150: overlapping ones count once
-    assert exposed == pytest.approx(100e-6)  # 80 to 120 and 140 to 150 are hidden
+    assert profile.together == pytest.approx(150e-6)  # 0 to 150: overlapping ones count once
+    assert profile.exposed == pytest.approx(100e-6)  # 80 to 120 and 140 to 150 are hidden
 
 
 def test_events_of_gloo_give_time_and_sizes(tmp_path) -> None:
@@ -48,11 +48,12 @@ def test_events_of_gloo_give_time_and_sizes(tmp_path) -> None:
     sizes = {"Input Dims": [[10, 4]], "Input type": ["double"]}
     event = {"name": "gloo:all_to_all", "cat": "user_annotation", "ts": 1.0, "dur": 20.0, "args": sizes}
     write(path, [event, {**event, "ts": 50.0}, {"name": "aten::mm", "cat": "cpu_op", "ts": 0.0, "dur": 9.0}])
-    (traffic,), together, exposed = read_traffic(path)
+    profile = read_profile(path)
+    (traffic,) = profile.traffic
     assert (traffic.kind, traffic.count, traffic.payload) == ("all_to_all", 2, 640)
     assert traffic.bus_bandwidth is None
-    assert together == pytest.approx(40e-6)
-    assert exposed is None
+    assert profile.together == pytest.approx(40e-6)
+    assert profile.exposed is None
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:

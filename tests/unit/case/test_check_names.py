@@ -6,28 +6,26 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.checks import CHECK_NAMES
-from moeverify.results.checks import CHECKS, OWN_CHECKS
+from moeverify.case.load import load_cases
+from moeverify.results.checks import CheckName
 
 CASE = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {%s}\n"
-
-
-def test_the_names_are_those_of_the_checks() -> None:
-    assert set(CHECK_NAMES) == {check.name for check in CHECKS} | set(OWN_CHECKS)
 
 
 @pytest.mark.parametrize(
     ("checks", "path", "message", "remedy"),
     [
         ("skip: [gradients]", "checks.skip", "there is no check `gradients`", "did you mean `gradient`?"),
-        ("skip: [gradient_norm]", "checks.skip", "`gradient_norm`", "did you mean `gradient norm`?"),
+        ("skip: [gradient_nrm]", "checks.skip", "`gradient_nrm`", "did you mean `gradient norm`?"),
         (
             "differs: [lose], because: why",
             "checks.differs",
             "there is no check `lose`",
             "did you mean `loss`?",
         ),
-        ("skip: [xyz]", "checks.skip", "there is no check `xyz`", "choose from `initial state`, `routing`"),
+        ("skip: [xyz]", "checks.skip", "there is no check `xyz`", "choose from `loaded`, `initial state`"),
+        ("also: [xyz]", "checks.also", "there is no check `xyz`", "choose from `loaded`, `initial state`"),
+        ("also: [gradient]", "checks.also", "`gradient` is checked in any case", "remove it"),
     ],
 )
 def test_an_unknown_check_is_told_with_the_nearest(
@@ -41,5 +39,13 @@ def test_an_unknown_check_is_told_with_the_nearest(
 
 
 def test_known_checks_may_be_skipped(write: Any, find_problems: Any) -> None:
-    names = ", ".join(f"'{name}'" for name in CHECK_NAMES)
+    names = ", ".join(f"'{name}'" for name in CheckName)
     assert find_problems(write("a.yaml", CASE % f"skip: [{names}]")) == []
+
+
+def test_underscores_stand_for_spaces(write: Any) -> None:
+    [case] = load_cases(
+        [write("a.yaml", CASE % "skip: [initial_state, gradient_norm], differs: [loss], because: x")]
+    )
+    assert case.checks.skip == (CheckName.INITIAL_STATE, CheckName.GRADIENT_NORM)
+    assert case.checks.differs == (CheckName.LOSS,)

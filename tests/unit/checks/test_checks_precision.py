@@ -2,128 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from moeverify.checks.precision import Seen, Use, Wanted, judge_precision, names
+from moeverify.checks.base import Shown
+from moeverify.checks.dtype_watch import Sighting
+from moeverify.checks.precision import Wanted, judge_dtypes, names
+from moeverify.report.words.check import word_check
+from moeverify.report.words.run import word_finding
+from moeverify.results.facts import DtypeFacts, Dtypes, PatternFacts, Use
 from moeverify.results.finding import Finding
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.experts.up", "layers.0.experts.down")
+Judge = Callable[..., tuple[Finding, ...]]
 WANTED = Wanted("bfloat16", "float32")
 COORDINATES = {0: {"dp_shard": 0}, 1: {"dp_shard": 1}}
 
 
-def see(use: Use, dtype: str, others: dict[str, str] | None = None, how: str = "") -> list[Seen]:
-    return [Seen(use, name, (others or {}).get(name, dtype), how) for name in NAMES]
+def see(use: Use, dtype: str, others: dict[str, str] | None = None, how: str = "") -> list[Sighting]:
+    return [Sighting(use, name, (others or {}).get(name, dtype), how) for name in NAMES]
 
 
-def judge(*by_rank: Sequence[Seen], wanted: Wanted = WANTED) -> tuple[Finding, ...]:
-    judgement = judge_precision(by_rank, wanted, COORDINATES)
-    assert judgement.checks[0].verdict == ("mismatch" if judgement.findings else "pass")
-    return judgement.findings
+@pytest.fixture
+def shown(run_ranks: Callable) -> Shown:
+    shown: Shown = run_ranks(COORDINATES).shown()
+    return shown
 
 
-def test_what_the_recipe_asks_for_passes() -> None:
+@pytest.fixture
+def judge(shown: Shown) -> Judge:
+    """Return a function that gives the findings in words."""
+
+    def do(*by_rank: Sequence[Sighting], wanted: Wanted = WANTED) -> tuple[Finding, ...]:
+        outcome = judge_dtypes(shown, by_rank, wanted)
+        assert outcome.result.verdict == ("mismatch" if outcome.findings else "pass")
+        return tuple(map(word_finding, outcome.findings))
+
+    return do
+
+
+def test_what_the_recipe_asks_for_passes(judge: Judge, shown: Shown) -> None:
     rank = [
-        *see("computes", "bfloat16"),
-        *see("reduces", "float32", how="reduce_scatter_tensor"),
-        *see("weight", "float32"),
-        *see("gradient", "float32"),
-        *see("optimizer state", "float32", how="exp_avg"),
+        *see(Use.COMPUTES, "bfloat16"),
+        *see(Use.REDUCES, "float32", how="reduce_scatter_tensor"),
+        *see(Use.WEIGHT, "float32"),
+        *see(Use.GRADIENT, "float32"),
+        *see(Use.OPTIMIZER_STATE, "float32", how="exp_avg"),
     ]
     assert judge(rank, rank) == ()
-    assert judge_precision([rank, rank], WANTED, COORDINATES).checks[0].tensors == 5 * len(NAMES)
+    assert judge_dtypes(shown, [rank, rank], WANTED).result.tensors == 5 * len(NAMES)
 
 
 @pytest.mark.parametrize(
     ("use", "dtype", "text"),
     [
-        ("computes", "float32", "the model computes with parameters in float32 instead of bfloat16"),
-        ("reduces", "bfloat16", "the gradients of the model are reduced in bfloat16 instead of float32"),
-        ("weight", "bfloat16", "the parameters of the model are kept in bfloat16 instead of float32"),
-        ("gradient", "bfloat16", "the gradients of the model are kept in bfloat16 instead of float32"),
-        ("optimizer state", "bfloat16", "the optimizer state of the model is kept in bfloat16"),
+        (Use.COMPUTES, "float32", "the model computes with parameters in float32 instead of bfloat16"),
+        (Use.REDUCES, "bfloat16", "the gradients of the model are reduced in bfloat16 instead of float32"),
+        (Use.WEIGHT, "bfloat16", "the parameters of the model are kept in bfloat16 instead of float32"),
+        (Use.GRADIENT, "bfloat16", "the gradients of the model are kept in bfloat16 instead of float32"),
+        (Use.OPTIMIZER_STATE, "bfloat16", "the optimizer state of the model is kept in bfloat16"),
     ],
 )
-def test_each_use_has_its_dtype(use: Use, dtype: str, text: str) -> None:
+def test_each_use_has_its_dtype(judge: Judge, use: Use, dtype: str, text: str) -> None:
     [finding] = judge(see(use, dtype), see(use, dtype))
     assert text in finding.cause
     assert (finding.tensor, finding.ranks, finding.error) == ("the model", (0, 1), 1.0)
 
 
-def test_the_largest_wrong_part_is_named() -> None:
+def test_the_largest_wrong_part_is_named(judge: Judge) -> None:
     wide = {"layers.0.experts.up": "float32", "layers.0.experts.down": "float32"}
-    [finding] = judge(see("computes", "bfloat16", wide))
+    [finding] = judge(see(Use.COMPUTES, "bfloat16", wide))
     assert finding.tensor == "layers.0.experts"
     assert finding.error == 0.5
+    assert finding.facts == DtypeFacts(
+        use=Use.COMPUTES,
+        module="layers.0.experts",
+        dtype="float32",
+        wanted="bfloat16",
+        parameters=("layers.0.experts.up", "layers.0.experts.down"),
+        num_known=4,
+        could_declare=True,
+    )
     assert finding.evidence[0] == "2 of 4 parameters: layers.0.experts.up, layers.0.experts.down"
     assert finding.evidence[1].endswith("layout.in_float32: [layers.0.experts]")
     assert finding.place is not None
     assert finding.place.module == "layers.0.experts"
 
 
-def test_parts_of_two_dtypes_are_told_apart() -> None:
-    found = judge(see("computes", "bfloat16", {"embed.weight": "float32", "layers.0.norm.weight": "float16"}))
+def test_parts_of_two_dtypes_are_told_apart(judge: Judge) -> None:
+    found = judge(
+        see(Use.COMPUTES, "bfloat16", {"embed.weight": "float32", "layers.0.norm.weight": "float16"})
+    )
     assert {finding.tensor: finding.cause.split()[5] for finding in found} == {
         "embed": "float32",
         "layers.0.norm": "float16",
     }
 
 
-def test_one_wrong_rank_is_enough() -> None:
-    [finding] = judge(see("gradient", "float32"), see("gradient", "float32", {"embed.weight": "bfloat16"}))
+def test_one_wrong_rank_is_enough(judge: Judge) -> None:
+    [finding] = judge(
+        see(Use.GRADIENT, "float32"), see(Use.GRADIENT, "float32", {"embed.weight": "bfloat16"})
+    )
     assert (finding.tensor, finding.rank, finding.ranks) == ("embed", 1, (1,))
     assert finding.coordinates == {"dp_shard": 1}
 
 
-def test_one_wrong_collective_of_two_is_enough() -> None:
-    scattered = see("reduces", "float32", how="reduce_scatter_tensor over fsdp")
-    summed = see("reduces", "bfloat16", how="all_reduce over dp_replicate")
+def test_one_wrong_collective_of_two_is_enough(judge: Judge) -> None:
+    scattered = see(Use.REDUCES, "float32", how="reduce_scatter_tensor over fsdp")
+    summed = see(Use.REDUCES, "bfloat16", how="all_reduce over dp_replicate")
     [finding] = judge([*scattered, *summed])
     assert finding.evidence[1] == "by all_reduce over dp_replicate"
     assert finding.place is not None
     assert finding.place.collectives == ("all_reduce over dp_replicate",)
 
 
-def test_one_wrong_moment_of_two_is_enough() -> None:
+def test_one_wrong_moment_of_two_is_enough(judge: Judge) -> None:
     [finding] = judge(
         [
-            *see("optimizer state", "bfloat16", how="exp_avg"),
-            *see("optimizer state", "float32", how="exp_avg_sq"),
+            *see(Use.OPTIMIZER_STATE, "bfloat16", how="exp_avg"),
+            *see(Use.OPTIMIZER_STATE, "float32", how="exp_avg_sq"),
         ]
     )
     assert finding.evidence[1] == "its exp_avg"
 
 
-def test_parameters_that_were_not_reduced_are_not_blamed() -> None:
-    computed = see("computes", "bfloat16")
-    [finding] = judge([*computed, Seen("reduces", "layers.0.norm.weight", "bfloat16", "all_reduce")])
+def test_parameters_that_were_not_reduced_are_not_blamed(judge: Judge) -> None:
+    computed = see(Use.COMPUTES, "bfloat16")
+    [finding] = judge([*computed, Sighting(Use.REDUCES, "layers.0.norm.weight", "bfloat16", "all_reduce")])
     assert finding.tensor == "layers.0.norm"
 
 
-def test_declared_modules_compute_as_they_are_kept() -> None:
+def test_declared_modules_compute_as_they_are_kept(judge: Judge) -> None:
     wide = {"layers.0.norm.weight": "float32"}
     declared = Wanted("bfloat16", "float32", ("layers.*.norm",))
-    assert judge(see("computes", "bfloat16", wide), wanted=declared) == ()
-    [finding] = judge(see("computes", "bfloat16"), wanted=declared)
+    assert judge(see(Use.COMPUTES, "bfloat16", wide), wanted=declared) == ()
+    [finding] = judge(see(Use.COMPUTES, "bfloat16"), wanted=declared)
     assert finding.cause == "layers.0.norm computes with parameters in bfloat16 instead of float32"
 
 
-def test_parameters_that_were_not_seen_to_compute_are_counted() -> None:
-    kept = see("weight", "float32")
-    computed = [seen for seen in see("computes", "bfloat16") if seen.parameter != "embed.weight"]
-    judgement = judge_precision([[*kept, *computed]], WANTED, COORDINATES)
-    assert judgement.findings == ()
-    assert judgement.checks[0].unseen.startswith("1 of 4 parameters, such as embed.weight, were not seen")
-    assert (
-        judge_precision([[*kept, *see("computes", "bfloat16")]], WANTED, COORDINATES).checks[0].unseen == ""
+def test_parameters_that_were_not_seen_to_compute_are_counted(shown: Shown) -> None:
+    kept = see(Use.WEIGHT, "float32")
+    computed = [seen for seen in see(Use.COMPUTES, "bfloat16") if seen.parameter != "embed.weight"]
+    outcome = judge_dtypes(shown, [[*kept, *computed]], WANTED)
+    assert outcome.findings == ()
+    assert outcome.result.facts == Dtypes(
+        computes="bfloat16", kept="float32", num_parameters=4, num_unseen=1, first_unseen="embed.weight"
     )
+    unseen = word_check(outcome.result).unseen
+    assert unseen.startswith("1 of 4 parameters, such as embed.weight, were not seen")
+    everything = judge_dtypes(shown, [[*kept, *see(Use.COMPUTES, "bfloat16")]], WANTED)
+    assert word_check(everything.result).unseen == ""
 
 
-def test_a_pattern_without_a_module_is_told() -> None:
-    [finding] = judge(see("computes", "bfloat16"), wanted=Wanted("bfloat16", "float32", ("layers.*.rooter",)))
+def test_a_pattern_without_a_module_is_told(judge: Judge) -> None:
+    [finding] = judge(
+        see(Use.COMPUTES, "bfloat16"), wanted=Wanted("bfloat16", "float32", ("layers.*.rooter",))
+    )
     assert finding.tensor == "layers.*.rooter"
+    assert finding.facts == PatternFacts(pattern="layers.*.rooter")
     assert "names no module" in finding.cause
 
 

@@ -1,4 +1,4 @@
-"""Pieces compared behind a training: as one by one, whatever their sizes, and without a wait on the way."""
+"""Shards compared beside a training: as one by one, whatever their sizes, and without a wait on the way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def module() -> ModuleType:
 
 
 @pytest.fixture(params=[1 << 14, 1 << 23], ids=["small batches", "one batch"])
-def follow(
+def compare(
     request: pytest.FixtureRequest, module: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Measured]]:
     """Return a function that compares pairs on the device; what was added is spoiled at once."""
@@ -39,12 +39,12 @@ def follow(
     monkeypatch.setattr(staging, "_VALUES", request.param)
 
     def do(pairs: list[tuple[Tensor | None, Tensor]]) -> list[Measured]:
-        follower = module.Follower(device)
+        comparison = module.AsyncComparison(device)
         for expected, actual in pairs:
             given = actual.to(device, copy=True)
-            follower.add(lambda expected=expected: expected, given)
+            comparison.add(lambda expected=expected: expected, given)
             given.zero_()
-        return list(follower.results())
+        return list(comparison.results())
 
     return do
 
@@ -62,48 +62,48 @@ def check(found: list[Measured], pairs: list[tuple[Tensor | None, Tensor]]) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_piece_is_measured_and_hashed_as_alone(
-    follow: Callable[..., list[Measured]], dtype: torch.dtype
+def test_each_shard_is_measured_and_hashed_as_alone(
+    compare: Callable[..., list[Measured]], dtype: torch.dtype
 ) -> None:
     wide = torch.float64 if dtype.is_floating_point else dtype
     pairs = [(make(shape, wide, 1), make(shape, dtype, 2)) for shape in SHAPES]
-    check(follow(pairs), pairs)
+    check(compare(pairs), pairs)
 
 
-def test_dtypes_of_both_sides_may_change_from_piece_to_piece(follow: Callable[..., list[Measured]]) -> None:
+def test_dtypes_of_both_sides_may_change_from_shard_to_shard(compare: Callable[..., list[Measured]]) -> None:
     pairs = [
         (make(shape, other, 1), make(shape, dtype, 2))
         for shape in SHAPES
         for other in FLOATS[:2]
         for dtype in FLOATS[1:3]
     ]
-    check(follow(pairs), pairs)
+    check(compare(pairs), pairs)
 
 
-def test_expected_values_may_be_a_part_of_something_larger(follow: Callable[..., list[Measured]]) -> None:
+def test_expected_values_may_be_a_part_of_something_larger(compare: Callable[..., list[Measured]]) -> None:
     whole = make((40, 6, 50), torch.float64, 1)
     parts = [whole[:, 2:4], whole[3:9], whole[:, :, 7:9], whole.transpose(0, 2), whole[5, 2:, 1:]]
     pairs = [(part, make(tuple(part.shape), torch.float32, 2)) for part in parts]
-    check(follow(pairs), pairs)
+    check(compare(pairs), pairs)
 
 
-def test_without_expected_values_zeros_are_meant(follow: Callable[..., list[Measured]]) -> None:
+def test_without_expected_values_zeros_are_meant(compare: Callable[..., list[Measured]]) -> None:
     pairs = [
         (None if number % 2 else make(shape, torch.float64, 1), make(shape, torch.float32, 2))
         for number, shape in enumerate(SHAPES)
     ]
-    check(follow(pairs), pairs)
+    check(compare(pairs), pairs)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's arithmetic
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_is_the_worst_and_stays_in_its_piece(
-    follow: Callable[..., list[Measured]], odd: float
+def test_what_is_no_number_is_the_worst_and_stays_in_its_shard(
+    compare: Callable[..., list[Measured]], odd: float
 ) -> None:
     clean = torch.arange(20000, dtype=torch.float64)
     spoiled = clean.clone()
     spoiled[12345] = odd
-    first, second, third = follow([(clean, clean), (clean, spoiled), (clean, clean + 1)])
+    first, second, third = compare([(clean, clean), (clean, spoiled), (clean, clean + 1)])
     assert (first.statistics[5], first.statistics[9]) == (0.0, 0.0)
     assert (second.statistics[6], second.statistics[9]) == (12345.0, 1.0)
     assert (third.statistics[5], third.statistics[9]) == (1.0, 0.0)
@@ -114,12 +114,12 @@ def test_copies_never_take_more_memory_than_they_may(
 ) -> None:
     monkeypatch.setattr(module, "_SHARE", 0.0)
     monkeypatch.setattr(module, "_LEAST", 1 << 12)
-    follower = module.Follower(device)
+    comparison = module.AsyncComparison(device)
     pairs = [(make((400,), torch.float64, seed), make((400,), torch.float64, seed + 1)) for seed in range(9)]
     for expected, actual in pairs:
-        follower.add(lambda expected=expected: expected, actual.to(device))
-        assert follower._copied <= 1 << 12
-    check(list(follower.results()), pairs)
+        comparison.add(lambda expected=expected: expected, actual.to(device))
+        assert comparison._copied <= 1 << 12
+    check(list(comparison.results()), pairs)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -127,34 +127,34 @@ def test_what_cannot_be_read_is_told(module: ModuleType, device: torch.device, n
     def fail() -> Tensor:
         raise ValueError("the file is gone")
 
-    follower = module.Follower(device)
+    comparison = module.AsyncComparison(device)
 
     def go() -> Iterator[Measured]:
         for index in range(3):
-            follower.add(fail if index == number else lambda: torch.zeros(3), torch.zeros(3, device=device))
-        return follower.results()
+            comparison.add(fail if index == number else lambda: torch.zeros(3), torch.zeros(3, device=device))
+        return comparison.results()
 
     with pytest.raises(ValueError, match="the file is gone"):
         list(go())
 
 
 def test_shapes_that_differ_are_told(module: ModuleType, device: torch.device) -> None:
-    follower = module.Follower(device)
-    follower.add(lambda: torch.zeros(2), torch.zeros(3, device=device))
+    comparison = module.AsyncComparison(device)
+    comparison.add(lambda: torch.zeros(2), torch.zeros(3, device=device))
     with pytest.raises(ValueError, match=r"cannot compare shape \(3,\) with \(2,\)"):
-        list(follower.results())
+        list(comparison.results())
 
 
 def test_nothing_was_observed(module: ModuleType, device: torch.device) -> None:
-    assert list(module.Follower(device).results()) == []
+    assert list(module.AsyncComparison(device).results()) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_nothing_waits_for_a_gpu_while_pieces_are_added() -> None:
-    from moeverify.compare.gpu.async_compare import Follower
+def test_nothing_waits_for_a_gpu_while_shards_are_added() -> None:
+    from moeverify.compare.gpu.async_compare import AsyncComparison
 
-    follower = Follower(torch.device("cuda"))
+    comparison = AsyncComparison(torch.device("cuda"))
     pairs = [
         (make((1 << 16,), torch.float64, seed), make((1 << 16,), torch.float32, seed + 1))
         for seed in range(40)
@@ -163,8 +163,8 @@ def test_nothing_waits_for_a_gpu_while_pieces_are_added() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for (expected, _), actual in zip(pairs, given, strict=True):
-            follower.add(lambda expected=expected: expected, actual)
-        found = list(follower.results())
+            comparison.add(lambda expected=expected: expected, actual)
+        found = list(comparison.results())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check(found, pairs)

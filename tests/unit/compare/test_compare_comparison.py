@@ -1,4 +1,4 @@
-"""What compares the pieces of a device: behind the training where kernels can be compiled, else at once."""
+"""What compares the shards of a device: behind the training where kernels can be compiled, else at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistics of a difference: of pieces merged as of the whole, and a hash that misses no bit."""
+"""The statistics of a difference: of shards merged as of the whole, and a hash that misses no bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from moeverify.case.schema import Checks
-from moeverify.controller.declared import settle
+from moeverify.controller.declared import apply_declared_differences
+from moeverify.report.words.note import describe_declared
 from moeverify.results.finding import CheckResult
+from moeverify.results.run import Declared
 
 
 def make_checks(**verdicts: str) -> list[CheckResult]:
@@ -10,18 +14,42 @@ def make_checks(**verdicts: str) -> list[CheckResult]:
 
 
 def test_without_a_declaration_any_difference_is_one() -> None:
-    assert settle(Checks(), make_checks(loss="pass", gradient="pass")) == ("pass", ())
-    assert settle(Checks(), make_checks(loss="pass", gradient="mismatch")) == ("mismatch", ())
+    assert apply_declared_differences(Checks(), make_checks(loss="pass", gradient="pass")) == ("pass", None)
+    assert apply_declared_differences(Checks(), make_checks(loss="pass", gradient="mismatch")) == (
+        "mismatch",
+        None,
+    )
 
 
-def test_exactly_what_is_declared_must_differ() -> None:
+@pytest.mark.parametrize(
+    ("found", "verdict", "equal", "has_more", "words"),
+    [
+        (
+            ("loss", "gradient"),
+            "pass",
+            (),
+            False,
+            "differs in loss, gradient, as declared: means another thing",
+        ),
+        (("loss",), "mismatch", ("gradient",), False, "declared to differ in gradient, and does not"),
+        (
+            ("loss", "gradient", "update"),
+            "mismatch",
+            (),
+            True,
+            "differs as declared in loss, gradient, and in more",
+        ),
+    ],
+)
+def test_exactly_what_is_declared_must_differ(
+    found: tuple[str, ...], verdict: str, equal: tuple[str, ...], has_more: bool, words: str
+) -> None:
     wanted = Checks(differs=("loss", "gradient"), because="means another thing")
-    verdict, notes = settle(wanted, make_checks(loss="mismatch", gradient="mismatch", update="pass"))
-    assert verdict == "pass"
-    assert "as declared: means another thing" in notes[0]
-    verdict, notes = settle(wanted, make_checks(loss="mismatch", gradient="pass", update="pass"))
-    assert verdict == "mismatch"
-    assert "gradient, and does not" in notes[0]
-    verdict, notes = settle(wanted, make_checks(loss="mismatch", gradient="mismatch", update="mismatch"))
-    assert verdict == "mismatch"
-    assert "and in more" in notes[0]
+    names = ("loss", "gradient", "update")
+    checks = make_checks(**{name: "mismatch" if name in found else "pass" for name in names})
+    decided, declared = apply_declared_differences(wanted, checks)
+    assert decided == verdict
+    assert declared == Declared(
+        names=("loss", "gradient"), equal=equal, has_more=has_more, because="means another thing"
+    )
+    assert describe_declared(declared) == words

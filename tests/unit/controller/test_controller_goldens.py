@@ -11,10 +11,13 @@ from moeverify.case.load import load_cases
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.options import RunOptions
 from moeverify.golden.file import GoldenFile, golden_path, write_golden
+from moeverify.jobs import GoldenOrder, GoldenSummary, Refusal
+from moeverify.report.words.note import describe_golden, describe_nearness
+from moeverify.results.golden import GoldenState
 
 CASE = Path(__file__).parents[3] / "cases" / "ddp.yaml"
 LOSSES = {"0/loss/lm": 2.0}
-TENSORS = {"0/gradient/x": [4.0, 1.0, -1.0], "0/routing/r": "an-exact-hash"}
+TENSORS: dict[str, list[float] | str] = {"0/gradient/x": [4.0, 1.0, -1.0], "0/routing/r": "an-exact-hash"}
 
 
 @pytest.fixture
@@ -22,23 +25,32 @@ def goldens(tmp_path: Path) -> GoldenSet:
     return GoldenSet.of(load_cases([CASE]), RunOptions(device="cuda", golden_folder=tmp_path))
 
 
-def record(goldens: GoldenSet, device_class: str, **changes: Any) -> None:
-    recipe = goldens.recipes[0]
+def record(goldens: GoldenSet, device_class: str, **changes: Any) -> Path:
+    recipe = find_order(goldens).recipe
     fields = {"name": recipe.name, "recipe": recipe.fingerprint(), "device_class": device_class}
     path = golden_path(goldens.options.golden_folder, recipe.name, device_class)
     write_golden(path, GoldenFile(**{**fields, "losses": LOSSES, "tensors": TENSORS, **changes}))
+    return path
 
 
-def examine(goldens: GoldenSet, off: float = 0.0, **tensors: Any) -> Any:
-    summary = {"losses": LOSSES, "tensors": {**TENSORS, "0/gradient/x": [4.0 + off, 1.0, -1.0], **tensors}}
-    return goldens.examine(goldens.recipes[0], {"summary": summary}, "a-gpu")
+def find_order(goldens: GoldenSet) -> GoldenOrder:
+    (order,) = goldens.orders.values()
+    return order
+
+
+def examine(goldens: GoldenSet, off: float = 0.0, **tensors: Any) -> GoldenState:
+    found = {**TENSORS, "0/gradient/x": [4.0 + off, 1.0, -1.0], **tensors}
+    summary = GoldenSummary(losses=LOSSES, tensors=found)
+    return goldens.examine(find_order(goldens).folder, summary, "a-gpu")
 
 
 def test_a_gpus_golden_near_that_of_a_cpu_is_said_to_be(goldens: GoldenSet) -> None:
-    record(goldens, "cpu")
+    path = record(goldens, "cpu")
     state = examine(goldens, off=4e-13)
     assert state.status == "missing"
-    assert "the golden of a-gpu is within 1.0e-13 of" in state.nearness
+    assert state.across is not None
+    assert state.across.distance == pytest.approx(1e-13, rel=1e-2)
+    assert describe_nearness(state) == f"the golden of a-gpu is within 1.0e-13 of {path}"
     record(goldens, "a-gpu")
     assert examine(goldens, off=4e-13).status == "recorded"
 
@@ -49,10 +61,43 @@ def test_a_gpus_golden_far_from_that_of_a_cpu_is_an_error(goldens: GoldenSet, wr
     record(goldens, "a-gpu", tensors={**TENSORS, "0/gradient/x": [4.0 + wrong.get("off", 0.0), 1.0, -1.0]})
     state = examine(goldens, **wrong)
     assert state.status == "differs"
-    assert "off by" in state.message
+    assert "off by" in describe_golden(state)
+    assert describe_nearness(state) == ""
 
 
 def test_a_golden_of_another_recipe_says_nothing_of_nearness(goldens: GoldenSet) -> None:
     record(goldens, "cpu", recipe="another")
-    assert examine(goldens).nearness == ""
+    assert examine(goldens).across is None
     assert examine(goldens).status == "missing"
+
+
+def test_every_state_has_its_words_and_its_remedy(goldens: GoldenSet) -> None:
+    command = f"`moeverify golden {CASE}`"
+    path = record(goldens, "a-gpu")
+    assert describe_golden(examine(goldens)) == ""
+    assert describe_golden(examine(goldens, off=4e-3)) == (
+        f"one device here computes another golden than {path}: 0/gradient/x is off by 0.001 of its norm; "
+        f"if the change is meant, refresh it with {command}"
+    )
+    record(goldens, "a-gpu", recipe="another")
+    assert describe_golden(examine(goldens)).endswith(f"; refresh it with {command}")
+    path.write_text("{")
+    broken = examine(goldens)
+    assert broken.status == "unreadable"
+    assert "not valid JSON" in broken.error
+    assert describe_golden(broken).endswith("record it anew with `moeverify golden`")
+    path.unlink()
+    assert describe_golden(examine(goldens)) == f"golden {path} is not recorded; record it with {command}"
+    failed = goldens.examine(find_order(goldens).folder, Refusal(error="no such module"), "a-gpu")
+    assert (failed.status, describe_golden(failed)) == ("failed", "no such module")
+
+
+def test_goldens_with_optional_checks_are_kept_apart(tmp_path: Path) -> None:
+    plain = load_cases([CASE])[0]
+    checks = plain.checks.model_copy(update={"also": ("trace",)})
+    asking = plain.model_copy(update={"name": "asking", "checks": checks})
+    goldens = GoldenSet.of([plain, asking], RunOptions(cache_folder=tmp_path))
+    first, second = goldens.orders.values()
+    assert (first.also, second.also) == ((), ("trace",))
+    assert first.folder != second.folder
+    assert goldens.folders == {plain.name: first.folder, "asking": second.folder}

@@ -1,4 +1,4 @@
-"""Full goldens on disk: pieces in, regions out, and nothing half-written under the final name."""
+"""Full goldens on disk: shards in, regions out, and nothing half-written under the final name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weight() -> Tensor:
 
 
 def store(folder: Path, weight: Tensor) -> StoredGolden:
-    """Return a golden with `weight` in two pieces at step 0, and other things beside it."""
+    """Return a golden with `weight` in two shards at step 0, and other things beside it."""
     upper, lower = Region.box(SHAPE, [(4, 0, 2), range(4)]), Region.box(SHAPE, [(5, 3, 1), range(4)])
     with GoldenWriter(folder) as writer:
         writer.observe(-1, "initial_weight", "w", weight, Region.whole(SHAPE))

@@ -15,9 +15,11 @@ import pytest
 
 from moeverify.errors import CaseError, FormatError
 from moeverify.report.files import check_writable, write_atomically
-from moeverify.report.formats.html import format_page, write_page
-from moeverify.report.formats.json import read_run, write_run
-from moeverify.report.formats.junit import format_junit, write_junit
+from moeverify.report.formats import registry
+from moeverify.report.formats.html import format_page
+from moeverify.report.formats.json import read_run
+from moeverify.report.formats.junit import format_junit
+from moeverify.report.formats.registry import FORMATS, write_run
 from moeverify.results.run import SCHEMA_VERSION
 
 NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
@@ -26,7 +28,7 @@ NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
 def test_json_comes_back_equal(make_run: Any, make_case: Any, make_finding: Any, tmp_path: Path) -> None:
     finding = make_finding(error=math.inf, scale=-math.inf, expected=1e-300, cause=NASTY)
     run = make_run(*make_run().cases, make_case("b", "mismatch", findings=[finding]))
-    write_run(run, tmp_path / "deep" / "result.json")
+    write_run("json", run, tmp_path / "deep" / "result.json")
     again = read_run(tmp_path / "deep")
     assert again.model_dump_json() == run.model_dump_json()
     assert read_run(tmp_path / "deep" / "result.json").model_dump_json() == run.model_dump_json()
@@ -37,7 +39,7 @@ def test_json_comes_back_equal(make_run: Any, make_case: Any, make_finding: Any,
 
 
 def test_json_has_the_promised_keys(make_run: Any, tmp_path: Path) -> None:
-    write_run(make_run(), tmp_path / "run.json")
+    write_run("json", make_run(), tmp_path / "run.json")
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["schema_version"] == SCHEMA_VERSION
     assert {"verdict", "environment", "cases"} <= content.keys()
@@ -82,7 +84,7 @@ def test_unreadable_json_is_named_with_a_remedy(tmp_path: Path, content: bytes, 
 
 def test_every_truncation_is_noticed(make_run: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    write_run(make_run(), path)
+    write_run("json", make_run(), path)
     whole = path.read_bytes()
     for length in range(0, len(whole) - 2, 997):
         path.write_bytes(whole[:length])
@@ -151,7 +153,7 @@ def test_unwritable_places_are_told_at_once_and_before(tmp_path: Path) -> None:
 
 
 def test_junit_counts_and_texts(make_run: Any, tmp_path: Path) -> None:
-    write_junit(make_run(), tmp_path / "junit.xml")
+    write_run("junit", make_run(), tmp_path / "junit.xml")
     suite = ET.parse(tmp_path / "junit.xml").getroot()[0]
     assert [suite.get(key) for key in ("tests", "failures", "errors", "skipped")] == ["6", "1", "1", "2"]
     assert suite.get("timestamp") == "2025-11-21T09:00:00"
@@ -224,7 +226,7 @@ class Page(HTMLParser):
 
 
 def test_page_is_complete_and_needs_nothing_else(make_run: Any, tmp_path: Path) -> None:
-    write_page(make_run(), tmp_path / "page.html")
+    write_run("html", make_run(), tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     text = " ".join(page.text)
     assert page.stack == []
@@ -256,3 +258,18 @@ def test_page_escapes_what_ranks_say(make_run: Any, make_case: Any, make_finding
 def test_page_folds_many_findings(make_run: Any, make_case: Any, make_finding: Any) -> None:
     run = make_run(make_case("a", "mismatch", findings=[make_finding(tensor=f"t{i}") for i in range(205)]))
     assert "and 5 more" in format_page(run)
+
+
+def test_every_format_is_a_file_of_its_name_that_leaves_nothing_of_a_failure(
+    make_run: Any, tmp_path: Path
+) -> None:
+    folder = Path(registry.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "registry"}
+    assert {each.name for each in FORMATS} == files
+    (tmp_path / "file").write_text("")
+    for each in FORMATS:
+        write_run(each.name, make_run(), tmp_path / "new" / each.name)
+        assert (tmp_path / "new" / each.name).stat().st_size > 100
+        with pytest.raises(OSError, match="file"):
+            write_run(each.name, make_run(), tmp_path / "file" / each.name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
 from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress
 from moeverify.report.sanitize import elide
+from moeverify.results.golden import GoldenRow, GoldenState
+from moeverify.results.probe import ProbeRow
 from moeverify.results.run import Event
 
 
@@ -95,8 +96,9 @@ def test_console_of_a_log_has_a_width_of_its_own() -> None:
 
 def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> None:
     events = [
-        Event(kind="launch", num_total=2, detail="4 ranks"),
-        Event(kind="golden", case="stress [a]"),
+        Event(kind="launch", num_total=2, num_ranks=4),
+        Event(kind="golden", num_recipes=1),
+        Event(kind="case-start", case="stress [a]"),
         Event(kind="case-start", case="a", num_total=2),
         Event(kind="case-end", case="a", num_done=1, num_total=2, result=make_case("a", "mismatch")),
         Event(kind="case-end", num_done=2, num_total=2, result=make_case("b", "error", reason="x\ny")),
@@ -110,7 +112,8 @@ def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> 
 
     assert print_at(show, terminal=False, width=120).splitlines() == [
         "starting ranks (4 ranks)",
-        "golden stress [a]",
+        "golden (1 recipe, each on one device)",
+        "running stress [a]",
         "running a",
         "[1/2] MISMATCH a  216 tensors, worst nan / 1e-10 in gradient_norm, 3.2 s",
         "[2/2] ERROR    b  x",
@@ -199,20 +202,11 @@ def test_every_problem_has_its_line(print_at: Any) -> None:
     assert single == "error: x [bold]; do y\n"
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    status: Any
-    value: str = ""
-    meaning: str = ""
-    detail: str = ""
-
-
 def test_probes(print_at: Any) -> None:
     rows = [
-        Row("torch", "ok", "2.13"),
-        Row("gloo", "fail", "AVG is SUM", "refuse"),
-        Row("gpu", "warn", "none"),
+        ProbeRow(name="torch", value="2.13", meaning=""),
+        ProbeRow(name="gloo", value="AVG is SUM", meaning="refuse", status="fail"),
+        ProbeRow(name="gpu", value="none", meaning="", status="warn"),
     ]
     text = print_at(lambda console: render_probes(rows, console), terminal=False)
     assert re.search(r"^gloo +fail +AVG is SUM +refuse$", text, re.MULTILINE)
@@ -220,17 +214,26 @@ def test_probes(print_at: Any) -> None:
 
 
 def test_goldens(print_at: Any) -> None:
-    rows = [Row("a", "unchanged"), Row("longer", "differs", detail="loss 1 -> 2")]
+    changed = GoldenState(
+        status="changed", recipe="r", path="longer", recorded="1", current="2", case_file="c"
+    )
+    rows = [
+        GoldenRow(name="a", status="unchanged"),
+        GoldenRow(name="longer", status="differs", state=changed),
+        GoldenRow(name="new", status="refreshed", state=changed),
+    ]
     text = print_at(lambda console: render_goldens(rows, console), terminal=False)
+    what = "recipe r has changed: longer was recorded for 1, this is 2"
     assert text.splitlines() == [
         "unchanged a",
-        "differs   longer  loss 1 -> 2",
-        "2 goldens: 1 unchanged, 1 differs",
+        f"differs   longer  {what}; refresh it with `moeverify golden c`",
+        f"refreshed new     {what}",
+        "3 goldens: 1 unchanged, 1 differs, 1 refreshed",
     ]
     assert is_stale(rows)
     assert not is_stale(rows[:1])
-    assert is_stale([Row("a", "missing")])
-    assert is_stale([Row("a", "unused")])
+    assert is_stale([GoldenRow(name="a", status="missing")])
+    assert is_stale([GoldenRow(name="a", status="unused")])
 
 
 def test_catalog(print_at: Any) -> None:

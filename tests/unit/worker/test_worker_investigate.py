@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeverify.compare.judging import Judgement
+from moeverify.checks.base import Judgement
 from moeverify.diagnose.inputs import Issued
 from moeverify.faults.setting import make_case
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
+from moeverify.results.trace import CollectiveRecord
 from moeverify.worker.investigate import _failed_keys, _find_issued, _make_axes, _summarize
 
 
-def record(op: str, shape: list[int], **fields: Any) -> dict[str, Any]:
-    content = {
+def record(op: str, shape: list[int], **fields: Any) -> CollectiveRecord:
+    content: dict[str, Any] = {
+        "number": 1,
         "op": op,
-        "group": [0, 1],
+        "group": (0, 1),
+        "group_name": "0",
+        "sequence": 1,
         "dtype": "float64",
-        "shape": shape,
+        "shape": tuple(shape),
         "num_tensors": 1,
         "site": "a.py:1",
+        "state": "finished",
     }
-    return {**content, **fields}
+    return CollectiveRecord.model_validate({**content, **fields})
 
 
 def test_collectives_of_one_kind_are_one_record() -> None:

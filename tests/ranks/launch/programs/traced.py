@@ -91,10 +91,10 @@ def call_in_subgroups(context: RankContext) -> None:
 def wait_for_end(trace: CollectiveTrace) -> list[dict[str, Any]]:
     """Return the records when all are over: a backend may mark a work a moment after its waiter goes on."""
     for _ in range(500):
-        if all(record["state"] != "started" for record in trace.records()):
+        if all(record.state != "started" for record in trace.records()):
             break
         time.sleep(0.01)
-    return trace.records()
+    return [record.model_dump(mode="json") for record in trace.records()]
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any]:

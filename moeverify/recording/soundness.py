@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from moeverify.case.schema import CustomModel, Recipe
 from moeverify.compare.comparison import Comparison, Reference
 from moeverify.errors import CaseError, Problem
+from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
@@ -23,7 +25,16 @@ from moeverify.train.program import Program
 LIMIT = 1e-3
 """How far losses and gradients may move, relative to their norm; parts that compute in float32 move by 1e-6."""
 
-_KINDS = ("token_loss", "loss", "gradient")
+_KINDS = (Kind.TOKEN_LOSS, Kind.LOSS, Kind.GRADIENT)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A program whose answer must be that of the plain one; `when` and `remedy` are for the error if it is not."""
+
+    program: Program
+    when: str
+    remedy: str
 
 
 def check_soundness(recipe: Recipe, reference: Reference, device: torch.device) -> None:
@@ -35,41 +46,44 @@ def check_soundness(recipe: Recipe, reference: Reference, device: torch.device) 
     """
     assert isinstance(recipe.model, CustomModel)
     single_step = recipe.model_copy(update={"steps": 1})
-    for what, remedy, program in _variants(recipe, device):
+    for variant in _list_variants(recipe, device):
         comparison = Comparison(reference, hash_bits=False)
-        train(single_step, program, comparison)
-        kind, error = _worst(comparison)
+        train(single_step, variant.program, comparison)
+        kind, error = _find_worst(comparison)
         if error > LIMIT:
             message = (
-                f"`{recipe.model.factory}` computes another {kind} {what}: off by {error:.2g} of its norm"
+                f"`{recipe.model.factory}` computes another {kind} {variant.when}: "
+                f"off by {error:.2g} of its norm"
             )
-            raise CaseError([Problem(message, path="recipe.model", remedy=remedy)])
+            raise CaseError([Problem(message, path="recipe.model", remedy=variant.remedy)])
 
 
-def _variants(recipe: Recipe, device: torch.device) -> Iterator[tuple[str, str, Program]]:
-    yield (
+def _list_variants(recipe: Recipe, device: torch.device) -> Iterator[_Variant]:
+    yield _Variant(
+        assemble_single(recipe, device, compute="float64"),
         "each time",
         "switch off dropout and whatever else is random",
-        assemble_single(recipe, device, compute="float64"),
     )
     rows = tuple(reversed(range(recipe.data.batch)))
     share = Share(rows, range(recipe.data.seq_len))
-    reordered = assemble_single(recipe, device, compute="float64", share=share)
-    yield (
+    yield _Variant(
+        assemble_single(recipe, device, compute="float64", share=share),
         "when the rows of the batch are in another order",
         "no layer may mix rows, and the loss must be a sum over the valid tokens",
-        reordered,
     )
     if recipe.data.batch % 2 == 0:
         regrouped = assemble_single(recipe, device, compute="float64")
         regrouped.num_micro_batches = 2
-        remedy = "let the loss be a sum over the valid tokens and not a mean, and no layer mix rows"
-        yield "when the batch is cut in two", remedy, regrouped
+        yield _Variant(
+            regrouped,
+            "when the batch is cut in two",
+            "let the loss be a sum over the valid tokens and not a mean, and no layer mix rows",
+        )
 
 
-def _worst(comparison: Comparison) -> tuple[str, float]:
+def _find_worst(comparison: Comparison) -> tuple[str, float]:
     """Return the kind that differs most, with all of its tensors taken together, and by how much."""
-    squares = dict.fromkeys(_KINDS, (0.0, 0.0))
+    squares: dict[str, tuple[float, float]] = dict.fromkeys(_KINDS, (0.0, 0.0))
     for entry in comparison.entries():
         if entry.kind in squares:
             error, norm = squares[entry.kind]

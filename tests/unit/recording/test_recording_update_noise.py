@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from moeverify.case.load import load_cases
 from moeverify.case.schema import CustomModel, Optimizer, Recipe, Tolerance
-from moeverify.compare.bounds import FLOOR, Bounds, noise_key, sign_flip_key, update_drift_key
+from moeverify.checks.bounds import FLOOR, Bounds, Criterion
+from moeverify.golden.noise import noise_key, sign_flip_key, update_drift_key
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.layout.region import Region
+from moeverify.recording.update_noise import MAX_SIGN_FLIPS, GradientNoise, is_adaptive, propagate, push
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.worker.propagation import MANY, GradientNoise, is_adaptive, propagate, push
 
 CASES = Path(__file__).parents[3] / "cases"
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def bounds_of(golden: StoredGolden, recipe: Recipe, own: float) -> Bounds:
 
 
 def bound_of(bounds: Bounds, name: str) -> float:
-    return bounds.bound(0, "update", name, 1.0, 1.0)
+    return bounds.bound(0, "update", name, Criterion(), expected_norm=1.0, kind_norm=1.0)
 
 
 def turned_error(num_turned: int) -> float:
@@ -118,7 +119,7 @@ def test_the_bound_of_a_tensor_without_an_element_near_zero_is_not_raised(golden
 
 def test_of_many_turning_elements_only_those_are_added_that_a_run_can_miss(golden: StoredGolden) -> None:
     bounds = bounds_of(golden, make_recipe(), own=1e-3)
-    assert bound_of(bounds, "many") == pytest.approx(turned_error(MANY) + 1e-3, rel=1e-3)
+    assert bound_of(bounds, "many") == pytest.approx(turned_error(MAX_SIGN_FLIPS) + 1e-3, rel=1e-3)
 
 
 def test_no_more_is_allowed_than_all_elements_that_may_turn(golden: StoredGolden) -> None:
@@ -160,7 +161,7 @@ def test_an_eps_far_above_the_gradients_leaves_nothing_to_turn(tmp_path: Path) -
 
 def test_the_gradients_own_bound_is_as_before(golden: StoredGolden) -> None:
     found = propagate(make_recipe(), golden, show_noise(golden), CPU, forced=False)
-    assert {key.split("/")[1] for key in found} == {"moved", "turned"}
+    assert {key.split("/")[1] for key in found} == {"update drift", "sign flips"}
 
 
 def test_each_row_is_pushed_by_its_own_noise_and_a_zero_is_not() -> None:
@@ -202,7 +203,7 @@ def test_without_noise_the_optimizer_alone_makes_the_goldens_updates(tmp_path: P
     found = propagate(recipe, golden, GradientNoise(golden), CPU, forced=forced)
     assert len(found) == 2 * recipe.steps * 75
     assert max(found.values()) < 1e-3
-    assert max(error for key, error in found.items() if "/moved/" in key) > 1e-8  # rounding to float32
+    assert max(error for key, error in found.items() if "/update drift/" in key) > 1e-8  # rounding to float32
 
 
 def test_only_rounding_through_an_optimizer_that_rescales_is_propagated() -> None:

@@ -1,4 +1,4 @@
-"""The identity of each expert: a hash of its values that does not depend on how they are divided.
+"""The identity of each expert after a load: a hash of its values that does not depend on how they are divided.
 
 Every element gives a hash of its bits and its place in the expert; the hash of an expert is their sum modulo
 2**64. So ranks add up what they hold, whatever the layout, and an expert that was lost, copied or exchanged
@@ -8,21 +8,52 @@ is seen by its global number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from moeverify.axes.claim import EXPERTS
+from moeverify.case.schema import Case, CustomModel
+from moeverify.checks.base import Check, Outcome, RankLoad, Shown, make_outcome
 from moeverify.compare.difference import INTEGERS, STRIDE
-from moeverify.compare.judging import Judgement
 from moeverify.hashing import GOLDEN_RATIO, mix
 from moeverify.layout.region import Region
-from moeverify.results.checks import EXPERTS
-from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import ExpertFacts
+from moeverify.results.finding import Finding
 
 _MASK = (1 << 64) - 1
 
 Shares = Mapping[str, tuple[str, list[int]]]  # tensor: (key of the region, a share of each expert's hash)
+
+
+class Experts(Check[Shares]):
+    """The hash of each expert of each tensor, against what was saved."""
+
+    name = CheckName.EXPERTS
+
+    def inspect(self, load: RankLoad) -> Shares:
+        """Return this rank's shares of the hashes; see `Check`."""
+        return hash_state(load.case, load.tensors)
+
+    def judge(self, shown: Shown, reports: Sequence[Shares]) -> Outcome | None:
+        """Return whether every expert has the values of the expert of its number; see `Check`."""
+        if shown.saved is None:
+            return None
+        return judge_experts(shown.saved.summary[CheckName.EXPERTS], merge_hashes(reports))
+
+
+def hash_state(case: Case, tensors: Iterable[tuple[str, Tensor, Region]]) -> Shares:
+    """Return this rank's share of the hash of each expert, of weights and moments."""
+    model = case.recipe.model
+    if isinstance(model, CustomModel) or model.moe is None:
+        return {}
+    return {
+        name: (region.key, hash_experts(local, region).tolist())
+        for name, local, region in tensors
+        if EXPERTS in name and region.shape[:1] == (model.moe.num_experts,) and region.numel
+    }
 
 
 def hash_experts(local: Tensor, region: Region) -> Tensor:
@@ -56,7 +87,7 @@ def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
     }
 
 
-def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> Judgement:
+def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> Outcome:
     """Return whether every expert has the values of the expert of its number, and no two have the same."""
     findings = []
     for name, wanted in expected.items():
@@ -67,32 +98,27 @@ def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Se
         twins = len(set(found)) < len(found) and len(set(wanted)) == len(wanted)
         if not wrong and not twins:
             continue
-        said = [_describe(number, found, wanted) for number in wrong[:4]]
-        if len(wrong) > 4:
-            said.append(f"and {len(wrong) - 4} more")
         findings.append(
             Finding(
-                check=EXPERTS,
+                check=CheckName.EXPERTS,
                 tensor=name,
                 step=-1,
                 rank=0,
                 error=len(wrong) / len(wanted),
                 bound=0.0,
-                where=f"expert {wrong[0]}" if wrong else "",
-                evidence=(f"by global number: {', '.join(said)}",),
+                facts=ExpertFacts(
+                    wrong=tuple((number, _find_twin(number, found, wanted)) for number in wrong)
+                ),
             )
         )
-    worst = findings[0] if findings else None
-    result = CheckResult(
-        name=EXPERTS,
-        verdict="mismatch" if findings else "pass",
-        tensors=len(expected),
-        worst=Worst(tensor=worst.tensor, error=worst.error, bound=0.0) if worst else None,
-    )
-    return Judgement((result,), tuple(findings))
+    return make_outcome(CheckName.EXPERTS, findings, len(expected))
 
 
-def _describe(number: int, found: Sequence[int], wanted: Sequence[int]) -> str:
+def _find_twin(number: int, found: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Return the expert whose values an expert has, None where it has nobody's."""
     if number < len(found) and found[number] in wanted:
-        return f"{number} is {list(wanted).index(found[number])}"
-    return f"{number} is none of them"
+        return list(wanted).index(found[number])
+    return None
+
+
+CHECKS = (Experts(),)

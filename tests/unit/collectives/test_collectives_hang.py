@@ -1,15 +1,23 @@
-"""A hang in words, from traces alone."""
+"""Who waits for whom, from traces alone, and the sentences on it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.collectives.words import describe_record, explain_hang
+from moeverify.collectives.hang import find_disagreement, find_waits
+from moeverify.report.words.collective import (
+    describe_disagreement,
+    describe_hang,
+    describe_record,
+    describe_waiting,
+)
+from moeverify.results.trace import CollectiveRecord
 
 
 def make_record(
     op: str, sequence: int, group: list[int], state: str = "started", **more: Any
-) -> dict[str, Any]:
+) -> CollectiveRecord:
     record = {
         "number": sequence,
         "op": op,
@@ -23,7 +31,16 @@ def make_record(
         "site": f"model.py:{sequence} in forward",
         "state": state,
     }
-    return {**record, **more}
+    return CollectiveRecord.model_validate({**record, **more})
+
+
+def explain_hang(
+    records: Mapping[int, Sequence[CollectiveRecord]], places: Mapping[int, str]
+) -> tuple[str, dict[int, str], Sequence[int]]:
+    """Return a hang in words, what each rank does in words, and the ranks the others wait for."""
+    view = find_waits(records, places)
+    doings = {rank: describe_waiting(waiting) for rank, waiting in view.waiting.items()}
+    return describe_hang(view.hang), doings, view.late
 
 
 def test_the_rank_that_never_came_is_named_with_its_place() -> None:
@@ -76,7 +93,7 @@ def test_groups_that_wait_for_each_other() -> None:
 
 
 def test_a_receive_waits_for_its_peer_alone() -> None:
-    records: dict[int, list[dict[str, Any]]] = {
+    records: dict[int, list[CollectiveRecord]] = {
         0: [make_record("recv", 1, [0, 1, 2], peer=2)],
         1: [],
         2: [make_record("all_reduce", 4, [0, 1, 2], "finished")],
@@ -103,4 +120,32 @@ def test_one_line_on_a_record() -> None:
     assert describe_record(record) == (
         "all_gather_into_tensor_coalesced #2 of group (4,5) on float32[2, 3] and 2 more, "
         "called at model.py:2 in forward, broke off"
+    )
+
+
+def test_the_members_of_a_wait_are_data() -> None:
+    everyone = [0, 1, 2]
+    left = make_record("all_reduce", 1, everyone, "finished")
+    records = {0: [make_record("all_reduce", 1, everyone)], 1: [left], 2: []}
+    (wait,) = find_waits(records, {1: "a.py:1 in f"}).hang.waits
+    assert wait.ranks == (0,)
+    assert [(absence.rank, absence.how) for absence in wait.absent] == [(1, "has left"), (2, "never entered")]
+    assert wait.absent[0].waiting.place == "a.py:1 in f"
+
+
+def test_the_first_collective_in_which_ranks_differ() -> None:
+    same, other = (
+        [
+            make_record("all_reduce", number, [0, 1], "finished", signature=sign)
+            for number, sign in enumerate(signs, 1)
+        ]
+        for signs in ("abc", "adc")
+    )
+    assert find_disagreement({0: same, 1: same}) is None
+    found = find_disagreement({0: same, 1: other})
+    assert found is not None
+    assert {rank: record.signature for rank, record in found.by_rank.items()} == {0: "b", 1: "d"}
+    assert describe_disagreement(found) == (
+        "the ranks disagree on collective #2 of group (0,1): rank 0 b, called at model.py:2 in forward; "
+        "rank 1 d, called at model.py:2 in forward"
     )

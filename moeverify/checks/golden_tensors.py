@@ -1,0 +1,140 @@
+"""Every logical tensor that the training loop shows, against the golden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeverify.checks.base import Check, Outcome, Shown
+from moeverify.checks.bounds import Bounds, Criterion, Metric
+from moeverify.compare.assembled import Assembled
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import ComparedFacts
+from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
+
+Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
+
+
+class GoldenTensors(Check[Any]):
+    """The comparison of some kinds of logical tensors with the golden, each by its own bound."""
+
+    def __init__(
+        self, name: CheckName, kinds: tuple[str, ...], *, exact: bool = False, metric: Metric = "relative"
+    ) -> None:
+        self.name = name
+        self.kinds = kinds
+        self._criterion = Criterion(exact, metric)
+
+    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+        """Return whether every tensor is within its bound; see `Check`."""
+        tensors = shown.of_kinds(self.kinds)
+        if not tensors:
+            return None
+        norms = _measure_norms(tensors)
+        measured = [
+            (tensor, *self._measure(tensor, shown.bounds, norms[_unit(tensor)])) for tensor in tensors
+        ]
+        findings = tuple(
+            _make_finding(shown, self.name, tensor, error, bound)
+            for tensor, error, bound in measured
+            if not error <= bound  # an error that is no number is one too many
+        )
+        tensor, error, bound = max(measured, key=lambda entry: _share(*entry[1:]))
+        step, _, name = tensor.key
+        is_relative = self._criterion.metric == "relative"
+        result = CheckResult(
+            name=self.name,
+            verdict="mismatch" if findings else "pass",
+            tensors=len(tensors),
+            worst=Worst(tensor=name, error=error, bound=bound, step=step),
+            inconclusive=sum(is_relative and bound > MAX_CONCLUSIVE for _, _, bound in measured),
+        )
+        return Outcome(result, findings)
+
+    def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
+        """Return (error, bound) in the unit of the criterion's metric."""
+        difference = tensor.difference
+        norm = math.sqrt(difference.sum_expected2)
+        if norm == 0.0 and kind_norm > 0.0 and self._is_off_zero(tensor):
+            # Nothing can be relative to a golden of zeros: the whole kind is the unit then.
+            return math.sqrt(difference.sum_error2) / kind_norm, bounds.zero_bound()
+        bound = bounds.bound(*tensor.key, self._criterion, expected_norm=norm, kind_norm=kind_norm)
+        if difference.num_nonfinite:
+            return math.inf, bound
+        if self._criterion.metric == "largest":
+            return difference.max_error, bound
+        return difference.relative_error, bound
+
+    def _is_off_zero(self, tensor: Assembled) -> bool:
+        difference = tensor.difference
+        is_measured = self._criterion.metric == "relative" and not self._criterion.exact
+        return is_measured and not difference.num_nonfinite and difference.sum_error2 > 0.0
+
+
+def _measure_norms(tensors: Sequence[Assembled]) -> Mapping[Unit, float]:
+    """Return the golden's norm of all tensors of a unit together."""
+    squares: dict[Unit, float] = {}
+    for tensor in tensors:
+        unit = _unit(tensor)
+        squares[unit] = squares.get(unit, 0.0) + tensor.difference.sum_expected2
+    return {unit: math.sqrt(total) for unit, total in squares.items()}
+
+
+def _unit(tensor: Assembled) -> Unit:
+    """Return what is equal for tensors of one step and kind that are measured in one unit.
+
+    A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude: beside the
+    counters, all second moments would be rounding.
+    """
+    step, kind, name = tensor.key
+    return step, kind, name.rpartition(".")[2] if kind == Kind.OPTIMIZER_STATE else ""
+
+
+def _share(error: float, bound: float) -> float:
+    """Return which share of its bound an error uses."""
+    if bound > 0.0:
+        return error / bound
+    return math.inf if error > 0.0 else 0.0
+
+
+def _make_finding(shown: Shown, check: CheckName, tensor: Assembled, error: float, bound: float) -> Finding:
+    step, kind, name = tensor.key
+    rank, entry = tensor.worst_shard()
+    difference = tensor.difference
+    absent = tuple(rank for rank, shard in tensor.shards if shard.state == "absent")
+    is_unexpected = any(shard.state == "unexpected" for _, shard in tensor.shards)
+    facts = ComparedFacts(
+        absent_ranks=absent, is_unexpected=is_unexpected, num_nonfinite=int(difference.num_nonfinite)
+    )
+    return Finding(
+        check=check,
+        kind=kind,
+        tensor=name,
+        step=step,
+        rank=rank,
+        ranks=tensor.differing_ranks(),
+        coordinates=shown.place(rank),
+        error=error,
+        bound=bound,
+        scale=difference.scale,
+        cosine=difference.cosine,
+        index=entry.index,
+        expected=entry.difference.expected_at,
+        actual=entry.difference.actual_at,
+        facts=facts if facts != ComparedFacts() else None,
+    )
+
+
+CHECKS = (
+    GoldenTensors(CheckName.INITIAL_STATE, (Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER), exact=True),
+    GoldenTensors(CheckName.ROUTING, (Kind.ROUTER_IDS, Kind.ROUTER_COUNTS), exact=True),
+    GoldenTensors(CheckName.ROUTING_FLIPS, (Kind.ROUTER_FLIPS,), metric="largest"),
+    GoldenTensors(CheckName.ROUTING_WEIGHTS, (Kind.ROUTER_WEIGHTS,)),
+    GoldenTensors(CheckName.LOSS, (Kind.TOKEN_LOSS, Kind.LOSS)),
+    GoldenTensors(CheckName.GRADIENT, (Kind.GRADIENT,)),
+    GoldenTensors(CheckName.GRADIENT_NORM, (Kind.GRADIENT_NORM,)),
+    GoldenTensors(CheckName.UPDATE, (Kind.UPDATE,)),
+    GoldenTensors(CheckName.OPTIMIZER_STATE, (Kind.OPTIMIZER_STATE,)),
+    GoldenTensors(CheckName.BUFFERS, (Kind.BUFFER,)),
+)

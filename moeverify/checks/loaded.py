@@ -1,0 +1,71 @@
+"""A loaded state against the one that was saved: every value, and every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeverify.checks.base import Outcome, RankLoad, Shown
+from moeverify.checks.golden_tensors import GoldenTensors
+from moeverify.compare.difference import fingerprint_bits
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import BitFacts
+from moeverify.results.finding import Finding
+
+
+class Loaded(GoldenTensors):
+    """The comparison of everything that a checkpoint restores with what the saving layout had.
+
+    A report is the names of a rank's tensors whose bits or dtype are not those that were saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CheckName.LOADED, (Kind.LOADED,), exact=True)
+
+    def inspect(self, load: RankLoad) -> list[str]:
+        """Return the names of what has other bits on this rank; see `Check`."""
+        step = load.case.checkpoint.after - 1
+        return [
+            name
+            for name, local, region in load.tensors
+            if (saved := load.saved.read(step, Kind.LOADED, name, region)) is not None
+            and region.numel
+            and not _has_same_bits(saved, local)
+        ]
+
+    def judge(self, shown: Shown, reports: Sequence[list[str]]) -> Outcome | None:
+        """Return whether every value is equal, and what is equal as a number alone; see `Check`."""
+        outcome = super().judge(shown, reports)
+        if outcome is None:
+            return None
+        known = {finding.tensor for finding in outcome.findings}
+        first_rank: dict[str, int] = {}
+        for rank, names in enumerate(reports):
+            for name in names:
+                first_rank.setdefault(name, rank)
+        added = [
+            Finding(
+                check=self.name,
+                kind=Kind.LOADED,
+                tensor=name,
+                step=shown.case.checkpoint.after - 1,
+                rank=rank,
+                error=0.0,
+                bound=0.0,
+                facts=BitFacts(),
+            )
+            for name, rank in first_rank.items()
+            if name not in known
+        ]
+        verdict = "mismatch" if added else outcome.result.verdict
+        result = outcome.result.model_copy(update={"verdict": verdict})
+        return Outcome(result, (*outcome.findings, *added))
+
+
+def _has_same_bits(saved: Tensor, local: Tensor) -> bool:
+    actual = local.cpu().reshape(saved.shape)
+    return saved.dtype == actual.dtype and bool(fingerprint_bits(saved) == fingerprint_bits(actual))
+
+
+CHECKS = (Loaded(),)

@@ -1,0 +1,43 @@
+"""What checks see of a run: their own observers, beside the one that compares or records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from moeverify.checks.base import Check, Training, Watch
+from moeverify.layout.observer import Observer
+from moeverify.layout.region import Region
+
+
+class _Together:
+    """An observer that hands everything to several, one after the other."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def begin_step(self, step: int) -> None:
+        for observer in self._observers:
+            observer.begin_step(step)
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        for observer in self._observers:
+            observer.observe(step, kind, name, local, region)
+
+
+@contextmanager
+def open_observers(
+    training: Training,
+    observer: Observer,
+    checks: Sequence[Check[Any]],
+    watches: Sequence[Watch[Any]] = (),
+) -> Iterator[Observer]:
+    """Give the observer to train with: `observer`, to which the checks show more, and these watches before it."""
+    shows = [show for check in checks if (show := check.show(training, observer)) is not None]
+    with ExitStack() as stack:
+        for each in (*shows, *watches):
+            stack.callback(each.close)
+        yield _Together([*watches, *shows, observer]) if shows or watches else observer

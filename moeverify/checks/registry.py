@@ -1,0 +1,46 @@
+"""All checks, found in the files of this package and put into the order of their names."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from moeverify.checks.base import Check
+from moeverify.results.checks import CheckName
+
+
+def _find_checks() -> tuple[Check[Any], ...]:
+    """Return what the files of this folder list as `CHECKS`."""
+    found: dict[str, Check[Any]] = {}
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if f"{package}.{module.name}" == __name__:
+            continue
+        for check in getattr(import_module(f"{package}.{module.name}"), "CHECKS", ()):
+            found[check.name] = check
+    return tuple(found[name] for name in CheckName)
+
+
+CHECKS = _find_checks()
+
+KIND_ORDER: Mapping[str, int] = {
+    kind: number for number, kind in enumerate(kind for check in CHECKS for kind in check.kinds)
+}
+"""Where a kind comes in a training step."""
+
+
+def check_of(kind: str) -> Check[Any]:
+    """Return the check that compares the tensors of a kind with the golden."""
+    return next(check for check in CHECKS if kind in check.kinds)
+
+
+def choose_checks(*, also: Collection[str] = (), skip: Collection[str] = ()) -> Sequence[Check[Any]]:
+    """Return the checks to make: all but the optional ones, of these what `also` names, and nothing of `skip`."""
+    return [
+        check
+        for check in CHECKS
+        if check.name not in skip and (not check.name.is_optional or check.name in also)
+    ]

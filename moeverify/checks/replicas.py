@@ -1,0 +1,76 @@
+"""Whether ranks that hold the same part of a logical tensor hold the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeverify.checks.base import Check, Outcome, Shown, make_outcome
+from moeverify.compare.assembled import Assembled, Coordinates
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import ReplicaFacts
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
+
+
+class Replicas(Check[Any]):
+    """Every kind of tensor, whatever its bound allows: replicas come from one computation or one collective."""
+
+    name = CheckName.REPLICAS
+
+    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
+        """Return the verdict, with a finding for each tensor whose replicas differ; see `Check`."""
+        findings: list[Finding] = []
+        num_compared = 0
+        for tensor in shown.tensors.values():
+            by_region: dict[str, dict[int, list[int]]] = {}
+            for rank, entry in tensor.shards:
+                if entry.difference.count:
+                    by_region.setdefault(entry.region, {}).setdefault(entry.bits, []).append(rank)
+            replicated = [by_bits for by_bits in by_region.values() if sum(map(len, by_bits.values())) > 1]
+            num_compared += bool(replicated)
+            differing = next((by_bits for by_bits in replicated if len(by_bits) > 1), None)
+            if differing is not None:
+                findings.append(_make_finding(shown, tensor, differing))
+        return make_outcome(self.name, findings, num_compared)
+
+
+def _make_finding(shown: Shown, tensor: Assembled, by_bits: Mapping[int, Sequence[int]]) -> Finding:
+    step, kind, name = tensor.key
+    entries = dict(tensor.shards)
+    groups = sorted(by_bits.values(), key=len, reverse=True)
+    odd = max(
+        (rank for group in groups for rank in group), key=lambda rank: entries[rank].difference.sum_error2
+    )
+    entry = entries[odd]
+    ranks = tuple(rank for group in groups for rank in group)
+    axes = _find_axes_between(groups, shown.coordinates)
+    return Finding(
+        check=CheckName.REPLICAS,
+        kind=kind,
+        tensor=name,
+        step=step,
+        rank=odd,
+        ranks=ranks,
+        coordinates=shown.place(odd),
+        error=entry.difference.relative_error,
+        bound=0.0,
+        index=entry.index,
+        expected=entry.difference.expected_at,
+        actual=entry.difference.actual_at,
+        facts=ReplicaFacts(groups=tuple(map(tuple, groups)), axes=axes),
+        place=Place(ranks=ranks, axes=axes),
+    )
+
+
+def _find_axes_between(groups: Sequence[Sequence[int]], coordinates: Coordinates) -> tuple[str, ...]:
+    """Return the axes on which the ranks of different groups differ while those of one group agree."""
+    return tuple(
+        axis
+        for axis in coordinates.get(groups[0][0], {})
+        if all(len({coordinates[rank][axis] for rank in group}) == 1 for group in groups)
+        and len({coordinates[group[0]][axis] for group in groups}) > 1
+    )
+
+
+CHECKS = (Replicas(),)

@@ -1,0 +1,37 @@
+"""Whether the steps after a load are those of the run that was not interrupted, bit for bit.
+
+Asked only where the same layout saved and loaded: another one adds in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.checks.base import Check, Outcome, RankLoad, Shown, make_outcome
+from moeverify.checks.repeat import find_other_bits, make_findings
+from moeverify.compare.assembled import Key
+from moeverify.results.checks import CheckName, Kind
+
+
+class Resumed(Check[list[Key]]):
+    """The bits of the steps after the load against those of the steps after the save."""
+
+    name = CheckName.RESUMED
+
+    def inspect(self, load: RankLoad) -> list[Key] | None:
+        """Return what has other bits on this rank; see `Check`."""
+        if load.uninterrupted is None:
+            return None
+        after = [entry for entry in load.entries if entry.kind != Kind.LOADED]
+        if len(load.uninterrupted) != len(after):
+            return [(-1, "step", "number of steps")]
+        return find_other_bits(after, load.uninterrupted)
+
+    def judge(self, shown: Shown, reports: Sequence[list[Key]]) -> Outcome | None:
+        """Return the verdict, with a finding for each tensor that has other bits somewhere; see `Check`."""
+        if not reports:
+            return None
+        return make_outcome(self.name, make_findings(self.name, shown, reports), len(shown.tensors))
+
+
+CHECKS = (Resumed(),)

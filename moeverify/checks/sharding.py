@@ -1,0 +1,76 @@
+"""Whether the layout is real: in every group of every axis, something of what it is there to divide is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeverify.axes.claim import Claim
+from moeverify.axes.claims import axis_claims
+from moeverify.axes.mesh import MeshPlan
+from moeverify.checks.base import Check, Outcome, Role, Shown, make_outcome
+from moeverify.layout.observer import INITIAL
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import ShardingFacts
+from moeverify.results.finding import Finding
+
+
+class Sharding(Check[Any]):
+    """What each axis claims to divide, against the regions that the ranks of its groups hold.
+
+    A layout that silently replicates everything would pass every other check. A group none of whose ranks holds such
+    a tensor, as a pipeline stage without experts, is left out if another holds one.
+    """
+
+    name = CheckName.SHARDING
+    role = Role.ORIGIN
+
+    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+        """Return the verdict, with a finding for each axis over which nothing differs; see `Check`."""
+        if all(step != INITIAL for step, _, _ in shown.tensors):
+            return None  # a run that begins with a load does not show what its layout begins with
+        claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
+        return judge_claims(shown, claims)
+
+
+def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
+    """Return whether each axis divides what it claims, in each of its groups."""
+    findings: list[Finding] = []
+    for axis, claim in claims.items():
+        regions = [
+            {rank: entry.region for rank, entry in tensor.shards}
+            for key, tensor in shown.tensors.items()
+            if claim.covers(key)
+        ]
+        seen = [
+            (group, present)
+            for group in claim.groups
+            if (present := [region for region in regions if any(rank in region for rank in group)])
+        ]
+        undivided = [
+            group for group, present in seen if not any(_differs(region, group) for region in present)
+        ]
+        if seen and not undivided:
+            continue
+        group = undivided[0] if undivided else claim.groups[0]
+        findings.append(
+            Finding(
+                check=CheckName.SHARDING,
+                kind=claim.kind,
+                tensor=f"axis {axis}",
+                step=-1,
+                rank=group[0],
+                error=1.0,
+                bound=0.0,
+                ranks=tuple(sorted({rank for found in undivided for rank in found})),
+                facts=ShardingFacts(axis=axis, part=claim.part),
+            )
+        )
+    return make_outcome(CheckName.SHARDING, findings, len(claims))
+
+
+def _differs(region: Mapping[int, str], group: Sequence[int]) -> bool:
+    return len({region.get(rank, "") for rank in group}) > 1
+
+
+CHECKS = (Sharding(),)

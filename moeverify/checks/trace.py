@@ -1,0 +1,131 @@
+"""Whether the ranks of each group have issued the same collectives in the same order, in a run that did not hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from moeverify.axes.groups import name_ranks
+from moeverify.case.schema import Case
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.collectives.ledger import Disagreement, Entry, Page, Stream, find_unequal, locate
+from moeverify.collectives.trace import CollectiveTrace
+from moeverify.compare.gather import gather_on_first
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import CollectiveFacts, Issue, NumCollectives
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
+from moeverify.train.program import Program
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Count and hash of every stream of one rank, and what it has issued on those in which ranks differ."""
+
+    pages: Mapping[Stream, Page]
+    entries: Mapping[Stream, Sequence[Entry]]
+
+
+class _TraceReport(Watch[Pages]):
+    """Reports what the trace of this rank has, all runs of the case together."""
+
+    def __init__(self, trace: CollectiveTrace) -> None:
+        self._trace = trace
+
+    def report(self) -> Pages:
+        # Counts and hashes first: only where they differ does anybody need to know what was issued.
+        pages = self._trace.ledger.pages()
+        by_rank = gather_on_first(pages)
+        unequal: list[Any] = [find_unequal(by_rank) if by_rank is not None else None]
+        dist.broadcast_object_list(unequal)
+        return Pages(pages, {stream: self._trace.ledger.entries(stream) for stream in unequal[0]})
+
+
+class Trace(Check[Pages]):
+    """The ledger of each group, compared between its ranks."""
+
+    name = CheckName.TRACE
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[Pages]:
+        """Return what reports the trace; see `Check`."""
+        return _TraceReport(run.trace)
+
+    def judge(self, shown: Shown, reports: Sequence[Pages]) -> Outcome | None:
+        """Return whether all groups agree, with a finding for each that does not; see `Check`."""
+        if not reports:
+            return None
+        by_rank = [report.pages for report in reports]
+        findings = []
+        for stream in reports[0].entries:
+            counts = {
+                rank: by_rank[rank][stream].number if stream in by_rank[rank] else 0 for rank in stream.ranks
+            }
+            entries = {rank: reports[rank].entries[stream] for rank in stream.ranks}
+            findings.append(_make_finding(shown.case, locate(stream, counts, entries)))
+        streams = {stream for pages in by_rank for stream in pages}
+        most = max(sum(page.number for page in pages.values()) for pages in by_rank)
+        return make_outcome(self.name, findings, len(streams), facts=NumCollectives(most=most))
+
+
+def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
+    stream = disagreement.stream
+    axis = stream.axis or name_ranks(case, stream.ranks)
+    odd = _find_odd(disagreement)
+    facts = CollectiveFacts(
+        axis=axis,
+        ranks=stream.ranks,
+        number=disagreement.number,
+        issues=_list_issues(disagreement),
+        counts=dict(disagreement.counts),
+        is_message=stream.is_message,
+    )
+    return Finding(
+        check=CheckName.TRACE,
+        tensor=_name_stream(stream, axis),
+        step=-1,
+        rank=odd,
+        ranks=stream.ranks,
+        error=1.0,
+        bound=0.0,
+        code=Cause.COLLECTIVES,
+        facts=facts,
+        place=Place(ranks=(odd,), axes=(axis,)),
+    )
+
+
+def _name_stream(stream: Stream, axis: str) -> str:
+    if stream.is_message:
+        sender, receiver = stream.ranks
+        return f"messages from {sender} to {receiver} over {axis}"
+    return f"{axis} group ({','.join(map(str, stream.ranks))})"
+
+
+def _list_issues(disagreement: Disagreement) -> tuple[Issue, ...]:
+    """Return what was issued at the place where ranks differ, that of most ranks first; nothing if not known."""
+    if not disagreement.is_known:
+        return ()
+    ranks_of: dict[Entry | None, list[int]] = {}
+    for rank, entry in disagreement.entries.items():
+        ranks_of.setdefault(entry, []).append(rank)
+    return tuple(
+        Issue(ranks=tuple(ranks), signature=entry.signature, site=entry.site)
+        if entry is not None
+        else Issue(ranks=tuple(ranks), signature=None)
+        for entry, ranks in sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    )
+
+
+def _find_odd(disagreement: Disagreement) -> int:
+    """Return a rank that does what the fewest do."""
+    groups: dict[str, list[int]] = {}
+    for rank, entry in disagreement.entries.items():
+        groups.setdefault(entry.signature if entry is not None else "", []).append(rank)
+    return min(groups.values(), key=lambda members: (len(members), -members[0]))[0]
+
+
+CHECKS = (Trace(),)

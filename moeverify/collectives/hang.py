@@ -1,0 +1,96 @@
+"""From the traces of all ranks: in which collectives they wait, who is missing there, and where they disagreed.
+
+No torch: the controller asks too, of what ranks that were killed have left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeverify.results.failure import Absence, Disagreement, Hang, Wait, Waiting
+from moeverify.results.trace import CollectiveRecord
+
+How = Literal["in another of the group", "has left", "never entered"]
+Traces = Mapping[int, Sequence[CollectiveRecord]]
+"""Of each rank, what it has issued last, oldest first."""
+
+
+@dataclass(frozen=True)
+class HangView:
+    """A hang, what each rank waits for, and the ranks that the others wait for: those in no collective."""
+
+    hang: Hang
+    waiting: Mapping[int, Waiting]
+    late: Sequence[int]
+
+
+def find_waits(traces: Traces, places: Mapping[int, str]) -> HangView:
+    """Return which ranks wait for which; `places` has where each rank's code is, as far as that is known."""
+    pending = {rank: _find_open(trace) for rank, trace in traces.items()}
+    waiting = {
+        rank: Waiting(collective=record, place=places.get(rank, "") if record is None else "")
+        for rank, record in pending.items()
+    }
+    late = [rank for rank, record in pending.items() if record is None]
+    gathered: dict[tuple[object, ...], list[int]] = {}
+    for rank, record in pending.items():
+        if record is not None:
+            gathered.setdefault(_identify(record), []).append(rank)
+    waits = []
+    for ranks in gathered.values():
+        record = pending[ranks[0]]
+        assert record is not None
+        absent = [
+            Absence(rank=rank, how=_find_how(record, traces[rank], pending[rank]), waiting=waiting[rank])
+            for rank in _list_members(record)
+            if rank not in ranks and rank in traces
+        ]
+        waits.append(Wait(ranks=tuple(ranks), collective=record, absent=tuple(absent)))
+    hang_places = {} if waits else {rank: places.get(rank, "") for rank in late}
+    return HangView(Hang(waits=tuple(waits), places=hang_places), waiting, late)
+
+
+def _identify(record: CollectiveRecord) -> tuple[object, ...]:
+    """Return what is the same for all ranks that wait in one collective, or for one message."""
+    peer = record.peer if record.is_point_to_point else None
+    return record.op, record.sequence, peer, record.group, record.group_name
+
+
+def _find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
+    return next((record for record in trace if record.state == "started"), None)
+
+
+def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
+    """Return the global ranks that a collective needs."""
+    if not record.is_point_to_point:
+        return record.group
+    return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
+
+
+def _find_how(
+    record: CollectiveRecord, trace: Sequence[CollectiveRecord], pending: CollectiveRecord | None
+) -> How:
+    def is_alike(other: CollectiveRecord) -> bool:
+        same_kind = other.is_point_to_point == record.is_point_to_point
+        return same_kind and (other.group, other.group_name) == (record.group, record.group_name)
+
+    if pending is not None:
+        return "in another of the group" if is_alike(pending) else "never entered"
+    alike = [each.sequence for each in trace if is_alike(each)]
+    return "has left" if max(alike, default=0) >= record.sequence else "never entered"
+
+
+def find_disagreement(traces: Traces) -> Disagreement | None:
+    """Return where the ranks of one group first issued different collectives, as far as the traces go back."""
+    seen: dict[tuple[str, tuple[int, ...], int], dict[int, CollectiveRecord]] = {}
+    for rank, trace in traces.items():
+        for record in trace:
+            if not record.is_point_to_point:
+                key = (record.group_name, record.group, record.sequence)
+                seen.setdefault(key, {})[rank] = record
+    for _, by_rank in sorted(seen.items(), key=lambda item: item[0][2]):
+        if len({record.signature for record in by_rank.values()}) > 1:
+            return Disagreement(by_rank=by_rank)
+    return None

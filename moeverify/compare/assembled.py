@@ -1,0 +1,75 @@
+"""One logical tensor over all ranks: the comparisons of its shards, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moeverify.compare.comparison import Entry
+from moeverify.compare.difference import Difference
+
+Key = tuple[int, str, str]  # step, kind, name
+Coordinates = Mapping[int, Mapping[str, int]]
+"""Of each rank, its place on every mesh axis."""
+
+
+@dataclass
+class Assembled:
+    """The shards of one logical tensor, as (rank, entry), complete before any of its properties is asked for."""
+
+    key: Key
+    shards: list[tuple[int, Entry]] = field(default_factory=list)
+
+    @property
+    def distinct(self) -> dict[str, tuple[int, Entry]]:
+        """Return, for each region, the replica that differs most from the golden."""
+        worst: dict[str, tuple[int, Entry]] = {}
+        for rank, entry in self.shards:
+            if entry.state == "absent" and entry.region in worst:
+                continue
+            best = worst.get(entry.region)
+            if best is None or _size(entry) > _size(best[1]):
+                worst[entry.region] = (rank, entry)
+        return worst
+
+    @cached_property
+    def difference(self) -> Difference:
+        """Return the difference over the whole logical tensor.
+
+        A region counts once, by its worst replica: each element then has the same weight in a relative error as it
+        has on one device, however many ranks hold it.
+        """
+        parts = [entry.difference for _, entry in self.distinct.values()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.merge(part)
+        return total
+
+    def worst_shard(self) -> tuple[int, Entry]:
+        """Return the shard that differs most, by its largest element."""
+        return max(self.shards, key=lambda shard: _largest(shard[1]))
+
+    def differing_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that hold a hundredth of the worst rank's squared error or more."""
+        most = max(_size(entry) for _, entry in self.shards)
+        return tuple(rank for rank, entry in self.shards if most > 0 and _size(entry) >= 0.01 * most)
+
+
+def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:
+    """Return what all ranks say, by logical tensor, step after step and in a step in the order of their kinds."""
+    found: dict[Key, Assembled] = {}
+    for rank, entries in enumerate(by_rank):
+        for entry in entries:
+            key = (entry.step, entry.kind, entry.name)
+            found.setdefault(key, Assembled(key)).shards.append((rank, entry))
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], order[item[0][1]])))
+
+
+def _size(entry: Entry) -> float:
+    return math.inf if entry.difference.num_nonfinite else entry.difference.sum_error2
+
+
+def _largest(entry: Entry) -> float:
+    return math.inf if entry.difference.num_nonfinite else entry.difference.max_error

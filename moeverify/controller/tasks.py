@@ -1,0 +1,74 @@
+"""Tasks: jobs for the ranks, each with what is made of its outcome. No torch in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from moeverify.jobs import RankJob, RankResult, Refusal, read_result, write_job
+from moeverify.launch.launcher import run_jobs
+from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
+from moeverify.launch.world import external_world
+
+T = TypeVar("T")
+A = TypeVar("A", bound=RankResult)
+
+
+@dataclass(frozen=True)
+class Task(Generic[T]):
+    """A job, and the function that turns its outcome into what the caller wants to know."""
+
+    job: Job
+    judge: Callable[[JobOutcome], T]
+
+
+def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:
+    """Return a job of a launch. Units: `timeout` in seconds."""
+    return Job(name=name, num_ranks=num_ranks, timeout=timeout, payload=write_job(asked))
+
+
+def read_outcome(outcome: JobOutcome, wanted: type[A]) -> A | Refusal | None:
+    """Return the answer of rank 0, or its refusal; None where the job failed."""
+    if outcome.state != "done" or outcome.result is None:
+        return None
+    found = read_result(outcome.result)
+    assert isinstance(found, wanted | Refusal)
+    return found
+
+
+def run_tasks(
+    tasks: Sequence[Task[T]],
+    *,
+    entry: str,
+    folder: Path,
+    device: Device,
+    on_event: Callable[[LaunchEvent], None],
+) -> Generator[T]:
+    """Run the tasks in order on the ranks of a module, and yield what is made of each outcome as soon as it is known.
+
+    The ranks are our own: closing the iterator ends them. Where another launcher has started this process, it is one
+    of the ranks: then everything runs before the first result is given, on its first rank alone, and every judge is
+    called even if a rank fails and this process ends with it.
+    """
+    jobs = [task.job for task in tasks]
+    if not jobs:
+        return
+    if external_world() is not None:
+        from moeverify.launch.external import serve_external
+
+        found: list[T] = []
+        serve_external(
+            jobs, folder, entry, lambda outcome: found.append(_judge(tasks, outcome)), device=device
+        )
+        yield from found
+        return
+    with closing(run_jobs(jobs, entry=entry, folder=folder, device=device, on_event=on_event)) as outcomes:
+        for outcome in outcomes:
+            yield _judge(tasks, outcome)
+
+
+def _judge(tasks: Sequence[Task[T]], outcome: JobOutcome) -> T:
+    return tasks[outcome.index].judge(outcome)

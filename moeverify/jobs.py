@@ -1,0 +1,179 @@
+"""What the controller asks of the ranks, and what rank 0 answers: all that crosses the border of processes. No torch.
+
+A job travels as JSON in the payload of `moeverify.launch.plan.Job`, its result as JSON in the outcome. Rank 0 answers
+with the result of the job's kind, or refuses for a reason that the user can mend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from moeverify.case.schema import Case, Recipe
+from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.measurement import Measurement
+from moeverify.results.probe import Answer
+from moeverify.results.record import Record
+
+WORKER = "moeverify.worker.main"
+"""The module that the ranks of all of these jobs run."""
+
+PROBE_WORKER = "moeverify.worker.probes.main"
+"""The module that the ranks of `ProbeJob` run: it imports as little as it can, since it looks for what is broken."""
+
+
+class GoldenOrder(Record):
+    """One full golden to have: of a recipe, with what optional checks look at.
+
+    `folder` is where it is kept, without the class of device, which only a rank knows; `fresh` makes it anew.
+    """
+
+    recipe: Recipe
+    also: tuple[str, ...] = ()
+    folder: Path
+    fresh: bool = False
+    search_path: tuple[str, ...] = ()
+
+
+class GoldenJob(Record):
+    """Make the goldens that are not kept yet, side by side on the ranks."""
+
+    kind: Literal["goldens"] = "goldens"
+    orders: tuple[GoldenOrder, ...]
+
+
+class CaseFields(Record):
+    """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order."""
+
+    case: Case
+    golden: Path
+    fault: str | None = None
+    search_path: tuple[str, ...] = ()
+
+
+class VerifyJob(CaseFields):
+    """Train the case and compare it with its golden."""
+
+    kind: Literal["verify"] = "verify"
+
+
+class SaveJob(CaseFields):
+    """Train the case, and save its state to a folder on the way."""
+
+    kind: Literal["save"] = "save"
+    checkpoint: Path
+
+
+class LoadJob(CaseFields):
+    """Load what another case has saved, compare it, and train on."""
+
+    kind: Literal["load"] = "load"
+    checkpoint: Path
+
+
+CaseJob = VerifyJob | SaveJob | LoadJob
+
+
+class BenchJob(Record):
+    """Measure what a step of the case costs."""
+
+    kind: Literal["bench"] = "bench"
+    case: Case
+    warmup: int
+    steps: int
+    search_path: tuple[str, ...] = ()
+
+
+class ProbeJob(Record):
+    """Try one thing that a machine may get wrong."""
+
+    kind: Literal["probe"] = "probe"
+    probe: str
+
+
+RankJob = Annotated[
+    VerifyJob | GoldenJob | SaveJob | LoadJob | BenchJob | ProbeJob, Field(discriminator="kind")
+]
+
+
+class Refusal(Record):
+    """Why there is no result: something that the user can mend, known on every rank."""
+
+    kind: Literal["refusal"] = "refusal"
+    error: str
+
+
+class VerifyResult(Record):
+    """What the checks of a case say; `losses` has (golden, layout) total loss of each step."""
+
+    kind: Literal["verify"] = "verify"
+    checks: tuple[CheckResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    losses: tuple[tuple[float, float], ...] = ()
+
+
+class GoldenSummary(Record):
+    """What the file in git holds of a golden: losses and norms of every step, fingerprints of logical tensors."""
+
+    losses: dict[str, float]
+    tensors: dict[str, list[float] | str]
+
+
+class GoldenResult(Record):
+    """The summary of each golden in the order of the job, or why it could not be made; on which class of device."""
+
+    kind: Literal["goldens"] = "goldens"
+    device_class: str
+    goldens: tuple[GoldenSummary | Refusal, ...]
+
+
+class BenchResult(Record):
+    """What a step of the case costs."""
+
+    kind: Literal["bench"] = "bench"
+    measurement: Measurement
+
+
+class ProbeResult(Record):
+    """What a probe has seen."""
+
+    kind: Literal["probe"] = "probe"
+    answer: Answer
+
+
+RankResult = Annotated[
+    VerifyResult | GoldenResult | BenchResult | ProbeResult | Refusal, Field(discriminator="kind")
+]
+
+_JOBS: TypeAdapter[RankJob] = TypeAdapter(RankJob)
+_RESULTS: TypeAdapter[RankResult] = TypeAdapter(RankResult)
+
+
+def write_job(job: RankJob) -> dict[str, Any]:
+    """Return a job as the JSON data of a payload."""
+    return job.model_dump(mode="json")
+
+
+def read_job(payload: Mapping[str, Any]) -> RankJob:
+    """Return the job of a payload."""
+    # As JSON text: a case is strict about types, and its tuples are lists in JSON alone.
+    return _JOBS.validate_json(json.dumps(payload))
+
+
+def write_result(result: RankResult | None) -> dict[str, Any] | None:
+    """Return a result as JSON data; None on the ranks that have none."""
+    return None if result is None else result.model_dump(mode="json")
+
+
+def read_result(content: Mapping[str, Any]) -> RankResult:
+    """Return the result that rank 0 gave."""
+    return _RESULTS.validate_python(content)
+
+
+def read_report(text: str) -> RankResult:
+    """Return what rank 0 knew of its result before the job was over."""
+    return _RESULTS.validate_json(text)

@@ -1,0 +1,80 @@
+"""Make the golden of a recipe on this one device, with its noise and with what the file in git holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeverify.case.schema import CustomModel, Recipe
+from moeverify.checks.base import Check, Training
+from moeverify.checks.observers import open_observers
+from moeverify.checks.registry import choose_checks
+from moeverify.golden.fingerprint import fingerprint
+from moeverify.golden.proximity import Fingerprint
+from moeverify.golden.store import GoldenWriter, StoredGolden
+from moeverify.layout.observer import INITIAL
+from moeverify.recording.noise import calibrate
+from moeverify.recording.soundness import check_soundness
+from moeverify.results.checks import Kind
+from moeverify.train.assemble import assemble_single
+from moeverify.train.loop import train
+
+# Precisions whose rounding, 2**-9, leaves nothing to be seen of that of float32, 2**-25.
+COARSE = ("bfloat16", "mixed")
+
+# Kinds that the file in git has for the last step only; those of every step would only repeat them.
+_LAST_STEP_KINDS = (Kind.GRADIENT, Kind.UPDATE, Kind.OPTIMIZER_STATE, Kind.BUFFER, Kind.ROUTER_IDS)
+
+
+def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Collection[str] = ()) -> None:
+    """Write the full golden of a recipe to `folder`: the float64 run, and the noise of the recipe's precision.
+
+    `also` names optional checks: what they look at is recorded too.
+
+    Raises: CaseError where a user's model has not one answer.
+    """
+    checks = choose_checks(also=also)
+    with GoldenWriter(folder) as writer:
+        _record(recipe, writer, checks, device)
+        reference = StoredGolden(writer.flush(), finished=False)
+        if isinstance(recipe.model, CustomModel):
+            check_soundness(recipe, reference, device)
+        summary = summarize(recipe, reference)
+        if recipe.precision in COARSE:
+            writer.narrow()
+            reference = StoredGolden(writer.flush(), finished=False)
+        writer.finish(calibrate(recipe, reference, checks, device), summary)
+
+
+def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], device: torch.device) -> None:
+    program = assemble_single(recipe, device, compute="float64")
+    with open_observers(Training(recipe, program), writer, checks) as observer:
+        train(recipe, program, observer)
+
+
+def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
+    """Return what the file in git holds: losses and norms of every step, fingerprints of logical tensors."""
+    losses: dict[str, float] = {}
+    tensors: dict[str, Fingerprint] = {}
+    for step in range(INITIAL, recipe.steps):
+        for key in golden.keys(step):
+            kind, _, name = key.partition("/")
+            if kind in (Kind.LOSS, Kind.GRADIENT_NORM):
+                losses[f"{step}/{kind}/{name}"] = float(f"{golden.whole(step, key).item():.13g}")
+            elif _is_filed(step, kind, recipe.steps - 1):
+                tensors[f"{step}/{key}"] = fingerprint(golden.whole(step, key))
+    return {"losses": losses, "tensors": tensors}
+
+
+def _is_filed(step: int, kind: str, last: int) -> bool:
+    """Return whether the file in git has the fingerprints of this kind at this step.
+
+    It has none of what an optional check shows: it is one file for all cases of a recipe, whatever they ask for.
+    """
+    if kind not in set(Kind):
+        return False
+    is_first_gradient = step == 0 and kind == Kind.GRADIENT
+    return step == INITIAL or is_first_gradient or (step == last and kind in _LAST_STEP_KINDS)

@@ -1,0 +1,134 @@
+"""How far one device is from a golden by rounding alone: what a bound allows is a multiple of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from moeverify.case.schema import CustomModel, Recipe
+from moeverify.checks.base import Check, Training
+from moeverify.checks.observers import open_observers
+from moeverify.compare.comparison import Comparison
+from moeverify.compare.difference import Difference
+from moeverify.golden.noise import EPSILON, noise_key
+from moeverify.golden.store import StoredGolden
+from moeverify.hashing import hash_counter, key_of
+from moeverify.layout.observer import INITIAL
+from moeverify.recording.update_noise import GradientNoise, is_adaptive, propagate
+from moeverify.results.checks import ZERO_KINDS
+from moeverify.train.assemble import assemble_single
+from moeverify.train.data import Share
+from moeverify.train.loop import train
+from moeverify.train.program import Program
+from moeverify.train.routing import replays_routing
+
+
+def calibrate(
+    recipe: Recipe, reference: StoredGolden, checks: Sequence[Check[Any]], device: torch.device
+) -> dict[str, float]:
+    """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
+
+    That of forced steps is measured on its own below float64, where rounding grows from step to step: an
+    error that a free run may have by then is no noise of a step that starts from the golden's state. What the
+    noise of gradients does to the updates of an adaptive optimizer comes with it, by `update_drift_key` and
+    `sign_flip_key`. Units: see `moeverify.checks.bounds`.
+    """
+    noise: dict[str, float] = {}
+    kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
+    for forced in kinds:
+        gradients = GradientNoise(reference) if is_adaptive(recipe) else None
+        for program in perturbed_programs(recipe, device):
+            measured = measure_noise(recipe, program, reference, checks, forced=forced, gradients=gradients)
+            for key, error in measured.items():
+                noise[key] = max(noise.get(key, 0.0), error)
+        if gradients is not None:
+            noise |= propagate(recipe, reference, gradients, device, forced=forced)
+    return noise
+
+
+def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program]:
+    """Yield single-device programs that compute the recipe's answer up to rounding.
+
+    The plain one where the precision is not that of the golden; rows in another order; rows in other
+    micro-batches; and initial weights off by one unit in the last place. Layouts change the same three things: in
+    which order sums are taken, how much of the batch is in one product, and with which rounding a value arrives.
+    """
+    if recipe.precision != "float64":
+        yield assemble_single(recipe, device)
+    rows = list(range(recipe.data.batch))
+    random.Random(recipe.seed).shuffle(rows)
+    positions = range(recipe.data.seq_len)
+    yield assemble_single(recipe, device, share=Share(tuple(rows), positions))
+    if can_accumulate(recipe):
+        regrouped = assemble_single(recipe, device, share=Share(tuple(reversed(rows)), positions))
+        regrouped.num_micro_batches = 2
+        yield regrouped
+    nudged = assemble_single(recipe, device)
+    _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
+    yield nudged
+
+
+def can_accumulate(recipe: Recipe) -> bool:
+    """Return whether the recipe's answer does not depend on the micro-batches.
+
+    A balance loss over the batch is a product of means over it: the sum of those of two halves is another number.
+    """
+    if recipe.data.batch % 2:
+        return False
+    moe = None if isinstance(recipe.model, CustomModel) else recipe.model.moe
+    return moe is None or moe.balance_scope == "sequence" or moe.balance_coef == 0.0
+
+
+@torch.no_grad()
+def _nudge(program: Program, epsilon: float, seed: int) -> None:
+    """Move every weight up or down by one unit in the last place of a number of its size."""
+    for shard in program.holdings:
+        local = shard.local()
+        index = shard.region.flat_index(device=local.device)
+        sign = 1.0 - 2.0 * (hash_counter(key_of(seed, "nudge", shard.name), index) & 1).to(torch.float64)
+        local.copy_((local.to(torch.float64) * (1.0 + epsilon * sign)).to(local.dtype))
+
+
+def measure_noise(
+    recipe: Recipe,
+    program: Program,
+    reference: StoredGolden,
+    checks: Sequence[Check[Any]] = (),
+    *,
+    forced: bool = False,
+    gradients: GradientNoise | None = None,
+) -> dict[str, float]:
+    """Return how far a single-device run is from the golden, for each logical tensor by `noise_key`.
+
+    `gradients` keeps how far the gradients are, element by element.
+    """
+    comparison = Comparison(reference, hash_bits=False)
+    watches = [] if gradients is None else [gradients]
+    with open_observers(Training(recipe, program), comparison, checks, watches) as observer:
+        train(
+            recipe,
+            program,
+            observer,
+            golden=reference,
+            replay_routing=replays_routing(recipe),
+            forced=forced,
+        )
+    totals: dict[str, tuple[str, Difference]] = {}
+    for entry in comparison.entries():
+        if entry.step == INITIAL:
+            continue
+        key = noise_key(entry.step, entry.kind, entry.name, forced=forced)
+        known = totals.get(key)
+        totals[key] = (entry.kind, known[1].merge(entry.difference) if known else entry.difference)
+    return {
+        key: difference.max_error if kind in ZERO_KINDS else _finite(difference.relative_error)
+        for key, (kind, difference) in totals.items()
+    }
+
+
+def _finite(error: float) -> float:
+    # An expected norm of exactly zero is judged absolutely, so its noise is never asked for.
+    return error if error != float("inf") else 0.0

@@ -1,0 +1,35 @@
+"""The formats in which a run can be written. A format is a line here and a file of its name with `write`.
+
+Nothing is imported before something is written: every command lists the formats among its options.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from moeverify.results.run import RunResult
+
+
+class Format(NamedTuple):
+    """A format: the name of its option and of its file, and what `--help` says of it."""
+
+    name: str
+    help: str
+
+
+FORMATS = (
+    Format("json", "Write all results for machines."),
+    Format("junit", "Write JUnit XML for a CI server."),
+    Format("html", "Write one HTML page."),
+)
+
+
+def write_run(name: str, run: RunResult, path: Path) -> None:
+    """Write a run in the format of this name, completely or not at all.
+
+    Raises: OSError when the disk refuses.
+    """
+    import_module(f"moeverify.report.formats.{name}").write(run, path)

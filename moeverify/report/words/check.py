@@ -1,0 +1,198 @@
+"""Sentences on what a check found: where, why as far as the check itself knows it, and the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from typing import NamedTuple
+
+from moeverify.report.numbers import format_count
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import (
+    BitFacts,
+    CollectiveFacts,
+    ComparedFacts,
+    CoverageFacts,
+    DtypeFacts,
+    Dtypes,
+    ExpertFacts,
+    Issue,
+    NumCollectives,
+    PatternFacts,
+    ReplicaFacts,
+    ShardingFacts,
+    Use,
+)
+from moeverify.results.finding import CheckResult, Finding
+
+_MOST_NAMED = 3  # parameters of one finding
+_MOST_EXPERTS = 4
+
+_PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
+_DTYPE_CAUSES: Mapping[Use, str] = {
+    Use.COMPUTES: "{module} computes with parameters in {dtype} instead of {wanted}",
+    Use.REDUCES: "the gradients of {module} are reduced in {dtype} instead of {wanted}",
+    Use.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
+    Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
+    Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
+}
+# Checks whose findings have no more to say than their name and kind.
+_EVIDENCE: Mapping[str, str] = {
+    CheckName.REPEAT: "{kind}: other bits when the same layout ran a second time",
+    CheckName.RESUMED: "{kind}: other bits than the same layout without a checkpoint, bit for bit",
+}
+_NOTES: Mapping[str, str] = {
+    CheckName.RESUMED: "against the same layout without a checkpoint, bit for bit",
+}
+
+
+def word_check(result: CheckResult) -> CheckResult:
+    """Return the result of a check with its note, and with what it says was not looked at."""
+    note, unseen = _NOTES.get(result.name, ""), ""
+    if isinstance(result.facts, NumCollectives):
+        note = f"up to {result.facts.most} collectives of a rank"
+    elif isinstance(result.facts, Dtypes):
+        note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
+        unseen = _describe_unseen(result.facts)
+    return result.model_copy(update={"note": note, "unseen": unseen})
+
+
+class Words(NamedTuple):
+    """What facts say of a finding; each of them empty where its check has no more to say."""
+
+    cause: str = ""
+    where: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+@singledispatch
+def describe_facts(facts: object, finding: Finding) -> Words:
+    """Return what the facts of a check say of its finding."""
+    text = _EVIDENCE.get(finding.check)
+    return Words(evidence=(text.format(kind=finding.kind),) if text else ())
+
+
+@describe_facts.register
+def _(facts: ComparedFacts, finding: Finding) -> Words:
+    evidence = []
+    if facts.absent_ranks:
+        evidence.append(f"the run has no such tensor on ranks {_join(facts.absent_ranks)}")
+    if facts.is_unexpected:
+        evidence.append("the golden has no such tensor")
+    if facts.num_nonfinite:
+        evidence.append(f"{facts.num_nonfinite} elements are not finite")
+    return Words(evidence=tuple(evidence))
+
+
+@describe_facts.register
+def _(facts: BitFacts, finding: Finding) -> Words:
+    return Words(evidence=("the values are equal as numbers, their bits or their type are not",))
+
+
+@describe_facts.register
+def _(facts: ReplicaFacts, finding: Finding) -> Words:
+    groups = " | ".join(_join(group) for group in facts.groups)
+    where = f"replicas over {', '.join(facts.axes)}" if facts.axes else ""
+    return Words("", where, (f"{finding.kind}: ranks with equal bits: {groups}",))
+
+
+@describe_facts.register
+def _(facts: CoverageFacts, finding: Finding) -> Words:
+    if facts.num_elements is None:
+        return Words(evidence=(f"{finding.kind}: no rank holds any of it",))
+    text = f"{finding.kind}: the ranks hold {facts.num_held} of {facts.num_elements} elements"
+    return Words(evidence=(text,))
+
+
+@describe_facts.register
+def _(facts: ShardingFacts, finding: Finding) -> Words:
+    what = f"{finding.kind}{_PARTS[facts.part]}"
+    return Words(f"no {what} differs in what the ranks of one {facts.axis} group hold")
+
+
+@describe_facts.register
+def _(facts: DtypeFacts, finding: Finding) -> Words:
+    cause = _DTYPE_CAUSES[facts.use].format(
+        module=facts.module or "the model", dtype=facts.dtype, wanted=facts.wanted
+    )
+    named = ", ".join(facts.parameters[:_MOST_NAMED])
+    left_out = len(facts.parameters) - _MOST_NAMED
+    more = f" and {left_out} more" if left_out > 0 else ""
+    evidence = [f"{len(facts.parameters)} of {facts.num_known} parameters: {named}{more}"]
+    if facts.how:
+        evidence.append(f"{'by' if facts.use is Use.REDUCES else 'its'} {', '.join(facts.how)}")
+    if facts.could_declare:
+        evidence.append(f"if that is meant, declare it by layout.in_float32: [{facts.module}]")
+    return Words(cause, "", tuple(evidence))
+
+
+@describe_facts.register
+def _(facts: PatternFacts, finding: Finding) -> Words:
+    return Words(f"`{facts.pattern}` of layout.in_float32 names no module that was seen to compute")
+
+
+@describe_facts.register
+def _(facts: ExpertFacts, finding: Finding) -> Words:
+    if not facts.wrong:
+        return Words(evidence=("two experts have the same values, and were saved with different ones",))
+    said = [
+        f"{number} is none of them" if twin is None else f"{number} is {twin}"
+        for number, twin in facts.wrong[:_MOST_EXPERTS]
+    ]
+    if len(facts.wrong) > _MOST_EXPERTS:
+        said.append(f"and {len(facts.wrong) - _MOST_EXPERTS} more")
+    return Words("", f"expert {facts.wrong[0][0]}", (f"by global number: {', '.join(said)}",))
+
+
+@describe_facts.register
+def _(facts: CollectiveFacts, finding: Finding) -> Words:
+    what = f"collective #{facts.number} of {facts.axis} group ({_join(facts.ranks, ',')})"
+    counts = ", ".join(f"rank {rank} {count}" for rank, count in facts.counts.items())
+    return Words(
+        f"the ranks issue different collectives, first as {what}",
+        f"axis {facts.axis}",
+        (*list_issues(facts), f"issued in all: {counts}"),
+    )
+
+
+def list_issues(facts: CollectiveFacts) -> tuple[str, ...]:
+    """Return one line for each group of ranks that issued the same collective."""
+    if not facts.issues:
+        counts = ", ".join(f"rank {rank} issued {count}" for rank, count in facts.counts.items())
+        return (f"they agree in the first {facts.number - 1}, and no more is kept; {counts}",)
+    return tuple(
+        f"{'rank' if len(issue.ranks) == 1 else 'ranks'} {_join(issue.ranks)}: {_describe_issue(issue)}"
+        for issue in facts.issues
+    )
+
+
+def _describe_issue(issue: Issue) -> str:
+    if issue.signature is None:
+        return "no further one"
+    return f"{issue.signature}, called at {issue.site}"
+
+
+def _describe_unseen(facts: Dtypes) -> str:
+    """Return what is not known of parameters whose modules are compiled, or are never called themselves."""
+    if not facts.num_unseen:
+        return ""
+    return (
+        f"{facts.num_unseen} of {facts.num_parameters} parameters, such as {facts.first_unseen}, were not seen to "
+        "compute: whether they are narrowed, and in what they are reduced, was not verified"
+    )
+
+
+def describe_inconclusive(check: CheckResult, most: float) -> str:
+    """Return a note where a check could not really verify some of its tensors, else nothing.
+
+    `most` is the relative bound above which a comparison is inconclusive.
+    """
+    if not check.inconclusive:
+        return ""
+    verb = "is" if check.inconclusive == 1 else "are"
+    noun = format_count(check.inconclusive, f"{check.name} tensor")
+    return f"{noun} of {check.tensors} {verb} inconclusive: tolerance above {100 * most:.0f} %"
+
+
+def _join(ranks: Sequence[int], mark: str = ", ") -> str:
+    return mark.join(map(str, ranks))

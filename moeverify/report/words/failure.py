@@ -1,0 +1,109 @@
+"""Sentences on ranks that ended and on jobs that have no result."""
+
+from __future__ import annotations
+
+import signal
+
+from moeverify.report.words.collective import (
+    describe_disagreement,
+    describe_hang,
+    describe_record,
+    describe_waiting,
+)
+from moeverify.results.failure import Cause, End, JobFailure, RankEnd
+from moeverify.results.run import RankReport
+
+_ENDS = {
+    End.RAISED: "{error}",
+    End.BROKE_OFF: "broke off with its peer: {error}",
+    End.CRASHED: "{error}",
+    End.KILLED: "was killed by {signal}",
+    End.EXITED: "ended with status {status} without a report",
+    End.OVER_TIME: "still in the job after {timeout:g} s",
+    End.HOLDS_LOCK: "over its time inside C code that holds the interpreter's lock",
+    End.FROZEN: "over its time: {process}",
+    End.STOPPED: "stopped after another rank failed",
+    End.SIGNALLED: "got {signal}: a peer has died, or the launch was cancelled",
+    End.STOPPED_WITH_LAUNCH: "stopped with its launch",
+    End.GONE: "gone with its launch, and left no word",
+    End.SILENT: "gone without a word (its launcher's log may know more)",
+}
+_PROCESS_STATES = {
+    "stopped": "its process is stopped (SIGSTOP)",
+    "traced": "a debugger holds its process",
+    "uninterruptible": "its process is inside a system call that cannot be interrupted (a disk or a device)",
+}
+
+
+def word_report(report: RankReport) -> RankReport:
+    """Return the report of a rank with its end and its last collective in words."""
+    last = describe_record(report.collective) if report.collective is not None else ""
+    summary = describe_end(report.end) if report.end is not None else report.summary
+    return report.model_copy(update={"summary": summary, "last_collective": last or report.last_collective})
+
+
+def describe_end(end: RankEnd) -> str:
+    """Return how a rank ended; what it waits for, where it hangs."""
+    text = _ENDS[end.how].format(
+        error=end.error,
+        signal=_name_signal(end.signal),
+        status=end.status,
+        timeout=end.timeout or 0.0,
+        process=_PROCESS_STATES.get(end.process_state or "", ""),
+    )
+    if end.how is End.KILLED and end.signal == signal.SIGKILL:
+        text += " (kill -9, or the kernel when memory ran out)"
+    return text if end.waiting is None else f"{text}: {describe_waiting(end.waiting)}"
+
+
+def describe_failure(failure: JobFailure | None) -> str:
+    """Return why a job has no result; nothing for one that has."""
+    if failure is None:
+        return ""
+    text = _describe_cause(failure)
+    return text if failure.phase == "in the job" else f"the launch failed {failure.phase}: {text}"
+
+
+def _describe_cause(failure: JobFailure) -> str:
+    origin = _describe_origin(failure)
+    process = f"the launcher's process {_describe_status(failure.launcher_status)}"
+    timeout = f"over its {failure.timeout or 0.0:g} s"
+    return {
+        Cause.RANK: origin,
+        Cause.OVER_TIME: f"{timeout}: {origin}",
+        Cause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
+        Cause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
+        Cause.NOT_IN_TIME: "the ranks did not come up in time",
+        Cause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
+        Cause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
+    }[failure.cause]
+
+
+def _describe_origin(failure: JobFailure) -> str:
+    """Return on which rank it began and how; of a hang who waits for whom; and what ranks disagree on."""
+    sentences = []
+    if failure.hang is not None:
+        sentences.append(describe_hang(failure.hang))
+    elif failure.end is not None:
+        verb = "raised " if failure.end.how is End.RAISED else ""
+        who = f"rank {failure.rank}{', which only waited,' if failure.only_waited else ''}"
+        sentences.append(f"{who} {verb}{describe_end(failure.end)}")
+    if failure.disagreement is not None:
+        sentences.append(describe_disagreement(failure.disagreement))
+    return ". ".join(sentences)
+
+
+def _describe_status(status: int | None) -> str:
+    """Return the exit status of a process in words; below 0 it is minus the number of a signal."""
+    if status is None:
+        return "still runs"
+    if status >= 0:
+        return f"ended with status {status}"
+    return describe_end(RankEnd(how=End.KILLED, signal=-status))
+
+
+def _name_signal(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,148 @@
+"""Sentences beside a verdict: why a case did not run, how its golden stands, what it declares to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+
+from moeverify.report.words.check import describe_inconclusive
+from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
+from moeverify.results.golden import GoldenRow, GoldenState
+from moeverify.results.obstacle import (
+    MissingPackages,
+    Obstacle,
+    RankLimit,
+    TooFewRanks,
+    Unsupported,
+    UnsupportedHere,
+)
+from moeverify.results.run import Declared
+
+_UNSUPPORTED = {
+    Unsupported.CONTEXT_PARALLEL_ON_CPU: "torch's context_parallel has no kernel for the CPU",
+    Unsupported.MEGABLOCKS_FLOAT64_ON_CUDA: (
+        "megablocks' compiled kernels copy rows in float32; only interpreted, on a CPU, they take float64"
+    ),
+}
+
+
+@singledispatch
+def describe_obstacle(obstacle: object) -> str:
+    """Return why a case cannot run here."""
+    raise TypeError(f"no words for {type(obstacle).__name__}")
+
+
+@describe_obstacle.register
+def _(obstacle: TooFewRanks) -> str:
+    return f"needs {obstacle.num_needed} ranks; {describe_limit(obstacle.limit)}"
+
+
+@describe_obstacle.register
+def _(obstacle: MissingPackages) -> str:
+    missing = " and ".join(obstacle.packages)
+    return f"needs {obstacle.needed_by}, and {missing} cannot be imported; `{obstacle.install}` installs it"
+
+
+@describe_obstacle.register
+def _(obstacle: UnsupportedHere) -> str:
+    return _UNSUPPORTED[obstacle.what]
+
+
+def describe_limit(limit: RankLimit) -> str:
+    """Return how many ranks there may be, and why not more."""
+    if limit.by == "gpus":
+        return f"this machine has {limit.most} GPUs"
+    if limit.by == "launcher":
+        return f"{limit.launcher} started {limit.most} ranks"
+    if limit.by == "option":
+        return f"--ranks {limit.most}"
+    if limit.by == "processes":
+        return f"at most {limit.most} ranks on a CPU"
+    free, needed = (size / 2**30 for size in (limit.free_memory, limit.memory_per_rank))
+    return f"{free:.1f} GiB of memory is free, and a rank needs about {needed:.1f}"
+
+
+def describe_dependent_obstacle(saver: str, obstacle: Obstacle) -> str:
+    """Return why a case that loads cannot run where the one that saves cannot."""
+    return f"{saver} cannot save here: {describe_obstacle(obstacle)}"
+
+
+def describe_missing_save(name: str) -> str:
+    """Return why a case that loads has nothing to load: the job of this name failed."""
+    return f"nothing to load: `{name}` failed"
+
+
+def describe_change(state: GoldenState) -> str:
+    """Return how the golden in git differs from what it should be; nothing where it does not."""
+    if state.error:
+        return state.error
+    if state.status == "missing":
+        return f"golden {state.path} is not recorded"
+    if state.status == "changed":
+        return (
+            f"recipe {state.recipe} has changed: {state.path} was recorded for {state.recorded}, "
+            f"this is {state.current}"
+        )
+    found = state.across if state.across is not None and state.across.distance > state.across.limit else None
+    if found is not None:
+        return (
+            f"one {state.device_class} computes another golden than {state.across_path}: {found.name} is off by "
+            f"{found.distance:.2g} of its norm, and two devices in float64 should agree to {found.limit:g}"
+        )
+    if state.status == "differs" and state.deviation is not None:
+        return (
+            f"one device here computes another golden than {state.path}: {state.deviation.name} is off by "
+            f"{state.deviation.distance:.2g} of its norm"
+        )
+    return ""
+
+
+def describe_golden(state: GoldenState) -> str:
+    """Return how the golden in git differs, and what to type."""
+    command = f"`moeverify golden {state.case_file}`"
+    change = describe_change(state)
+    if state.remedy:
+        return f"{change}; {state.remedy}"
+    if state.status == "missing":
+        return f"{change}; record it with {command}"
+    if state.status == "changed":
+        return f"{change}; refresh it with {command}"
+    if state.status == "differs" and state.across is None:
+        return f"{change}; if the change is meant, refresh it with {command}"
+    return change
+
+
+def describe_nearness(state: GoldenState) -> str:
+    """Return how near a GPU's golden is to the recorded one of a CPU; nothing where there is none."""
+    if state.across is None or state.across.distance > state.across.limit:
+        return ""
+    return f"the golden of {state.device_class} is within {state.across.distance:.1e} of {state.across_path}"
+
+
+def describe_row(row: GoldenRow) -> str:
+    """Return what there is to say of what became of a golden."""
+    if row.status == "unused":
+        return "no case uses it; delete it or restore its case"
+    if row.state is None or row.status in ("recorded", "unchanged"):
+        return ""
+    return describe_change(row.state) if row.status == "refreshed" else describe_golden(row.state)
+
+
+def describe_declared(declared: Declared) -> str:
+    """Return how a case stands to the differences that it declares."""
+    if declared.equal:
+        return f"declared to differ in {', '.join(declared.equal)}, and does not"
+    if declared.has_more:
+        return f"differs as declared in {', '.join(declared.names)}, and in more"
+    return f"differs in {', '.join(declared.names)}, as declared: {declared.because}"
+
+
+def list_notes(
+    checks: Sequence[CheckResult], declared: Declared | None, golden: GoldenState
+) -> tuple[str, ...]:
+    """Return the notes of a case that was judged; `checks` are in words already."""
+    notes = [describe_declared(declared) if declared is not None else ""]
+    notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
+    notes += [check.unseen for check in checks]
+    notes += [describe_golden(golden) if golden.status == "missing" else "", describe_nearness(golden)]
+    return tuple(note for note in notes if note)

@@ -1,0 +1,212 @@
+"""Sentences on what `moeverify doctor` finds: what it is, and what it means for verification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moeverify.report.words.note import describe_limit
+from moeverify.results.obstacle import RankLimit
+from moeverify.results.probe import Answer, Outcome, Probe, ProbeRow, Status
+
+_ENOUGH_RANKS = 8
+_MOST_CHARACTERS = 160
+_OWN = "moeverify's own collectives check for contiguity; "
+_NO_MEGABLOCKS = "cases with experts: megablocks are skipped; `make megablocks` installs what they need"
+_NO_TRITON = "megablocks needs it, and so does the comparison beside a training on GPUs"
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A row without its name; `value` may name what was found, what is wrong, and the error."""
+
+    value: str
+    meaning: str = ""
+    status: Status = "ok"
+
+
+_REFUSED_STRIDES = _Words("refused: {error}", "a strided tensor is an error, never a wrong number")
+_REFUSED_LAYOUTS = _Words("refused: {error}", "a permuted gradient is an error, never a wrong number")
+_RIGHT = _Words("right")
+
+_PROBES: Mapping[Probe, Mapping[Outcome, _Words]] = {
+    Probe.SUMS: {
+        Outcome.RIGHT: _Words("all_reduce right in {found}", "the layouts stand on it"),
+        Outcome.WRONG: _Words("all_reduce: {wrong}", "no verdict can be trusted here", "fail"),
+    },
+    Probe.AVERAGE: {
+        Outcome.RIGHT: _Words("right", "FSDP1 and FSDP2 average with it"),
+        Outcome.SUM: _Words(
+            "returns the sum",
+            "every fsdp layout differs from its golden, and it is not the layout's fault (pytorch #162338)",
+            "fail",
+        ),
+        Outcome.WRONG: _Words(
+            "wrong", "every fsdp layout differs from its golden, and it is not the layout's fault", "fail"
+        ),
+        Outcome.REFUSED: _Words("{error}", "no fsdp layout can run here", "fail"),
+    },
+    Probe.ALL_TO_ALL: {
+        Outcome.RIGHT: _Words("right in {found}", "tokens of expert parallelism travel by it"),
+        Outcome.WRONG: _Words("{wrong}", "layouts with ep cannot be verified here", "fail"),
+    },
+    Probe.STRIDED: {
+        Outcome.RIGHT: _RIGHT,
+        Outcome.REFUSED: _REFUSED_STRIDES,
+        Outcome.WRONG: _Words(
+            "sums other elements than the view's",
+            f"{_OWN}a user's code that reduces a strided tensor gets wrong numbers (pytorch #192920)",
+            "warn",
+        ),
+    },
+    Probe.LAYOUTS: {
+        Outcome.RIGHT: _RIGHT,
+        Outcome.REFUSED: _REFUSED_LAYOUTS,
+        Outcome.WRONG: _Words(
+            "sums in the order of memory",
+            f"{_OWN}a user's hook that reduces gradients as they come may add wrong elements",
+            "warn",
+        ),
+    },
+    Probe.SCATTER_LAYOUTS: {
+        Outcome.RIGHT: _RIGHT,
+        Outcome.REFUSED: _REFUSED_LAYOUTS,
+        Outcome.WRONG: _Words(
+            "scatters in the order of memory",
+            f"{_OWN}a user's code that reduces gradients as they come gets elements in another order",
+            "warn",
+        ),
+    },
+    Probe.GATHER_BACKWARD: {
+        Outcome.RIGHT: _RIGHT,
+        Outcome.REFUSED: _Words("{error}", "moeverify does not use it", "warn"),
+        Outcome.WRONG: _Words(
+            "gradient wrong",
+            "moeverify does not use it; "
+            "a user's torch.distributed.nn.functional.all_gather gives a wrong gradient",
+            "warn",
+        ),
+    },
+    Probe.PREMULTIPLIED: {
+        Outcome.RIGHT: _Words("right", "FSDP2's set_gradient_divide_factor uses it"),
+        Outcome.REFUSED: _Words(
+            "not supported",
+            "FSDP2's set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), as moeverify does",
+            "warn",
+        ),
+        Outcome.WRONG: _Words(
+            "wrong",
+            "FSDP2's set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), as moeverify does",
+            "warn",
+        ),
+    },
+    Probe.DIVIDE_FACTOR: {
+        Outcome.RIGHT: _Words("a factor of 2 divides by 2"),
+        Outcome.WRONG: _Words(
+            "a factor of 2 divides {wrong}",
+            "moeverify divides by itself there; a user's set_gradient_divide_factor over one rank is wrong",
+            "warn",
+        ),
+    },
+    Probe.GROUPED_MM: {
+        Outcome.RIGHT: _Words("right in {found}", "other dtypes run the experts in a loop"),
+        Outcome.WRONG: _Words(
+            "wrong in {wrong}", "cases with experts: grouped_mm differ from their golden", "fail"
+        ),
+        Outcome.REFUSED: _Words("fails in every dtype", "cases with experts: grouped_mm cannot run", "warn"),
+        Outcome.ABSENT: _Words("not in this torch", "cases with experts: grouped_mm cannot run", "warn"),
+    },
+    Probe.FUSED_SGD: {
+        Outcome.RIGHT: _RIGHT,
+        Outcome.WRONG: _Words("wrong", "updates of `optimizer: fused` differ", "fail"),
+        Outcome.REFUSED: _Words(
+            "not implemented", "write `optimizer: foreach` in layouts with fsdp2, tp or ep", "warn"
+        ),
+    },
+    Probe.TRITON: {
+        Outcome.RIGHT: _Words("{found}"),
+        Outcome.ABSENT: _Words("not installed", _NO_TRITON),
+        Outcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_TRITON, "warn"),
+    },
+    Probe.MEGABLOCKS: {
+        Outcome.RIGHT: _Words("{found}", "cases with experts: megablocks run"),
+        Outcome.ABSENT: _Words("not installed", _NO_MEGABLOCKS),
+        Outcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_MEGABLOCKS, "warn"),
+    },
+    Probe.GPU: {
+        Outcome.RIGHT: _Words("{found}"),
+        Outcome.SLOW: _Words("{found}", "torch's grouped matmul has no fast path below capability 9.0"),
+    },
+    Probe.PEER_ACCESS: {
+        Outcome.RIGHT: _Words("GPU 0 and GPU 1 reach each other"),
+        Outcome.ABSENT: _Words("no", "NCCL goes through the host: slower, the same numbers", "warn"),
+    },
+    Probe.NCCL: {
+        Outcome.RIGHT: _Words("{found}"),
+        Outcome.ABSENT: _Words("not in this torch", "layouts cannot run on CUDA", "fail"),
+    },
+}
+# Whatever is probed, it may end its ranks.
+_ENDS = {
+    Outcome.HUNG: _Words("hangs: {error}", "a case that does the same will end so too", "fail"),
+    Outcome.CRASHED: _Words("crashes: {error}", "a case that does the same will end so too", "fail"),
+    Outcome.UNSTARTED: _Words("no ranks came up: {error}", "no case can run here", "fail"),
+    Outcome.NOT_TRIED: _Words("not probed: out of time", "this machine is busy; try again", "warn"),
+}
+
+
+def word_answer(name: str, probe: Probe | None, answer: Answer) -> ProbeRow:
+    """Return the row of a probe; one that has no words of its own can only hang or crash."""
+    words = _ENDS.get(answer.outcome) or (_PROBES[probe][answer.outcome] if probe is not None else None)
+    assert words is not None
+    value = words.value.format(
+        found=", ".join(answer.found), wrong=", ".join(answer.wrong), error=_shorten(answer.error)
+    )
+    return ProbeRow(name=name, value=value, meaning=words.meaning, status=words.status)
+
+
+def word_host(environment: Mapping[str, str], cores: int, limit: RankLimit) -> list[ProbeRow]:
+    """Return what is known of this machine without a rank."""
+    torch = environment["torch"]
+    if torch == "not installed":
+        meaning, status = "nothing can run; install torch 2.11 or later", "fail"
+    else:
+        meaning, status = "goldens are made anew for each version of torch", "ok"
+    slow = "more ranks than cores take turns: slow, but right"
+    few = f"{describe_limit(limit)}; cases that need more are skipped"
+    return [
+        ProbeRow(name="moeverify", value=environment["moeverify"], meaning=""),
+        ProbeRow(name="python", value=environment["python"], meaning=""),
+        ProbeRow.model_validate({"name": "torch", "value": torch, "meaning": meaning, "status": status}),
+        ProbeRow(name="platform", value=environment["platform"], meaning=""),
+        ProbeRow(name="cores", value=str(cores), meaning=slow, status="ok" if cores > 1 else "warn"),
+        ProbeRow(
+            name="ranks on the CPU",
+            value=str(limit.most),
+            meaning=few,
+            status="ok" if limit.most >= _ENOUGH_RANKS else "warn",
+        ),
+    ]
+
+
+def word_gpus(count: int) -> ProbeRow:
+    """Return what the number of GPUs means."""
+    if count == 0:
+        meaning = "cases run on the CPU with gloo: no verdict here is about NCCL or CUDA kernels"
+        return ProbeRow(name="GPUs", value="none", meaning=meaning, status="warn")
+    if count == 1:
+        meaning = "NCCL needs two: layouts are verified with --device cpu"
+        return ProbeRow(name="GPUs", value="1", meaning=meaning, status="warn")
+    meaning = f"cases of up to {count} ranks run on CUDA with NCCL"
+    return ProbeRow(name="GPUs", value=str(count), meaning=meaning)
+
+
+def word_obstacle(name: str, error: Exception) -> ProbeRow:
+    """Return the row of the probe whose ranks could not be started."""
+    meaning = "cases will not start either"
+    return ProbeRow(name=name, value=f"could not be probed: {error}", meaning=meaning, status="fail")
+
+
+def _shorten(text: str) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."

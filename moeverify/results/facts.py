@@ -1,0 +1,154 @@
+"""Facts of a finding: what its check found, beside the numbers that every finding has, as data and not in words.
+
+`moeverify.report.words.check` makes the sentences.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moeverify.results.record import Record
+
+
+class ComparedFacts(Record):
+    """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks."""
+
+    about: Literal["compared"] = "compared"
+    absent_ranks: tuple[int, ...] = ()
+    is_unexpected: bool = False
+    num_nonfinite: int = 0
+
+
+class BitFacts(Record):
+    """Values that are equal as numbers and yet have other bits: -0.0, another dtype, differences that underflow."""
+
+    about: Literal["bits"] = "bits"
+
+
+class ReplicaFacts(Record):
+    """Groups of ranks with equal bits, the largest first, and the mesh axes along which the groups differ."""
+
+    about: Literal["replicas"] = "replicas"
+    groups: tuple[tuple[int, ...], ...]
+    axes: tuple[str, ...] = ()
+
+
+class CoverageFacts(Record):
+    """How many of a tensor's elements the ranks hold together, each region counted once."""
+
+    about: Literal["coverage"] = "coverage"
+    num_held: int
+    num_elements: int | None = None
+
+
+class ShardingFacts(Record):
+    """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters."""
+
+    about: Literal["sharding"] = "sharding"
+    axis: str
+    part: Literal["all", "experts", "others"] = "all"
+
+
+class Use(StrEnum):
+    """A use of a parameter, which has a dtype."""
+
+    COMPUTES = "computes"
+    REDUCES = "reduces"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+
+
+class DtypeFacts(Record):
+    """Parameters of a module that were in another dtype than the recipe asks for.
+
+    `module` is empty for the whole model. `how` names the collectives that reduced, or the moments; `could_declare`
+    says that `layout.in_float32` would make it right.
+    """
+
+    about: Literal["dtype"] = "dtype"
+    use: Use
+    module: str
+    dtype: str
+    wanted: str
+    parameters: tuple[str, ...]
+    num_known: int
+    how: tuple[str, ...] = ()
+    could_declare: bool = False
+
+
+class PatternFacts(Record):
+    """A pattern of `layout.in_float32` that names no module which was seen to compute."""
+
+    about: Literal["pattern"] = "pattern"
+    pattern: str
+
+
+class ExpertFacts(Record):
+    """Experts that do not have the values of their number: (number, that whose values it has; None: nobody's)."""
+
+    about: Literal["experts"] = "experts"
+    wrong: tuple[tuple[int, int | None], ...]
+
+
+class Issue(Record):
+    """What some ranks issued at one place of a stream of collectives; None where they issued no further one."""
+
+    ranks: tuple[int, ...]
+    signature: str | None
+    site: str = ""
+
+
+class CollectiveFacts(Record):
+    """The first collective in which the ranks of a group differ: its number from 1, and what each rank issued.
+
+    `issues` are in order of how many ranks did the same; there are none where that is no longer known, and then the
+    ranks agree in all before `number`. `counts` say how many each rank issued in all. `sender` and `receiver` are
+    positions in the group, for messages from one to the other.
+    """
+
+    about: Literal["collective"] = "collective"
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+    issues: tuple[Issue, ...] = ()
+    counts: dict[int, int]
+    is_message: bool = False
+
+
+Facts = Annotated[
+    ComparedFacts
+    | BitFacts
+    | ReplicaFacts
+    | CoverageFacts
+    | ShardingFacts
+    | DtypeFacts
+    | PatternFacts
+    | ExpertFacts
+    | CollectiveFacts,
+    Field(discriminator="about"),
+]
+
+
+class NumCollectives(Record):
+    """How many collectives were compared: those of the rank that issued most."""
+
+    about: Literal["num collectives"] = "num collectives"
+    most: int
+
+
+class Dtypes(Record):
+    """The dtypes that a recipe asks for, and the parameters that nobody saw compute."""
+
+    about: Literal["dtypes"] = "dtypes"
+    computes: str
+    kept: str
+    num_parameters: int
+    num_unseen: int = 0
+    first_unseen: str = ""
+
+
+CheckFacts = Annotated[NumCollectives | Dtypes, Field(discriminator="about")]

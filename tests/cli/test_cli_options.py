@@ -1,0 +1,73 @@
+"""Groups of options: a command that takes a group has all of its options, and gets them as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moeverify.cli import app
+from moeverify.cli.options import OptionGroup, with_groups
+from moeverify.cli.outputs import Outputs
+from moeverify.report.formats.registry import FORMATS
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Paint(OptionGroup):
+    """What to paint, and how."""
+
+    thing: Annotated[str, typer.Argument(metavar="THING", help="What to paint.")]
+    colour: Annotated[str, typer.Option("--colour", help="In which colour.")] = "red"
+
+
+@pytest.fixture
+def seen() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def paint(seen: list[Any]) -> typer.Typer:
+    program = typer.Typer(rich_markup_mode=None)
+
+    @program.command()
+    @with_groups
+    def main(
+        *,
+        paint: Paint,
+        outputs: Outputs,
+        twice: Annotated[bool, typer.Option("--twice", help="Paint it twice.")] = False,
+    ) -> None:
+        """Paint something."""
+        seen.extend([paint, outputs, twice])
+
+    return program
+
+
+def test_a_group_is_given_with_what_the_user_wrote(paint: typer.Typer, seen: list[Any]) -> None:
+    words = ["door", "--colour", "blue", "--twice", "--html", "a.html"]
+    assert CliRunner().invoke(paint, words).exit_code == 0
+    assert seen == [Paint("door", "blue"), Outputs({"html": Path("a.html")}), True]
+
+
+def test_a_group_has_its_defaults(paint: typer.Typer, seen: list[Any]) -> None:
+    assert CliRunner().invoke(paint, ["door"]).exit_code == 0
+    assert seen == [Paint("door"), Outputs(), False]
+
+
+def test_the_options_of_groups_are_in_the_help_in_their_order(paint: typer.Typer) -> None:
+    text = CliRunner().invoke(paint, ["--help"]).stdout
+    places = [text.index(word) for word in ("THING", "--colour", "--json", "--twice")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("command", ["run", "reshard", "report"])
+def test_every_format_is_an_option_with_the_help_of_the_format(command: str) -> None:
+    options = {name: option for option in COMMANDS[command].params for name in option.opts}
+    for each in FORMATS:
+        assert options[f"--{each.name}"].help == each.help

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeverify.case.load import load_cases
+from moeverify.controller import obstacles
+from moeverify.controller.obstacles import find_obstacle
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.report.words.note import describe_obstacle
+from moeverify.results.obstacle import (
+    MissingPackages,
+    RankLimit,
+    TooFewRanks,
+    Unsupported,
+    UnsupportedHere,
+)
+
+CASES = Path(__file__).parents[3] / "cases"
+LIMIT = RankLimit(most=8, by="processes")
+
+
+@pytest.fixture
+def without_megablocks(monkeypatch) -> None:
+    monkeypatch.setattr(obstacles, "_MEGABLOCKS", ("no_such_package",))
+
+
+@pytest.mark.usefixtures("without_megablocks")
+def test_a_case_whose_package_is_missing_is_skipped_with_the_reason() -> None:
+    result = run_cases(load_cases([CASES / "megablocks.yaml"]), RunOptions(device="cpu"), lambda event: None)
+    assert result is not None
+    assert result.cases[0].verdict == "skipped"
+    assert "no_such_package cannot be imported" in result.cases[0].reason
+    assert "make megablocks" in result.cases[0].reason
+
+
+@pytest.mark.usefixtures("without_megablocks")
+def test_other_cases_need_no_package() -> None:
+    assert find_obstacle(load_cases([CASES / "ep2.yaml"])[0], "cpu", LIMIT) is None
+    missing = find_obstacle(load_cases([CASES / "megablocks.yaml"])[0], "cpu", LIMIT)
+    assert isinstance(missing, MissingPackages)
+    assert missing.packages == ("no_such_package",)
+
+
+def test_float64_is_for_the_interpreter(monkeypatch) -> None:
+    monkeypatch.setattr(obstacles, "_MEGABLOCKS", ())
+    exact, single = (load_cases([CASES / f"megablocks{name}.yaml"])[0] for name in ("", "-fp32"))
+    assert find_obstacle(exact, "cpu", LIMIT) is None
+    refused = find_obstacle(exact, "cuda", LIMIT)
+    assert refused == UnsupportedHere(what=Unsupported.MEGABLOCKS_FLOAT64_ON_CUDA)
+    assert "float32" in describe_obstacle(refused)
+    assert find_obstacle(single, "cuda", LIMIT) is None
+
+
+def test_torchs_context_parallel_is_for_gpus() -> None:
+    case = load_cases([CASES / "cp-torch.yaml"])[0]
+    refused = find_obstacle(case, "cpu", LIMIT)
+    assert refused == UnsupportedHere(what=Unsupported.CONTEXT_PARALLEL_ON_CPU)
+    assert "no kernel for the CPU" in describe_obstacle(refused)
+    assert find_obstacle(case, "cuda", LIMIT) is None
+
+
+def test_a_layout_larger_than_the_limit() -> None:
+    case = load_cases([CASES / "ep4.yaml"])[0]
+    limit = RankLimit(most=2, by="option")
+    obstacle = find_obstacle(case, "cpu", limit)
+    assert obstacle == TooFewRanks(num_needed=4, limit=limit)
+    assert describe_obstacle(obstacle) == "needs 4 ranks; --ranks 2"
