@@ -78,7 +78,7 @@ def train_plain(file):
     import torch
     import torch.distributed as dist
 
-    from moeverify.case.load import load_cases
+    from moeverify.validation.load import load_cases
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel
     from moeverify.train.loop import train
@@ -118,7 +118,7 @@ def main():
     if options.train:
         train_plain(options.train)
         return
-    from moeverify.case.load import load_cases
+    from moeverify.validation.load import load_cases
     from moeverify.controller.machine import default_cache
 
     cache = options.cache or default_cache()

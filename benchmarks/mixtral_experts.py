@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moeverify.case.load import load_cases
+from moeverify.validation.load import load_cases
 from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from moeverify.axes.claim import Claim
+from moeverify.axes.claims import Claim
 from moeverify.compare.judging import Assembled, Coordinates, Judgement, Key
 from moeverify.results.checks import COVERAGE, REPEAT, REPLICAS, SHARDING
 from moeverify.results.finding import CheckResult, Finding, Worst

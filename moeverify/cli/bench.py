@@ -37,11 +37,11 @@ def bench(
     Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right.
     """
     with open_context() as door:
-        from moeverify.case.load import load_cases
         from moeverify.controller.bench import bench_cases
         from moeverify.report.bench import render_bench
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
+        from moeverify.validation.load import load_cases
 
         if json is not None and door.is_first:
             check_writable([json], None)  # before minutes of measuring

@@ -12,9 +12,10 @@ def check(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None)
     Prints one line a case, or all problems.
     """
     with open_context() as door:
-        from moeverify.case.describe import describe_layout, describe_recipe
-        from moeverify.case.load import load_cases
+        from moeverify.axes.describe import describe_layout
+        from moeverify.case.describe import describe_recipe
         from moeverify.report.case_list import CaseLine, render_catalog
+        from moeverify.validation.load import load_cases
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         lines = [

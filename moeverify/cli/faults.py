@@ -55,7 +55,7 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
 def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> None:
     """Show where a fault comes from, what it does, and how to run a case with it."""
     with open_context() as door:
-        from moeverify.case.describe import describe_layout
+        from moeverify.axes.describe import describe_layout
         from moeverify.faults.choice import choose_faults
 
         for fault in choose_faults(numbers):

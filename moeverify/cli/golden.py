@@ -36,7 +36,7 @@ def golden(
 ) -> None:
     """Record or refresh the goldens of cases."""
     with open_context() as door:
-        from moeverify.case.load import load_cases
+        from moeverify.validation.load import load_cases
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         from moeverify.controller.golden import record_goldens

@@ -12,9 +12,9 @@ def mesh(cases: Cases, *, overrides: Overrides = None, pattern: Pattern = None) 
     Its axes and groups, and each rank's coordinates and data.
     """
     with open_context() as door:
-        from moeverify.case.load import load_cases
         from moeverify.controller.mesh import make_picture
         from moeverify.report.mesh import render
+        from moeverify.validation.load import load_cases
 
         for position, case in enumerate(load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)):
             if position:

@@ -76,7 +76,7 @@ def run(
         outputs = Outputs(json, junit, html, out)
         if door.is_first:
             outputs.check()
-        from moeverify.case.load import load_cases
+        from moeverify.validation.load import load_cases
 
         loaded = load_cases(cases, overrides=tuple(overrides or ()), pattern=pattern)
         check_fault(loaded, fault)

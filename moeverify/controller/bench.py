@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from moeverify.case.describe import describe_layout
+from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
 from moeverify.controller.machine import choose_device, describe_environment, most_ranks
-from moeverify.controller.packages import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
 from moeverify.launch.launcher import run_jobs
@@ -19,6 +18,7 @@ from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 from moeverify.results.measurement import BenchResult, Measurement
 from moeverify.results.run import Event
+from moeverify.validation.choices import find_obstacle
 
 ENTRY = "moeverify.worker.main"
 TIMEOUT = 900.0

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case, Recipe
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.machine import choose_device
@@ -22,6 +21,7 @@ from moeverify.golden.file import golden_path, write_golden
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import JobOutcome, LaunchEvent
 from moeverify.results.run import Event
+from moeverify.validation.load import load_cases
 
 _MOST_DEEP = 4
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from moeverify.axes.groups import cuts_experts_apart
 from moeverify.axes.mesh import MeshPlan
-from moeverify.axes.split import split_positions, split_rows
+from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case, ReferenceModel
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.report.mesh import MeshPicture, RankPlace
 
 

@@ -10,13 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moeverify.case.describe import describe_layout
+from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
 from moeverify.controller.declared import settle
 from moeverify.controller.goldens import GoldenSet, GoldenState
 from moeverify.controller.machine import choose_device, describe_environment, most_ranks
 from moeverify.controller.options import RunOptions
-from moeverify.controller.packages import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
 from moeverify.controller.separation import propose
@@ -25,6 +24,7 @@ from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 from moeverify.results.finding import BLIND, CheckResult, Finding, Verdict
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.validation.choices import find_obstacle
 
 ENTRY = "moeverify.worker.main"
 

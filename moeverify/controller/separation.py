@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from moeverify.axes.groups import list_degrees, list_groups
-from moeverify.case.rules import validate
 from moeverify.case.schema import Case, Layout
 from moeverify.diagnose.verdict import measure_axis, split_axis
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding, FollowUp
+from moeverify.validation.rules import validate
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batches")
 _SIZES = (1, 2, 3, 4, 6, 8)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.axes.split import split_positions, split_rows
+from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case, MoE, ReferenceModel
 from moeverify.golden.store import StoredGolden
 from moeverify.model.router import RouterStats
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.forward import cross_entropy

@@ -31,7 +31,7 @@ from moeverify.model.dispatcher import (
     sort_copies,
     unpermute,
 )
-from moeverify.model.experts import Experts
+from moeverify.model.experts import DividesExperts, Experts
 from moeverify.model.moe import MoE
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
 
@@ -119,9 +119,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Placement: every expert parameter becomes a DTensor, Shard(0) on ep and Shard of its hidden dim on etp
     (`down_bias` is replicated there and added by one rank only). `mesh` has the axes (ep, etp) that are used,
-    one or both, from the sparse view.
+    one or both, from the sparse view. A block whose package divides its own experts does so over ep.
     """
     axes = mesh.mesh_dim_names or ()
+    for block in [module for module in model.modules() if isinstance(module, DividesExperts)]:
+        _divide_by_package(block, mesh["ep"])
     for moe in _moes(model):
         _shard_parameters(moe.experts, mesh)
         moe.experts.view = local_view
@@ -129,6 +131,13 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             moe.experts.add_down_bias = mesh.get_local_rank("etp") == 0
         if "ep" in axes:
             moe.dispatcher = AllToAllDispatcher(moe.router.spec.num_experts, mesh.get_group("ep"))
+
+
+def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:
+    weights = block.divide_experts(mesh.get_group())
+    for name, parameter in list(weights.named_parameters(recurse=False)):
+        sharded = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        weights.register_parameter(name, nn.Parameter(sharded))
 
 
 def local_view(parameter: Tensor) -> Tensor:

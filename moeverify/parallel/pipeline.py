@@ -9,8 +9,7 @@ The schedule's own division of gradients by the number of micro-batches is off: 
 the global batch already. A tied embedding is held by the first and the last stage, each with its own addend
 of the gradient; `plan.py` sums them.
 
-Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble (arXiv
-2401.10241).
+The schedules, with their sources, are in `moeverify.axes.schedules`.
 """
 
 from __future__ import annotations
@@ -22,26 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
+from moeverify.axes.schedules import PIPELINE_SCHEDULE
 from moeverify.axes.stages import split_layers, stages_of
 from moeverify.case.schema import Layout, ReferenceModel
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
-
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MULTI: dict[str, Any] = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
 
 NUM_CARRIED = 2  # how many losses travel along: balance and z
 
@@ -172,10 +158,9 @@ def build_pipeline(
         return last.work.loss(int(number), *output)
 
     options = {"loss_fn": compute_loss, "scale_grads": False}
-    name, num = layout.pipeline_schedule, layout.micro_batches
-    if name in _SINGLE:
-        return Pipeline(stages, _SINGLE[name](wrapped[0], num, **options), num)
-    return Pipeline(stages, _MULTI[name](wrapped, num, **options), num)
+    num, chosen = layout.micro_batches, PIPELINE_SCHEDULE.find(layout.pipeline_schedule)
+    schedule = getattr(schedules, chosen.torch_class)
+    return Pipeline(stages, schedule(wrapped if chosen.takes_list else wrapped[0], num, **options), num)
 
 
 def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:

@@ -22,20 +22,21 @@ from torch.distributed.tensor.parallel import loss_parallel
 from moeverify.case.schema import Layout
 from moeverify.layout.local_shard import LocalShard, parameters
 from moeverify.layout.region import Indices
-from moeverify.model.attention import CORES, Attention
+from moeverify.model.attention import Attention
+from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
-from moeverify.parallel.context import apply_context_parallel, surround
-from moeverify.parallel.ddp import Accumulate, apply_ddp
+from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, apply_context_parallel
+from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
+from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.expert import apply_expert_parallel
-from moeverify.parallel.fsdp1 import apply_fsdp1
-from moeverify.parallel.fsdp2 import apply_fsdp2, choose_policy, expert_divisor, keep_gathered
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
+from moeverify.parallel.router_losses import ROUTER_LOSSES
 
 Fill = Callable[[nn.Module], None]
 
@@ -85,8 +86,9 @@ def parallelize(
     if layout.recompute:
         apply_recompute(model)
     wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill, compute)
-    if layout.cp > 1 and layout.context_parallel == "torch":
-        accumulate = surround(accumulate, meshes.data["cp"], device)
+    if layout.cp > 1:
+        variant = CONTEXT_PARALLEL.find(layout.context_parallel)
+        accumulate = variant.surround(accumulate, meshes.data["cp"], device)
     holdings = parameters(wrapped)
     reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
     return Parallelized(
@@ -99,18 +101,10 @@ def parallelize(
         finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
         router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
-        own_router_losses=_own_router_losses(model, layout, num_loss_ranks),
+        own_router_losses=ROUTER_LOSSES.find(layout.router_losses).collect(
+            model, num_loss_ranks * layout.micro_batches
+        ),
     )
-
-
-def _own_router_losses(
-    model: Transformer, layout: Layout, num_loss_ranks: int
-) -> Callable[[], tuple[Tensor, Tensor]] | None:
-    if layout.router_losses != "megablocks" or model.spec.moe is None:
-        return None
-    from moeverify.parallel.megablocks import collect_own_losses
-
-    return collect_own_losses(model, model.spec.moe, num_loss_ranks * layout.micro_batches)
 
 
 def parallelize_stages(
@@ -157,11 +151,7 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
     """Apply ep, etp, tp and cp."""
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
     has_experts = any(isinstance(module, ExpertHolder) for module in model.modules())
-    if expert_axes and has_experts and layout.experts == "megablocks":
-        from moeverify.parallel.megablocks import apply_megablocks  # an optional package
-
-        apply_megablocks(model, meshes.sparse["ep"])
-    elif expert_axes and has_experts:
+    if expert_axes and has_experts:
         apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
     if layout.expert_tp not in (1, layout.tp):
         moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
@@ -174,7 +164,7 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
         )
     for module in model.modules():
         if isinstance(module, Attention):
-            module.core = CORES[layout.attention]
+            module.core = ATTENTION.find(layout.attention).make_core()
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
 
@@ -202,23 +192,12 @@ def _apply_data_parallel(
     fill: Fill,
     compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
-    if meshes.size("loss") == 1 or layout.data_parallel != "fsdp2":
+    if meshes.size("loss") == 1:
         model.to_empty(device=device)
         fill(model)
-    if meshes.size("loss") == 1:
         return model, _each
-    if layout.data_parallel == "ddp":
-        return apply_ddp(model, meshes.group("loss"), device)
-    if layout.data_parallel == "fsdp1":
-        return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
-    shard_mesh = _shard_mesh(meshes.dense, "fsdp")
-    policy = choose_policy(model, compute)
-    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"), policy)
-    if layout.pp > 1:
-        keep_gathered(model)
-    model.to_empty(device=device)
-    fill(model)
-    return model, accumulate
+    ranks = DataRanks(layout, meshes, _shard_mesh(meshes.dense, "fsdp"), _expert_mesh(meshes), device)
+    return DATA_PARALLEL.find(layout.data_parallel).apply(model, ranks, fill, compute)
 
 
 def _shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -235,7 +214,7 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
 
 
 def _flat(layout: Layout, meshes: Meshes) -> bool:
-    return layout.data_parallel == "fsdp1" and meshes.size("loss") > 1
+    return DATA_PARALLEL.find(layout.data_parallel).keeps_flat_shards and meshes.size("loss") > 1
 
 
 def _reductions(
@@ -267,10 +246,7 @@ def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes
         return []
     if num_loss_ranks == 1:  # no data parallelism, and yet several ranks of tp may hold the same experts
         return [Reduction(experts, mesh.get_group())] if mesh.size() > 1 else []
-    if layout.data_parallel == "ddp":
-        return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
-    rest = expert_divisor(mesh, num_loss_ranks)
-    return [] if rest is None else [Reduction(experts, None, rest)]
+    return DATA_PARALLEL.find(layout.data_parallel).complete_experts(experts, mesh, num_loss_ranks)
 
 
 def _same(positions: Indices) -> Indices:

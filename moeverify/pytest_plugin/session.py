@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
 from moeverify.controller.golden import GoldenRow, find_unused
 from moeverify.controller.options import RunOptions
@@ -19,6 +18,7 @@ from moeverify.launch.world import external_world
 from moeverify.pytest_plugin.recognition import looks_like_case
 from moeverify.pytest_plugin.runner import CaseRunner
 from moeverify.results.run import CaseResult
+from moeverify.validation.load import load_cases
 
 _NAME = "moeverify-session"
 

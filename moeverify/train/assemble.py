@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.axes.split import split_positions, split_rows
+from moeverify.axes.split import split_rows
 from moeverify.case.schema import CustomModel, Layout, Precision, Recipe, ReferenceModel
 from moeverify.layout.local_shard import LocalShard, buffers, logical_name, parameters
 from moeverify.layout.region import as_indices
@@ -18,6 +18,7 @@ from moeverify.model.init import initial_values
 from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
-
-_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "loop": {"foreach": False, "fused": False},
-}
+from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 
 
-def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], implementation: str) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], kernels: str) -> Optimizer:
     """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
 
     A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
@@ -34,11 +27,7 @@ def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], impleme
         {"params": tensors, "weight_decay": spec.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), tensors in by_kind.items()
     ]
-    chosen = _IMPLEMENTATIONS[implementation]
-    if spec.name == "sgd":
-        return SGD(groups, lr=spec.lr, momentum=spec.momentum, **chosen)
-    kind = Adam if spec.name == "adam" else AdamW
-    return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **chosen)
+    return OPTIMIZER.find(spec.name).build(groups, spec, OPTIMIZER_KERNELS.find(kernels).keywords)
 
 
 def optimizer_state(
@@ -55,9 +44,3 @@ def optimizer_state(
             local = held.local(value)
             whole = local.ndim == 0 and held.region.local_shape != ()
             yield f"{held.name}.{key}", local, Region.whole(()) if whole else held.region
-
-
-@torch.no_grad()
-def write_state(optimizer: Optimizer, held: LocalShard, key: str, values: Tensor) -> None:
-    """Overwrite one entry of the optimizer's state with local values in the parameter's region."""
-    held.local(optimizer.state[held.tensor][key]).copy_(values)

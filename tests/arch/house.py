@@ -22,6 +22,7 @@ FLOORS: Mapping[str, int] = {
     "diagnose": 6,
     "checks": 6,
     "launch": 6,
+    "validation": 5,
     "faults": 5,
     "collectives": 5,
     "train": 4,
@@ -44,7 +45,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # The process that a user starts: none of this, and nothing that it imports, may need torch.
-WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "report", "results", "case", "axes")
+WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "report", "results", "case", "axes", "validation")
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
 READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "controller.machine")

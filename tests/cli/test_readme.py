@@ -13,12 +13,12 @@ import pytest
 import typer
 
 from moeverify.case.expectation import find_sections
-from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Section
 from moeverify.cli import app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Place, Trial, Worst
 from moeverify.results.run import CaseResult, RankReport, RunResult
+from moeverify.validation.load import load_cases
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

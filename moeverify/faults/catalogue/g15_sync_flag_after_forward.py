@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.parallel import plan
+from moeverify.parallel import ddp
 from moeverify.parallel.ddp import Accumulate
 from moeverify.results.cause import Cause
 
@@ -40,8 +40,8 @@ def inject() -> None:
         wrapped.register_forward_hook(toggle)
         return wrapped, accumulate
 
-    original = plan.apply_ddp
-    plan.apply_ddp = apply_ddp
+    original = ddp.apply_ddp
+    ddp.apply_ddp = apply_ddp
 
 
 FAULT = Fault(

@@ -15,7 +15,7 @@ from moeverify.results.cause import Cause
 def inject() -> None:
     """Ask torch for a hybrid over a mesh of (n, 1), over which it reduces nothing."""
 
-    def choose_ranks(mesh: DeviceMesh, strategy: fsdp1.Strategy) -> dict[str, Any]:
+    def choose_ranks(mesh: DeviceMesh, strategy: str) -> dict[str, Any]:
         return {"device_mesh": mesh, "sharding_strategy": fsdp1._STRATEGIES[strategy, mesh.ndim]}
 
     fsdp1._choose_ranks = choose_ranks

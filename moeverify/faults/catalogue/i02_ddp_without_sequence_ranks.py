@@ -12,7 +12,7 @@ from moeverify.case.schema import Layout
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
-from moeverify.parallel import plan
+from moeverify.parallel import ddp, plan
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.meshes import Meshes
 from moeverify.results.cause import Cause
@@ -33,8 +33,8 @@ def inject() -> None:
     ) -> tuple[nn.Module, Accumulate]:
         return wrap(model, groups[0], device)
 
-    apply, wrap = plan._apply_data_parallel, plan.apply_ddp
-    plan._apply_data_parallel, plan.apply_ddp = apply_data_parallel, apply_ddp
+    apply, wrap = plan._apply_data_parallel, ddp.apply_ddp
+    plan._apply_data_parallel, ddp.apply_ddp = apply_data_parallel, apply_ddp
 
 
 FAULT = Fault(

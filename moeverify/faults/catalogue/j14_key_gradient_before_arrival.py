@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.attention import attend
-from moeverify.parallel import context
 from moeverify.parallel.collectives import all_gather_sum
+from moeverify.parallel.context_parallel.alltoall import AllToAllCore
 from moeverify.results.cause import Cause
 
 
@@ -36,13 +36,13 @@ class _OwnHeads(Function):
 def inject() -> None:
     """Let the gradient of the keys' exchange hold nothing yet of what other ranks send."""
 
-    def call(self: context._AllToAllCore, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def call(self: AllToAllCore, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         early: Tensor = _OwnHeads.apply(k, self.group)  # type: ignore[no-untyped-call]
         whole = all_gather_sum(positions, 1, self.group)
-        heads = attend(self._to_heads(q), self._to_heads(early), self._to_heads(v), whole, whole)
-        return self._to_positions(heads)
+        heads = attend(self.to_heads(q), self.to_heads(early), self.to_heads(v), whole, whole)
+        return self.to_positions(heads)
 
-    context._AllToAllCore.__call__ = call
+    AllToAllCore.__call__ = call
 
 
 FAULT = Fault(

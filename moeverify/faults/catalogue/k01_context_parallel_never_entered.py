@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moeverify.axes.split import ContextKind
+from moeverify.case.schema import ContextParallel
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.parallel import plan
@@ -16,10 +16,10 @@ from moeverify.train import assemble
 def inject() -> None:
     """Split no positions and replace no attention."""
 
-    def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextKind) -> range:
+    def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextParallel) -> range:
         return range(seq_len)
 
-    def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGroup) -> None:
+    def apply_context_parallel(model: nn.Module, kind: ContextParallel, group: ProcessGroup) -> None:
         return None
 
     assemble.split_positions = split_positions

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
-from moeverify.parallel import plan
+from moeverify.parallel import fsdp2
 from moeverify.results.cause import Cause
 
 
@@ -18,7 +18,7 @@ def inject() -> None:
     def choose(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=compute)
 
-    plan.choose_policy = choose
+    fsdp2.choose_policy = choose
 
 
 FAULT = Fault(

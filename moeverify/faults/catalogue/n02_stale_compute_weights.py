@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
-from moeverify.parallel import plan
+from moeverify.parallel import fsdp2
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.fsdp2 import apply_fsdp2
 from moeverify.results.cause import Cause
@@ -19,7 +19,7 @@ STALE_LAYER = "1"
 
 def inject() -> None:
     """Keep the gathered weights of one block from the first forward pass on."""
-    plan.apply_fsdp2 = _apply_fsdp2
+    fsdp2.apply_fsdp2 = _apply_fsdp2
 
 
 def _apply_fsdp2(model: Transformer, *rest: Any) -> Accumulate:

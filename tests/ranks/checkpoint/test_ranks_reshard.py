@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, make_pairs, run_pairs
 from moeverify.results.run import CaseResult
+from moeverify.validation.load import build_case
 
 pytestmark = pytest.mark.timeout(900)  # many jobs of two ranks, on a machine that may be busy
 

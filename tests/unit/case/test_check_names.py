@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.checks import CHECK_NAMES
 from moeverify.results.checks import CHECKS, OWN_CHECKS
+from moeverify.validation.checks import CHECK_NAMES
 
 CASE = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {%s}\n"
 

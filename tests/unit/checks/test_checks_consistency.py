@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeverify.axes.claim import Claim
+from moeverify.axes.claims import Claim
 from moeverify.checks.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.layout.region import Region
 

@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
-from moeverify.controller import packages
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
+from moeverify.model.expert_backends import megablocks
+from moeverify.validation.choices import find_obstacle
+from moeverify.validation.load import load_cases
 
 CASES = Path(__file__).parents[3] / "cases"
 
 
 @pytest.fixture
 def without_megablocks(monkeypatch) -> None:
-    monkeypatch.setattr(packages, "_MEGABLOCKS", ("no_such_package",))
+    monkeypatch.setattr(megablocks, "NEEDED", ("no_such_package",))
 
 
 @pytest.mark.usefixtures("without_megablocks")
@@ -28,18 +29,18 @@ def test_a_case_whose_package_is_missing_is_skipped_with_the_reason() -> None:
 
 @pytest.mark.usefixtures("without_megablocks")
 def test_other_cases_need_no_package() -> None:
-    assert packages.find_obstacle(load_cases([CASES / "ep2.yaml"])[0], "cpu") == ""
+    assert find_obstacle(load_cases([CASES / "ep2.yaml"])[0], "cpu") == ""
 
 
 def test_float64_is_for_the_interpreter(monkeypatch) -> None:
-    monkeypatch.setattr(packages, "_MEGABLOCKS", ())
+    monkeypatch.setattr(megablocks, "NEEDED", ())
     exact, single = (load_cases([CASES / f"megablocks{name}.yaml"])[0] for name in ("", "-fp32"))
-    assert packages.find_obstacle(exact, "cpu") == ""
-    assert "float32" in packages.find_obstacle(exact, "cuda")
-    assert packages.find_obstacle(single, "cuda") == ""
+    assert find_obstacle(exact, "cpu") == ""
+    assert "float32" in find_obstacle(exact, "cuda")
+    assert find_obstacle(single, "cuda") == ""
 
 
 def test_torchs_context_parallel_is_for_gpus() -> None:
     case = load_cases([CASES / "cp-torch.yaml"])[0]
-    assert "no kernel for the CPU" in packages.find_obstacle(case, "cpu")
-    assert packages.find_obstacle(case, "cuda") == ""
+    assert "no kernel for the CPU" in find_obstacle(case, "cpu")
+    assert find_obstacle(case, "cuda") == ""

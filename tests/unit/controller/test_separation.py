@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
-from moeverify.case.rules import validate
 from moeverify.controller.follow_up import merge
 from moeverify.controller.separation import change_layout, count_apart, propose, separate
 from moeverify.faults.setting import make_case
 from moeverify.results.finding import Finding, Place
 from moeverify.results.run import CaseResult
+from moeverify.validation.rules import validate
 
 DDP = {"dp_replicate": 2, "data_parallel": "ddp", "ep": 2}
 FACTOR = "every value is 2 = ep or dp_replicate (alike here: this layout cannot tell) times the right one"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import CustomModel, Optimizer, Recipe, Tolerance
 from moeverify.compare.bounds import FLOOR, Bounds, noise_key, sign_flip_key, update_drift_key
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.layout.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
+from moeverify.validation.load import load_cases
 from moeverify.worker.propagation import MANY, GradientNoise, is_adaptive, propagate, push
 
 CASES = Path(__file__).parents[3] / "cases"

@@ -1,11 +1,11 @@
-"""What must hold inside a recipe, whatever the layout, and inside the checks."""
+"""What must hold inside a recipe, and what of it no layout could keep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeverify.case.rule import Rule, blame, experts, reading, reference_model
-from moeverify.case.schema import Case, Optimizer, Tolerance
+from moeverify.case.rule import blame, experts, reading, reference_model
+from moeverify.case.schema import Case
 from moeverify.errors import Problem
 
 _MODEL = "recipe.model"
@@ -153,54 +153,21 @@ def shared_gates(case: Case) -> Iterator[Problem]:
         )
 
 
-def _only_for(name: str, *owners: str) -> Rule:
-    """Return the rule that the optimizer's field `name` is set for its `owners` only."""
-
-    @reading(f"recipe.optimizer.{name}", "recipe.optimizer.name")
-    def rule(case: Case) -> Iterator[Problem]:
-        optimizer, default = case.recipe.optimizer, getattr(Optimizer(), name)
-        if optimizer.name not in owners and getattr(optimizer, name) != default:
-            message = f"`{name}` has no effect on the optimizer `{optimizer.name}`"
-            written = list(default) if isinstance(default, tuple) else default
-            remedy = f"remove it (or write the default {written} over a base), or use {' or '.join(owners)}"
-            yield blame(f"recipe.optimizer.{name}", message, remedy)
-
-    return rule
-
-
-@reading("recipe.optimizer.name", "recipe.optimizer.betas")
-def memory(case: Case) -> Iterator[Problem]:
-    """Adam divides by 1 - beta^step."""
-    optimizer = case.recipe.optimizer
-    if optimizer.name != "sgd" and max(optimizer.betas) >= 1.0:
-        message = "a beta of 1 never forgets, and divides by zero"
-        yield blame("recipe.optimizer.betas", message, "write numbers below 1")
-
-
-def _fixed_by(name: str) -> Rule:
-    """Return the rule that the number `name` belongs to a fixed tolerance, and is needed there."""
-
-    @reading(f"checks.tolerance.{name}", "checks.tolerance.kind")
-    def rule(case: Case) -> Iterator[Problem]:
-        tolerance = case.checks.tolerance
-        is_given = getattr(tolerance, name) is not None
-        if is_given and tolerance.kind != "fixed":
-            message = f"`{name}` has no effect on the tolerance `{tolerance.kind}`"
-            yield blame(f"checks.tolerance.{name}", message, "write `kind: fixed`, or remove it")
-        elif tolerance.kind == "fixed" and not is_given:
-            message = f"the tolerance `fixed` needs `{name}`"
-            yield blame("checks.tolerance.kind", message, f"write `{name}: 0.0` or more")
-
-    return rule
-
-
-@reading("checks.tolerance.factor", "checks.tolerance.kind")
-def tolerance_factor(case: Case) -> Iterator[Problem]:
-    """Only measured noise is multiplied."""
-    tolerance = case.checks.tolerance
-    if tolerance.kind != "calibrated" and tolerance.factor != Tolerance().factor:
-        message = f"`factor` has no effect on the tolerance `{tolerance.kind}`"
-        yield blame("checks.tolerance.factor", message, "write `kind: calibrated`, or remove it")
+@reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
+def balance_of_parts(case: Case) -> Iterator[Problem]:
+    """A balancing loss over the batch is no sum over its micro-batches, so no layout could be right."""
+    moe = experts(case)
+    if (
+        moe is None
+        or moe.balance_scope != "batch"
+        or moe.balance_coef == 0.0
+        or case.layout.micro_batches == 1
+    ):
+        return
+    message = "with balance_scope `batch` the loss is not the sum over micro_batches"
+    yield blame(
+        "layout.micro_batches", message, "write 1, or set recipe.model.moe.balance_scope to `sequence`"
+    )
 
 
 RECIPE_RULES = (
@@ -216,11 +183,5 @@ RECIPE_RULES = (
     reachable_in_groups,
     group_scores,
     shared_gates,
-    _only_for("momentum", "sgd"),
-    _only_for("betas", "adam", "adamw"),
-    _only_for("eps", "adam", "adamw"),
-    memory,
-    _fixed_by("rtol"),
-    _fixed_by("atol"),
-    tolerance_factor,
+    balance_of_parts,
 )
