@@ -18,14 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from moeverify.bench.profile import read_traffic
 from moeverify.bench.roofline import measure_roofline, synchronize
 from moeverify.case.flops import count_training_flops
-from moeverify.case.schema import Case, ReferenceModel
+from moeverify.case.schema import Case
 from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
 from moeverify.results.measurement import Floors, Spread, Traffic
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import Batch
 from moeverify.train.loop import make_batches
-from moeverify.train.optimizer import build_optimizer
 from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
@@ -73,9 +72,7 @@ class _Stepper:
     def __init__(self, case: Case, program: Program) -> None:
         self._case = case
         self._program = program
-        self._optimizer = build_optimizer(
-            case.recipe.optimizer, program.holdings, program.optimizer_implementation
-        )
+        program.engine.begin(case.recipe.optimizer, program.holdings, program.optimizer_implementation)
         self._batches: Sequence[Sequence[Batch]] = [
             make_batches(case.recipe, program, step) for step in range(self.NUM_BATCHES)
         ]
@@ -84,7 +81,7 @@ class _Stepper:
     def step(self) -> None:
         batches = self._batches[self._number % self.NUM_BATCHES]
         self._number += 1
-        take_step(self._case.recipe, self._program, self._optimizer, batches)
+        take_step(self._case.recipe, self._program, batches)
 
 
 def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[float]:
@@ -131,8 +128,8 @@ def _merge(case: Case, rows: Sequence[Any]) -> dict[str, Any]:
     recipe, num_ranks = case.recipe, len(rows)
     tokens = recipe.data.batch * recipe.data.seq_len
     flops = None
-    if isinstance(recipe.model, ReferenceModel):
-        total = tokens * count_training_flops(recipe.model, recipe.data.seq_len)
+    if recipe.model.reference is not None:
+        total = tokens * count_training_flops(recipe.model.reference, recipe.data.seq_len)
         flops = total / step.median / num_ranks
     exposed = [found[2] for found in traffic if found[2] is not None]
     return {

@@ -15,7 +15,7 @@ def describe_recipe(recipe: Recipe) -> str:
 def _describe_model(recipe: Recipe) -> str:
     model = recipe.model.reference
     if model is None:
-        return recipe.model.functions["recipe.model.factory"]
+        return recipe.model.title
     head = f"{model.preset}: " if model.preset else ""
     layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
     return f"{head}{layers}, hidden {model.hidden}, {_describe_experts(model.moe)}"

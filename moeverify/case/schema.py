@@ -167,6 +167,11 @@ class ReferenceModel(Section):
         return {}
 
     @property
+    def title(self) -> str:
+        """Return what messages call the model."""
+        return self.preset or "the reference model"
+
+    @property
     def reference(self) -> ReferenceModel:
         """Return this model: moeverify knows the modules inside, and so what their names mean."""
         return self
@@ -197,6 +202,11 @@ class CustomModel(Section):
         "(`targets != -100`); by default the cross entropy of the logits",
     )
     vocab_size: Count = Field(description="tokens are drawn from 0 to `vocab_size` - 1")
+
+    @property
+    def title(self) -> str:
+        """Return what messages call the model."""
+        return self.factory
 
     @property
     def moe(self) -> None:

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +196,3 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints directly in a folder, oldest first; an interrupted save is none."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        with suppress(OSError):
-            if not path.name.startswith(".") and (path / MANIFEST).is_file():
-                found.append(((path / MANIFEST).stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.case.schema import Case, Recipe
 from moeverify.controller.machine import answer_version, default_cache
 from moeverify.controller.options import RunOptions
 from moeverify.controller.search_path import search_path
@@ -71,7 +71,7 @@ class GoldenSet:
             "recipes": [recipe.model_dump_json() for recipe in self.recipes],
             "cache": str(self.cache),
             "answer": self.answer,
-            "fresh": [fresh or isinstance(recipe.model, CustomModel) for recipe in self.recipes],
+            "fresh": [fresh or bool(recipe.model.functions) for recipe in self.recipes],
             "search_paths": [search_path(self.cases[recipe.fingerprint()]) for recipe in self.recipes],
         }
         return Job(name="goldens", num_ranks=num_ranks, timeout=GOLDEN_TIMEOUT, payload=payload)

@@ -12,7 +12,8 @@ from moeverify.layout.observer import Observer
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterRecord
 from moeverify.train.data import Batch
-from moeverify.train.program import Program, RouterView, Source
+from moeverify.train.program import Program, Source
+from moeverify.train.routers import RouterView
 
 
 def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from moeverify.case.schema import Recipe
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
-from moeverify.train.optimizer import build_optimizer, optimizer_state
+from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program
 from moeverify.train.schedule import build_schedule
 
@@ -40,7 +40,7 @@ class TrainingState:
     @classmethod
     def begin(cls, recipe: Recipe, program: Program) -> TrainingState:
         """Return the state before the first step."""
-        optimizer = build_optimizer(recipe.optimizer, program.holdings, program.optimizer_implementation)
+        optimizer = program.engine.begin(recipe.optimizer, program.holdings, program.optimizer_implementation)
         return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))
 
     def tensors(self) -> list[LocalShard]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.compare.bounds import EPSILON, noise_key
 from moeverify.compare.comparison import Comparison
 from moeverify.golden.fingerprint import fingerprint
@@ -37,7 +37,7 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device) -> None:
     with GoldenWriter(folder) as writer:
         train(recipe, assemble_single(recipe, device, compute="float64"), writer)
         reference = StoredGolden(writer.flush(), finished=False)
-        if isinstance(recipe.model, CustomModel):
+        if recipe.model.functions:
             check_soundness(recipe, reference, device)
         summary = summarize(recipe, reference)
         if recipe.precision in COARSE:
@@ -92,7 +92,7 @@ def can_accumulate(recipe: Recipe) -> bool:
     """Return whether the recipe's answer does not depend on the micro-batches."""
     if recipe.data.batch % 2:
         return False
-    moe = None if isinstance(recipe.model, CustomModel) else recipe.model.moe
+    moe = recipe.model.moe
     return moe is None or moe.balance_scope == "sequence" or moe.balance_coef == 0.0
 
 

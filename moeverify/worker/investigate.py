@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
 from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.case.schema import Case, Recipe
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.collectives.words import summarize_records
 from moeverify.compare.judging import Judgement
@@ -158,7 +158,7 @@ def _rerun(
     )
     observer = _StepTap(capture, tap, step)
     recipe, stop = case.recipe, max(step, 0) + 1
-    low = recipe.precision != "float64" and not isinstance(recipe.model, CustomModel)
+    low = recipe.precision != "float64" and program.subject.can_replay
     forced = case.checks.steps == "forced"
     train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
     observer.close()
@@ -255,7 +255,7 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
 def _component_source(
     case: Case, golden: StoredGolden, step: int, device: torch.device
 ) -> Callable[[], Components] | None:
-    if isinstance(case.recipe.model, CustomModel) or step < 0:
+    if step < 0:
         return None
     return cache(lambda: make_components(case, golden, step, device))
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moeverify.bench.measure import measure_case
-from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.case.schema import Case, Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.launch.plan import Job, write_atomically
@@ -83,11 +83,7 @@ def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) 
 
 def _targets(case: Case, fault: str | None) -> Iterator[tuple[str, str]]:
     """Yield the functions that a case names, each with the path of its field."""
-    model = case.recipe.model
-    if isinstance(model, CustomModel):
-        yield model.factory, "recipe.model.factory"
-        if model.loss is not None:
-            yield model.loss, "recipe.model.loss"
+    yield from ((target, path) for path, target in case.recipe.model.functions.items())
     if case.layout.parallelize is not None:
         yield case.layout.parallelize, "layout.parallelize"
     if fault is not None:
@@ -122,9 +118,9 @@ def _make_one(recipe: Recipe, device: torch.device, job: Job, *, fresh: bool) ->
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:
-        if not isinstance(recipe.model, CustomModel):
+        if not recipe.model.functions:
             raise
-        text = f"one device cannot train `{recipe.model.factory}`: {describe_error(error)}"
+        text = f"one device cannot train `{recipe.model.title}`: {describe_error(error)}"
         return _note_error(folder, text)
     return {"summary": summary}
 

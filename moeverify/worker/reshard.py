@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.case.schema import Case, CustomModel
+from moeverify.case.schema import Case
 from moeverify.checkpoint.load import load, read_facts
 from moeverify.checkpoint.save import save, save_async
 from moeverify.checks.identity import hash_experts, merge_hashes
@@ -164,13 +164,11 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
 
 def _hash_all(state: TrainingState) -> dict[str, tuple[str, list[int]]]:
     """Return this rank's share of the hash of each expert, of weights and moments."""
-    model = state.recipe.model
-    if isinstance(model, CustomModel) or model.moe is None:
-        return {}
+    subject = state.program.subject
     return {
         name: (region.key, hash_experts(local, region).tolist())
         for name, local, region in list_state(state)
-        if ".experts." in name and region.shape[:1] == (model.moe.num_experts,) and region.numel
+        if subject.count_experts(name, region.shape) and region.numel
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.compare.comparison import Comparison, Reference
 from moeverify.errors import CaseError, Problem
 from moeverify.train.assemble import assemble_single
@@ -33,16 +33,13 @@ def check_soundness(recipe: Recipe, reference: Reference, device: torch.device) 
 
     Raises: CaseError.
     """
-    assert isinstance(recipe.model, CustomModel)
     single_step = recipe.model_copy(update={"steps": 1})
     for what, remedy, program in _variants(recipe, device):
         comparison = Comparison(reference, hash_bits=False)
         train(single_step, program, comparison)
         kind, error = _worst(comparison)
         if error > LIMIT:
-            message = (
-                f"`{recipe.model.factory}` computes another {kind} {what}: off by {error:.2g} of its norm"
-            )
+            message = f"`{recipe.model.title}` computes another {kind} {what}: off by {error:.2g} of its norm"
             raise CaseError([Problem(message, path="recipe.model", remedy=remedy)])
 
 

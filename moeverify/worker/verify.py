@@ -13,7 +13,7 @@ from torch import Tensor
 from moeverify.axes.claims import axis_claims
 from moeverify.axes.groups import axis_affects
 from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case, CustomModel
+from moeverify.case.schema import Case
 from moeverify.checks.collectives import judge_trace
 from moeverify.checks.consistency import judge_coverage, judge_repeat, judge_replicas, judge_sharding
 from moeverify.checks.dtypes import judge_dtypes, tap_dtypes
@@ -33,6 +33,7 @@ from moeverify.results.finding import Finding
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
+from moeverify.train.subjects import subject_of
 from moeverify.train.target import resolve
 from moeverify.worker.investigate import conclude, gather_material
 
@@ -139,7 +140,7 @@ def _train(
 
 def replays_routing(case: Case) -> bool:
     """Return whether the golden's routing is replayed: where rounding could move a token to another expert."""
-    return case.recipe.precision != "float64" and not isinstance(case.recipe.model, CustomModel)
+    return case.recipe.precision != "float64" and subject_of(case.recipe).can_replay
 
 
 class BitRecorder:

@@ -18,7 +18,6 @@ from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel, assemble_single
 from moeverify.train.loop import make_batches, train
-from moeverify.train.optimizer import build_optimizer
 from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
@@ -95,8 +94,8 @@ def check(layout: Layout, recipe: Recipe, expected: Record, rank: int) -> dict[s
 def take_one_step(layout: Layout, recipe: Recipe, expected: Record) -> list[str]:
     """Return which weights of this rank are wrong after a step that nobody watches."""
     program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
-    optimizer = build_optimizer(recipe.optimizer, program.holdings, "foreach")
-    take_step(recipe, program, optimizer, make_batches(recipe, program, 0))
+    program.engine.begin(recipe.optimizer, program.holdings, "foreach")
+    take_step(recipe, program, make_batches(recipe, program, 0))
     actual = Record()
     for held in program.holdings:
         actual.observe(0, "weight", held.name, held.local(), held.region)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moeverify.model.transformer import Transformer
-from moeverify.train import state
+from moeverify.train import engine
 from moeverify.worker import verify as verification
 
 
@@ -56,7 +56,7 @@ def count_models() -> None:
 
 
 def _stray(first: int) -> None:
-    inner = state.build_optimizer
+    inner = engine.build_optimizer
 
     def build(*arguments: Any) -> Any:
         optimizer, calls = inner(*arguments), itertools.count()
@@ -70,7 +70,7 @@ def _stray(first: int) -> None:
         optimizer.register_step_post_hook(add)
         return optimizer
 
-    state.build_optimizer = build
+    engine.build_optimizer = build
 
 
 _STRAYS = itertools.count(1)
