@@ -296,10 +296,7 @@ class Recipe(Section):
 
 
 class Layout(Section):
-    """Everything that must not change the answer.
-
-    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`.
-    """
+    """Everything that must not change the answer: how the model is divided over ranks, and computed there."""
 
     dp_replicate: Degree = Field(
         default=1, description="data-parallel ranks that hold copies of all parameters"

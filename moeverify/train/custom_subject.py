@@ -67,7 +67,7 @@ class CustomSubject:
         self, run: Run, batch: Batch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
         """Return the user's loss as `lm`, and that of each token where the model gives it."""
-        found = self._compute(run, batch, batch.targets)
+        found = self.compute_own_loss(run, batch, batch.targets)
         lm = found.sum() / normalizers.num_valid
         zero = torch.zeros_like(lm)
         by_token = found.shape == batch.targets.shape
@@ -81,7 +81,7 @@ class CustomSubject:
         """Return the parts of the gradient, for the one term `lm`."""
         return CustomParts(self, run, batch, unmasked)
 
-    def _compute(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
+    def compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
         """Return the loss of each token (M, s), or their sum over the valid ones, ()."""
         if self.model.loss is None:
             logits = _read_logits(run.model(batch.tokens), batch)
@@ -111,14 +111,21 @@ class CustomParts:
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
         """Return the gradient of the loss over the tokens of a mask (B, S)."""
-        found = self.subject._compute(self.run, self.batch, self.unmasked.masked_fill(~mask, IGNORED))
-        lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.holdings)
-        zero = {name: torch.zeros_like(value) for name, value in lm.items()}
-        return {"lm": lm, "balance": zero, "z": zero}
+        lm = self._zeros()
+        if bool(mask.any()):  # a user's loss need not be made for no token at all
+            found = self.subject.compute_own_loss(
+                self.run, self.batch, self.unmasked.masked_fill(~mask, IGNORED)
+            )
+            lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.holdings)
+        return {"lm": lm, "balance": self._zeros(), "z": self._zeros()}
 
     def balance_with_padding(self) -> Vector:
         """Return zero: a user's loss has no balance term that is known."""
-        return {held.name: torch.zeros_like(held.tensor, device="cpu") for held in self.run.holdings}
+        return self._zeros()
+
+    def _zeros(self) -> Vector:
+        shards = self.run.holdings
+        return {held.name: torch.zeros_like(held.tensor, device="cpu").detach() for held in shards}
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
