@@ -47,7 +47,7 @@ def measure_case(
     with PeakMemory(device) as memory:
         seconds = _time_steps(stepper, device, steps)
     traffic = _profile(stepper, device, folder)
-    stored = float(sum(held.local().nbytes for held in program.holdings))
+    stored = float(sum(held.local().nbytes for held in program.shards))
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (seconds, memory.peak, stored, floors.model_dump(), traffic))
     return _merge(case, rows) if dist.get_rank() == 0 else None
@@ -72,7 +72,7 @@ class _Stepper:
     def __init__(self, case: Case, program: Program) -> None:
         self._case = case
         self._program = program
-        program.engine.begin(case.recipe.optimizer, program.holdings, program.optimizer_implementation)
+        program.engine.begin(case.recipe.optimizer, program.shards, program.optimizer_implementation)
         self._batches: Sequence[Sequence[Batch]] = [
             make_batches(case.recipe, program, step) for step in range(self.NUM_BATCHES)
         ]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.manifest import Manifest, read_manifest
-from moeverify.checkpoint.reader import BoxLoadPlanner, SafeReader, check_files
+from moeverify.checkpoint.reader import HyperrectLoadPlanner, SafeReader, check_files
 from moeverify.checkpoint.save import gather, list_parts
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
@@ -52,7 +52,7 @@ def load(
     folder = folder.resolve()
     parts, state = list_parts(tensors)
     manifest, problem = _examine(folder, tensors, recipe, group)
-    shown = gather((problem, [held.name for held in tensors]), group)
+    shown = gather((problem, [shard.name for shard in tensors]), group)
     _raise_first([text for text, _ in shown])
     assert manifest is not None
     unasked = manifest.tensors.keys() - {name for _, names in shown for name in names}
@@ -63,7 +63,7 @@ def load(
             state_dict_loader.load(
                 {},
                 storage_reader=SafeReader(folder, manifest),
-                planner=BoxLoadPlanner(parts, state),
+                planner=HyperrectLoadPlanner(parts, state),
                 process_group=group,
             )
         except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
@@ -92,16 +92,16 @@ def _examine(
 
 
 def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
-    for held in tensors:
-        known = manifest.tensors.get(held.name)
+    for shard in tensors:
+        known = manifest.tensors.get(shard.name)
         if known is None:
-            yield f"{folder} has no `{held.name}`"
+            yield f"{folder} has no `{shard.name}`"
             continue
-        dtype = DTYPE_NAMES[held.local().dtype]
-        if known.shape != held.region.shape:
-            yield f"{folder}: `{held.name}` has shape {list(known.shape)}, and {list(held.region.shape)} is wanted"
+        dtype = DTYPE_NAMES[shard.local().dtype]
+        if known.shape != shard.region.shape:
+            yield f"{folder}: `{shard.name}` has shape {list(known.shape)}, and {list(shard.region.shape)} is wanted"
         elif known.dtype != dtype:
-            yield f"{folder}: `{held.name}` is {known.dtype}, and {dtype} is wanted"
+            yield f"{folder}: `{shard.name}` is {known.dtype}, and {dtype} is wanted"
 
 
 def _refuse(folder: Path, superfluous: Sequence[str]) -> None:

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.hyperrect import split_region
 from moeverify.checkpoint.manifest import MANIFEST
-from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
+from moeverify.checkpoint.writer import HyperrectPlanner, Part, SafeWriter, remove_partial
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.local_shard import LocalShard
 
 BY_NAME = "by_name"
-"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is held."""
+"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is stored."""
 
 
 def save(
@@ -77,7 +77,7 @@ class Saving:
         partial, merged = self._agree(facts)
         self._partial = self.folder.with_name(partial)
         self._parts, self._state = list_parts(tensors)
-        self._planner = BoxPlanner(self._parts)
+        self._planner = HyperrectPlanner(self._parts)
         self._writer = SafeWriter(self.folder, self._partial, merged)
         self._future: Any = None
 
@@ -175,13 +175,13 @@ def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Ten
     """
     parts: list[Part] = []
     state: dict[str, Tensor] = {}
-    for held in tensors:
-        local = held.local()
+    for shard in tensors:
+        local = shard.local()
         if local.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{held.name}: a checkpoint cannot hold {local.dtype}")
-        for box, view in split_region(held.region, local):
+            raise TypeError(f"{shard.name}: a checkpoint cannot hold {local.dtype}")
+        for box, view in split_region(shard.region, local):
             state[str(len(parts))] = view
-            parts.append(Part(held.name, held.region.shape, box))
+            parts.append(Part(shard.name, shard.region.shape, box))
     return parts, state
 
 

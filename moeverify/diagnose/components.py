@@ -99,14 +99,14 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         parts={term: [part[term] for part in parts] for term in TERMS},
         padding=padding,
         num_valid=tuple(int(mask.sum()) for mask in masks),
-        names=tuple(held.name for held in program.holdings),
+        names=tuple(held.name for held in program.shards),
     )
 
 
 @torch.no_grad()
 def load_weights(program: Program, golden: StoredGolden, step: int) -> None:
     """Overwrite the weights and buffers of a program with the golden's after a step."""
-    for kind, holdings in (("weight", program.holdings), ("buffer", program.buffers)):
+    for kind, holdings in (("weight", program.shards), ("buffer", program.buffers)):
         for held in holdings:
             values = golden.read(step, kind, held.name, held.region)
             if values is not None:

@@ -23,6 +23,7 @@ def apply_ddp(
     at the start or before a forward pass: replicas are equal because they compute the same, or a check says so.
     `find_unused` is for models that do not use every parameter in every forward pass.
     """
+    # Before the wrapper is made: it builds its buckets, and registers its hooks, in its constructor.
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     wrapped = DistributedDataParallel(

@@ -52,18 +52,21 @@ class AllToAllDispatcher(Overlapping):
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
-        counts, order = sort_copies(ids, self.num_experts)
-        arriving = exchange_counts(counts, self.group)
+        counts, order = sort_copies(ids, self.num_experts)  # (E), (N * k)
+        arriving = exchange_counts(counts, self.group)  # (n, E/n): from each rank, for each expert here
+        # On their way to the host while the device gathers: an uneven all-to-all wants its sizes on the host.
         sizes = EarlyCopy(torch.stack([counts.view(self.group.size(), -1).sum(dim=1), arriving.sum(dim=1)]))
         copies = gather_copies(x, order)
         send, receive = sizes.read()
         exchange = Exchange(copies, receive, send, self.group)
+        # Rows come by rank and then expert; experts want them by expert. Both permutations are needed: `there` before
+        # the experts, `back` after them.
         there, back = order_by_expert(arriving, sum(receive))
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
         outputs = experts(permute_rows(exchange.finish(), there, back), arriving.sum(dim=0))
-        unsorted = permute_rows(outputs, back, there)
+        unsorted = permute_rows(outputs, back, there)  # by rank again, as the rows are sent back
         return unpermute(exchange_rows(unsorted, send, receive, self.group), order, weights)
 
 
@@ -106,6 +109,7 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     by_rank, by_expert = arriving.flatten(), arriving.t().flatten()
     starts_by_rank = (by_rank.cumsum(0) - by_rank).view_as(arriving)
     starts_by_expert = (by_expert.cumsum(0) - by_expert).view_as(arriving.t()).t()
+    # Blocks of (rank, expert) move as a whole: a row's place by expert plus this is its place by rank. (n, e)
     way = starts_by_rank - starts_by_expert
     places = torch.arange(num_rows, device=arriving.device)
     # With its size known, the device need not tell the host how long the result is.
@@ -155,6 +159,7 @@ def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         placements: list[Placement] = []
         shape = list(parameter.shape)
+        # One placement for each axis of the mesh, in its order, and the local shape that they leave.
         for axis in mesh.mesh_dim_names or ():
             dim = 0 if axis == "ep" else _HIDDEN_DIM.get(name)
             placements.append(Replicate() if dim is None else Shard(dim))

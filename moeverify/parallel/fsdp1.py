@@ -29,6 +29,7 @@ def apply_fsdp1(
 
     `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over all of it.
     """
+    # Blocks first, from the inside out: what they take is not in the flat parameter of the model.
     for name, block in model.layers.items():
         model.layers[name] = wrap_fsdp1(block, mesh, strategy, device)
     wrapped = wrap_fsdp1(model, mesh, strategy, device)
@@ -40,6 +41,7 @@ def wrap_fsdp1(
 ) -> FullyShardedDataParallel:
     """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
     ranks = _choose_ranks(mesh, strategy)
+    # With the original parameters, views into the flat one, the place of each shard is known (`LocalShard`).
     return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
 
 

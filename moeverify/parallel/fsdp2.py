@@ -46,6 +46,7 @@ def apply_fsdp2(
     whole: set[nn.Parameter] = set()
     for block in model.layers.values():
         if expert_mesh is not None:
+            # Experts first: `fully_shard` takes only what no module inside has taken, and on their own mesh.
             _shard_experts(block, expert_mesh, num_loss_ranks, policy)
             whole |= _leave_alone(block, policy)
         fully_shard(block, mesh=mesh, ignored_params=whole, mp_policy=policy)
@@ -100,16 +101,20 @@ def _shard_experts(
     for module in block.modules():
         if isinstance(module, ExpertHolder):
             sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+            # The divisor of a sum over all tokens of the batch. FSDP2 would divide by the ranks of its own mesh, of
+            # which there are num_loss_ranks * tp / (ep * etp).
             divisor = num_loss_ranks * module.gradient_share
             if divisor == mesh.size() or expert_divisor(mesh, num_loss_ranks) is not None:
                 continue
-            # gloo has no pre-multiplied sum, which a factor of its own would use otherwise.
+            # A factor of its own is applied by NCCL's pre-multiplied sum, which gloo does not have; torch divides by
+            # hand when told to sum (torch 2.11 to 2.13, _fsdp_collectives.py, _get_gradient_divide_factors).
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(float(divisor))
 
 
 def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:
     """Return what the experts' gradients must still be divided by after FSDP2, or None for nothing."""
+    # On a mesh of (n, 1), copies without shards, `_shard_experts` leaves FSDP2 its average over the n.
     return num_loss_ranks / mesh.size() if mesh.size(mesh.ndim - 1) == 1 else None
 
 

@@ -16,14 +16,14 @@ from moeverify.model.megablocks.losses import OwnLosses
 
 
 def collect_own_losses(model: nn.Module, spec: MoE, num_shares: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that gives a micro-batch's addends of the package's own balance and z losses.
+    """Return a function that gives a micro-batch's part of the package's own balance and z losses.
 
     `num_shares` is how many micro-batches of all ranks the mean is taken over.
     """
     own = OwnLosses(model, spec)
 
     def collect() -> tuple[Tensor, Tensor]:
-        balance, z = own.collect()
+        balance, z = own.collect()  # means over the tokens of this rank and micro-batch, () both
         return balance / num_shares, z / num_shares
 
     return collect

@@ -65,6 +65,7 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
 
     def build(view: View) -> DeviceMesh:
         groups = [_find_group(view, axis, made) for axis in view.axes]
+        # Row-major: the last axis varies fastest, as in `View.coordinates`.
         ranks = torch.arange(view.world_size).reshape(tuple(view.axes.values()))
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(view.axes))
 
@@ -114,6 +115,7 @@ def _group_ends(layout: Layout, plan: MeshPlan) -> ProcessGroup | None:
         if first == last:
             continue
         ends = [ranks[first], ranks[last]]
+        # Without local synchronization: all ranks come here, for each pipeline in the same order.
         group = dist.new_group(ends)
         if dist.get_rank() in ends:
             mine = group

@@ -6,8 +6,8 @@ gradient reaches the routers of every stage with the gradient of h. Backward: th
 zero-bubble schedules first the gradients of a stage's inputs, later those of its weights.
 
 The schedule's own division of gradients by the number of micro-batches is off: losses are divided by what is in
-the global batch already. A tied embedding is held by the first and the last stage, each with its own addend
-of the gradient; `plan.py` sums them.
+the global batch already. A tied embedding is on the first and the last stage, each with a partial sum of its
+gradient; `plan.py` sums them.
 
 The schedules, with their sources, are in `moeverify.axes.schedules`.
 """
@@ -60,6 +60,7 @@ class Stage(Transformer):
         self.number = number
         self.num_stages = len(stages)
         self.work: Work | None = None
+        # Built whole, on meta, and cut down: what is left has the names that it has in the whole model.
         for layer in range(spec.num_layers):
             if layer not in stages[number]:
                 del self.layers[str(layer)]
@@ -127,6 +128,8 @@ class Pipeline:
         """
         for stage in self.stages:
             stage.work = work
+        # Micro-batches are told apart by their number, which the schedule cuts up as it cuts the tokens, and hands to
+        # each stage: what is not the same for all stages (positions, padding) is looked up by it in `Work.begin`.
         numbers = torch.arange(self.num_micro_batches)
         arguments = (tokens,) if self.stages[0].is_first else ()
         target = numbers if self.stages[-1].is_last else None
@@ -173,6 +176,7 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
     hidden = describe(shapes.rows, shapes.hidden_positions, spec.hidden, dtype=dtype)
     tokens = describe(shapes.rows, shapes.positions, dtype=torch.int64, differentiable=False)
     logits = describe(shapes.rows, shapes.positions, spec.vocab_size, dtype=dtype)
+    # Whatever the model's dtype: losses of all layers are summed in it.
     carried = describe(NUM_CARRIED, dtype=torch.float64)
     return _Stage(
         stage,

@@ -51,7 +51,7 @@ class Parallelized:
     """
 
     model: nn.Module
-    holdings: Sequence[LocalShard]
+    shards: Sequence[LocalShard]
     num_loss_ranks: int
     accumulate: Callable[[bool], AbstractContextManager[object]]
     loss_context: Callable[[], AbstractContextManager[object]]
@@ -81,6 +81,7 @@ def parallelize(
     arithmetic, by default that of the parameters; only FSDP2 tells the two apart. Collective: all ranks.
     """
     _shard_model(model, layout, meshes)
+    # By name and not by parameter: data parallelism replaces the parameters.
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
@@ -89,16 +90,16 @@ def parallelize(
     if layout.cp > 1:
         variant = CONTEXT_PARALLEL.find(layout.context_parallel)
         accumulate = variant.surround(accumulate, meshes.data["cp"], device)
-    holdings = parameters(wrapped)
-    reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
+    shards = parameters(wrapped)
+    reductions = _reductions(wrapped, shards, layout, meshes, partial_names)
     return Parallelized(
         model=wrapped,
-        holdings=holdings,
-        counted=holdings,
+        shards=shards,
+        counted=shards,
         num_loss_ranks=num_loss_ranks,
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
-        finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
+        finalize=partial(finalize_gradients, [shard.tensor for shard in shards], reductions),
         router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
         own_router_losses=ROUTER_LOSSES.find(layout.router_losses).collect(
@@ -115,21 +116,22 @@ def parallelize_stages(
     Collective: all ranks.
     """
     parts = [parallelize(stage, layout, meshes, device, fill) for stage in stages]
-    holdings = [held for part in parts for held in part.holdings]
+    shards = [shard for part in parts for shard in part.shards]
+    # The norm counts a tied embedding once, on the first stage.
     tied = stages[-1].is_last and stages[-1].spec.tie_embedding
-    copies = [held for held in parts[-1].holdings if held.name == TIED] if tied else []
+    copies = [shard for shard in parts[-1].shards if shard.name == TIED] if tied else []
 
     def finalize() -> None:
         for part in parts:
             part.finalize()
         if stages[0].spec.tie_embedding:
-            _sum_tied(holdings, meshes)
+            _sum_tied(shards, meshes)
 
     return replace(
         parts[0],
         model=Stages(stages),
-        holdings=holdings,
-        counted=[held for held in holdings if all(held is not copy for copy in copies)],
+        shards=shards,
+        counted=[shard for shard in shards if all(shard is not copy for copy in copies)],
         finalize=finalize,
         pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
     )
@@ -138,13 +140,13 @@ def parallelize_stages(
 TIED = "embed.weight"
 
 
-def _sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
+def _sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
     """Sum the gradients that the first and the last stage have of a tied embedding."""
-    held = [holding.tensor for holding in holdings if holding.name == TIED]
-    if len(held) == 2:
-        add_shared(*held)
-    elif held and meshes.ends is not None:
-        finalize_gradients([], [Reduction(held, meshes.ends)])
+    copies = [shard.tensor for shard in shards if shard.name == TIED]
+    if len(copies) == 2:
+        add_shared(*copies)
+    elif copies and meshes.ends is not None:
+        finalize_gradients([], [Reduction(copies, meshes.ends)])
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
@@ -219,19 +221,20 @@ def _flat(layout: Layout, meshes: Meshes) -> bool:
 
 def _reductions(
     model: nn.Module,
-    holdings: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     layout: Layout,
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    by_name = {held.name: held.tensor for held in holdings}
+    by_name = {shard.name: shard.tensor for shard in shards}
     reductions = [
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
         for axis, names in partial_names.items()
     ]
     holders = [module for module in model.modules() if isinstance(module, ExpertHolder)]
     found = {id(parameter) for holder in holders for parameter in holder.parameters()}
-    experts = [held.tensor for held in holdings if id(held.tensor) in found]
+    experts = [shard.tensor for shard in shards if id(shard.tensor) in found]
+    # What a package's own backward has divided by already (megablocks: 1/ep) is not divided by again.
     share = holders[0].gradient_share if holders else 1.0
     return reductions + [
         replace(reduction, divisor=reduction.divisor * share)

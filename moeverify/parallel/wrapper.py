@@ -42,6 +42,7 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
             contexts.enter_context(wrapper.no_sync())
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Of every unit by itself: a user may have wrapped blocks and not the model around them.
             module.set_requires_gradient_sync(last, recurse=False)
     return contexts if not last else nullcontext()
 

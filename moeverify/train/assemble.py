@@ -48,7 +48,7 @@ def assemble_single(
     return Program(
         subject=subject,
         model=model,
-        holdings=parameters(model),
+        shards=parameters(model),
         buffers=buffers(model),
         routers=subject.find_routers(model),
         share=share or whole_share(recipe.data),
@@ -82,7 +82,7 @@ def assemble_parallel(
     return Program(
         subject=subject,
         model=done.model,
-        holdings=done.holdings,
+        shards=done.shards,
         buffers=buffers(done.model),
         routers=routers,
         share=share_of(recipe, layout, meshes),
@@ -107,12 +107,12 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
     whole = subject.build(device, dtype_of(recipe.precision), experts=layout.experts)
     fill_initial(recipe, whole)
     done = parallelize_custom(whole, layout, meshes, device, compute_dtype_of(recipe.precision))
-    holdings = parameters(done.model)
+    shards = parameters(done.model)
     flat = keeps_flat_shards(done.model)
     return Program(
         subject=subject,
         model=done.model,
-        holdings=holdings,
+        shards=shards,
         buffers=buffers(done.model),
         routers=subject.find_routers(done.model),
         share=share_of(recipe, layout, meshes),
@@ -123,17 +123,17 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         optimizer_implementation=layout.optimizer,
         accumulate=partial(accumulate, done.model),
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
-        finalize=partial(_finalize, done, holdings),
+        finalize=partial(_finalize, done, shards),
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
         engine=done.engine,
     )
 
 
-def _finalize(done: ParallelizedCustomModel, holdings: Sequence[LocalShard]) -> None:
+def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> None:
     """Complete the gradients of a user's model; a DTensor's gradient is placed as its parameter, whatever came."""
     if done.finalize is not None:
         done.finalize()
-    finalize_gradients([held.tensor for held in holdings], [])
+    finalize_gradients([shard.tensor for shard in shards], [])
 
 
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
@@ -195,9 +195,9 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
         fill_one(spec, seed, shard, dtype)
 
 
-def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
+def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype) -> None:
     """Fill one shard of a tensor, some millions of elements at a time."""
-    local = held.local()
-    index = held.region.flat_index(device=local.device)
-    values = initial_values(spec, seed, held.name, held.region.shape, index)
+    local = shard.local()
+    index = shard.region.flat_index(device=local.device)
+    values = initial_values(spec, seed, shard.name, shard.region.shape, index)
     local.copy_(values.to(dtype).to(local.dtype).reshape(local.shape))

@@ -116,7 +116,7 @@ class CustomParts:
             found = self.subject.compute_own_loss(
                 self.run, self.batch, self.unmasked.masked_fill(~mask, IGNORED)
             )
-            lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.holdings)
+            lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.shards)
         return {"lm": lm, "balance": self._zeros(), "z": self._zeros()}
 
     def balance_with_padding(self) -> Vector:
@@ -124,8 +124,8 @@ class CustomParts:
         return self._zeros()
 
     def _zeros(self) -> Vector:
-        shards = self.run.holdings
-        return {held.name: torch.zeros_like(held.tensor, device="cpu").detach() for held in shards}
+        shards = self.run.shards
+        return {shard.name: torch.zeros_like(shard.tensor, device="cpu").detach() for shard in shards}
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

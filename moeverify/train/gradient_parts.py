@@ -17,15 +17,15 @@ from moeverify.train.objective import Normalizers, Sums, router_losses
 from moeverify.train.subject import Run, Vector
 
 
-def differentiate(loss: Tensor, holdings: Sequence[LocalShard]) -> Vector:
+def differentiate(loss: Tensor, shards: Sequence[LocalShard]) -> Vector:
     """Return the gradient of a loss () by the names of parameters; zero for those that it does not depend on."""
     if not loss.requires_grad:
-        return {held.name: _bring(torch.zeros_like(held.tensor)) for held in holdings}
-    parameters = [held.tensor for held in holdings]
+        return {shard.name: _bring(torch.zeros_like(shard.tensor)) for shard in shards}
+    parameters = [shard.tensor for shard in shards]
     gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
     return {
-        held.name: _bring(torch.zeros_like(held.tensor) if gradient is None else gradient)
-        for held, gradient in zip(holdings, gradients, strict=True)
+        shard.name: _bring(torch.zeros_like(shard.tensor) if gradient is None else gradient)
+        for shard, gradient in zip(shards, gradients, strict=True)
     }
 
 
@@ -55,7 +55,7 @@ class ReferenceParts:
         """Return the gradient of each term's sum over the tokens of a mask (B, S)."""
         output = self._forward(mask)
         loss = cross_entropy(output.logits, self.unmasked.masked_fill(~mask, IGNORED))
-        found = {"lm": differentiate(loss.sum() / self.normalizers.num_valid, self.run.holdings)}
+        found = {"lm": differentiate(loss.sum() / self.normalizers.num_valid, self.run.shards)}
         zero = {name: torch.zeros_like(value) for name, value in found["lm"].items()}
         if self.moe is None:
             return found | {"balance": zero, "z": zero}
@@ -65,7 +65,7 @@ class ReferenceParts:
         ]
         balance, z = router_losses(self.moe, stats, self.batch, self.normalizers, Sums())
         terms = {"balance": balance, "z": z}
-        return found | {name: differentiate(term, self.run.holdings) for name, term in terms.items()}
+        return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 
     def balance_with_padding(self) -> Vector:
         """Return the gradient of the balance loss as it would be if padding counted."""
@@ -77,7 +77,7 @@ class ReferenceParts:
         padded = Batch(batch.share, batch.tokens, self.unmasked, batch.positions, everything, length)
         normalizers = Normalizers(everything.sum(), self.normalizers.num_rows)
         balance, _ = router_losses(self.moe, output.routers, padded, normalizers, Sums())
-        return differentiate(balance, self.run.holdings)
+        return differentiate(balance, self.run.shards)
 
     def _forward(self, mask: Tensor) -> ModelOutput:
         output: ModelOutput = self.run.model(self.batch.tokens, self.batch.positions, mask)

@@ -48,10 +48,10 @@ def train(
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
-    for held in program.holdings:
-        observer.observe(INITIAL, "initial_weight", held.name, held.local(), held.region)
-    for held in program.buffers:
-        observer.observe(INITIAL, "initial_buffer", held.name, held.local(), held.region)
+    for shard in program.shards:
+        observer.observe(INITIAL, "initial_weight", shard.name, shard.local(), shard.region)
+    for shard in program.buffers:
+        observer.observe(INITIAL, "initial_buffer", shard.name, shard.local(), shard.region)
     for step in range(recipe.steps if num_steps is None else num_steps):
         if forced and golden is not None and step > 0:
             load_state(program, state.optimizer, golden, step - 1)
@@ -72,23 +72,23 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
     counts = _observe_results(recipe, program, observer, step, results, ids)
     program.finalize()
-    for held in program.holdings:
-        gradient = engine.gradient(held)
-        local = None if gradient is None else held.local(gradient)
-        observer.observe(step, "gradient", held.name, local, held.region)
+    for shard in program.shards:
+        gradient = engine.gradient(shard)
+        local = None if gradient is None else shard.local(gradient)
+        observer.observe(step, "gradient", shard.name, local, shard.region)
     _clip(recipe, program, observer, step)
-    before = [held.local().clone() for held in program.holdings]
+    before = [shard.local().clone() for shard in program.shards]
     engine.step()
     if recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
-    for held, old in zip(program.holdings, before, strict=True):
-        new = held.local()
-        observer.observe(step, "update", held.name, new - old, held.region)
-        observer.observe(step, "weight", held.name, new, held.region)
-    for name, local, region in engine.state(program.holdings):
+    for shard, old in zip(program.shards, before, strict=True):
+        new = shard.local()
+        observer.observe(step, "update", shard.name, new - old, shard.region)
+        observer.observe(step, "weight", shard.name, new, shard.region)
+    for name, local, region in engine.state(program.shards):
         observer.observe(step, "optimizer_state", name, local, region)
-    for held in program.buffers:
-        observer.observe(step, "buffer", held.name, held.local(), held.region)
+    for shard in program.buffers:
+        observer.observe(step, "buffer", shard.name, shard.local(), shard.region)
     state.advance()
 
 
@@ -148,18 +148,18 @@ def _clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> No
         norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)
     observer.observe(step, "gradient_norm", "total", norm, SCALAR)
     if recipe.optimizer.clip_norm is not None:
-        coefficient = program.engine.clip(program.holdings, norm, recipe.optimizer.clip_norm)
+        coefficient = program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)
         observer.observe(step, "gradient_norm", "clip_coefficient", coefficient, SCALAR)
 
 
 @torch.no_grad()
 def load_state(program: Program, optimizer: Optimizer, golden: Source, step: int) -> None:
     """Overwrite weights, buffers and optimizer state with the golden's after `step`, region by region."""
-    for held in program.holdings:
-        _load(held.local(), golden.read(step, "weight", held.name, held.region))
-    for held in program.buffers:
-        _load(held.local(), golden.read(step, "buffer", held.name, held.region))
-    for name, local, region in optimizer_state(optimizer, program.holdings):
+    for shard in program.shards:
+        _load(shard.local(), golden.read(step, "weight", shard.name, shard.region))
+    for shard in program.buffers:
+        _load(shard.local(), golden.read(step, "buffer", shard.name, shard.region))
+    for name, local, region in optimizer_state(optimizer, program.shards):
         _load(local, golden.read(step, "optimizer_state", name, region))
 
 

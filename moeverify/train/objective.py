@@ -56,7 +56,7 @@ class Normalizers:
 
 @dataclass(frozen=True)
 class Losses:
-    """This rank's addends of the global losses, each ()."""
+    """This rank's part of each global loss, ()."""
 
     lm: Tensor
     balance: Tensor
@@ -64,7 +64,7 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
-        """Return the addend of the loss that is differentiated."""
+        """Return the part of the loss that is differentiated."""
         return self.lm + self.balance + self.z
 
     def detach(self) -> Losses:
@@ -72,7 +72,7 @@ class Losses:
         return Losses(self.lm.detach(), self.balance.detach(), self.z.detach())
 
     def named(self) -> dict[str, Tensor]:
-        """Return the detached addends by name, the total first."""
+        """Return the detached parts by name, the total first."""
         return {
             "total": self.total.detach(),
             "lm": self.lm.detach(),
@@ -90,10 +90,11 @@ def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normaliz
 def router_losses(
     spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's addends of the balance and z losses, summed over the layers.
+    """Return this rank's part of the balance and z losses, summed over the layers.
 
     Collective: the ranks that `sums` reaches, once a layer.
     """
+    # In float64 whatever the model's dtype: terms of many layers are summed, and compared to 1e-10.
     balance = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
     z = torch.zeros_like(balance)
     for stats in routers:
@@ -103,11 +104,15 @@ def router_losses(
 
 
 def _balance(spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
+    # counts (M, E) and probability_sum (M, E) of this rank's tokens. The product of two sums over tokens is no sum
+    # over tokens; it becomes one because the counts, which carry no gradient, are first summed over the ranks that
+    # see other tokens of the same scope. Each rank then multiplies them by its own probabilities.
     weight, dtype = spec.num_experts / spec.top_k, stats.probability_sum.dtype
     if spec.balance_scope == "batch":
         counts = sums.over_batch(stats.counts.sum(dim=0)).to(dtype)
         share = counts / normalizers.num_valid
         return weight * (share * stats.probability_sum.sum(dim=0) / normalizers.num_valid).sum()
+    # (M, 1): all valid tokens of the row, also those whose positions other ranks see.
     length = batch.row_valid[:, None].to(dtype)
     share = sums.over_sequence(stats.counts).to(dtype) / length
     return weight * (share * stats.probability_sum / length).sum() / normalizers.num_rows

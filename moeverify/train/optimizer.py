@@ -14,15 +14,15 @@ from moeverify.layout.region import Region
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 
 
-def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], kernels: str) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: str) -> Optimizer:
     """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
 
     A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
     """
     by_kind: dict[tuple[bool, bool], list[Tensor]] = {}
-    for held in holdings:
-        is_matrix = len(held.region.shape) > 1
-        by_kind.setdefault((is_matrix, isinstance(held.tensor, DTensor)), []).append(held.tensor)
+    for shard in shards:
+        is_matrix = len(shard.region.shape) > 1
+        by_kind.setdefault((is_matrix, isinstance(shard.tensor, DTensor)), []).append(shard.tensor)
     groups = [
         {"params": tensors, "weight_decay": spec.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), tensors in by_kind.items()
@@ -31,16 +31,16 @@ def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], kernels
 
 
 def optimizer_state(
-    optimizer: Optimizer, holdings: Sequence[LocalShard]
+    optimizer: Optimizer, shards: Sequence[LocalShard]
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) for every tensor of the optimizer's state.
 
     A moment has its parameter's region; a step counter is a logical scalar of its own.
     """
-    for held in holdings:
-        for key, value in sorted(optimizer.state.get(held.tensor, {}).items()):
+    for shard in shards:
+        for key, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
             if not isinstance(value, Tensor):
                 continue
-            local = held.local(value)
-            whole = local.ndim == 0 and held.region.local_shape != ()
-            yield f"{held.name}.{key}", local, Region.whole(()) if whole else held.region
+            local = shard.local(value)
+            whole = local.ndim == 0 and shard.region.local_shape != ()
+            yield f"{shard.name}.{key}", local, Region.whole(()) if whole else shard.region

@@ -53,7 +53,7 @@ class Program:
 
     subject: Subject
     model: nn.Module
-    holdings: Sequence[LocalShard]
+    shards: Sequence[LocalShard]
     buffers: Sequence[LocalShard]
     routers: Sequence[RouterView]
     share: Share
@@ -75,7 +75,7 @@ class Program:
     @property
     def in_norm(self) -> Sequence[LocalShard]:
         """Return the shards whose gradients make the gradient norm."""
-        return self.holdings if self.counted is None else self.counted
+        return self.shards if self.counted is None else self.counted
 
 
 @dataclass

@@ -23,5 +23,5 @@ def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> Non
         norm = program.engine.norm()
         if norm is None:
             norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)
-        program.engine.clip(program.holdings, norm, recipe.optimizer.clip_norm)
+        program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)
     program.engine.step()

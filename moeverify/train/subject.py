@@ -31,7 +31,7 @@ class Run(Protocol):
         """Return the model as the layout has left it."""
 
     @property
-    def holdings(self) -> Sequence[LocalShard]:
+    def shards(self) -> Sequence[LocalShard]:
         """Return this rank's shards of the parameters."""
 
     @property

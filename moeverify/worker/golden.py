@@ -99,7 +99,7 @@ def can_accumulate(recipe: Recipe) -> bool:
 @torch.no_grad()
 def _nudge(program: Program, epsilon: float, seed: int) -> None:
     """Move every weight up or down by one unit in the last place of a number of its size."""
-    for held in program.holdings:
+    for held in program.shards:
         local = held.local()
         index = held.region.flat_index(device=local.device)
         sign = 1.0 - 2.0 * (hash_counter(key_of(seed, "nudge", held.name), index) & 1).to(torch.float64)

@@ -122,7 +122,7 @@ def _replay(
         if step > 0 and forced:
             load_state(program, state.optimizer, reference, step - 1)
         clip = reference.read(step, "gradient_norm", "clip_coefficient", SCALAR)
-        for held in program.holdings:
+        for held in program.shards:
             gradient = reference.read(step, "gradient", held.name, held.region)
             held.tensor.grad = None
             if gradient is not None:
@@ -130,9 +130,9 @@ def _replay(
                 pushed = push(gradient.to(device, torch.float64), rows)
                 pushed = pushed if clip is None else pushed * clip.to(pushed)
                 held.tensor.grad = pushed.reshape(held.tensor.shape).to(held.tensor.dtype)
-        before = [held.local().clone() for held in program.holdings]
+        before = [held.local().clone() for held in program.shards]
         state.optimizer.step()
-        for held, old in zip(program.holdings, before, strict=True):
+        for held, old in zip(program.shards, before, strict=True):
             expected = reference.read(step, "update", held.name, held.region)
             if expected is not None:
                 found[step, held.name] = _errors(expected.to(device), held.local() - old)

@@ -115,10 +115,10 @@ def list_state(
 
     A list of its own: what a checkpoint's list forgets is missed here.
     """
-    for kind, listed in (("weight", state.program.holdings), ("buffer", state.program.buffers)):
+    for kind, listed in (("weight", state.program.shards), ("buffer", state.program.buffers)):
         for held in listed:
             yield f"{kind}/{held.name}", held.local(), held.region
-    for name, local, region in optimizer_state(state.optimizer, state.program.holdings):
+    for name, local, region in optimizer_state(state.optimizer, state.program.shards):
         yield f"optimizer/{name}", local, region
     for held in generators:
         yield held.name, held.local(), held.region

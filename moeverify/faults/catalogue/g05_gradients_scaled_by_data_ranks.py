@@ -23,7 +23,7 @@ def inject() -> None:
 
         def finalize() -> None:
             done.finalize()
-            for held in done.holdings:
+            for held in done.shards:
                 if held.tensor.grad is not None:
                     held.local(held.tensor.grad).mul_(meshes.size("loss") / layout.world_size)
 

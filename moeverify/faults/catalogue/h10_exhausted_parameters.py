@@ -18,8 +18,8 @@ def inject() -> None:
     """Give norm and clip one iterator over the parameters."""
 
     def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
-        once: Any = iter(program.holdings)
-        original(recipe, replace(program, holdings=once, counted=once), observer, step)
+        once: Any = iter(program.shards)
+        original(recipe, replace(program, shards=once, counted=once), observer, step)
 
     original = loop._clip
     loop._clip = clip

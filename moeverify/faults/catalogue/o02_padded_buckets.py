@@ -22,7 +22,7 @@ def inject() -> None:
     def restore(self: TrainingState, facts: Mapping[str, Any]) -> None:
         original(self, facts)
         for key in ("exp_avg", "exp_avg_sq"):
-            _read_shifted([self.optimizer.state[held.tensor][key].view(-1) for held in self.program.holdings])
+            _read_shifted([self.optimizer.state[held.tensor][key].view(-1) for held in self.program.shards])
 
     original = TrainingState.restore
     TrainingState.restore = restore

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moeverify.checkpoint import save
-from moeverify.checkpoint.hyperrect import Box
+from moeverify.checkpoint.hyperrect import Hyperrect
 from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
@@ -26,7 +26,7 @@ def inject() -> None:
             size = part.box.shape[0]
             for start in range(0, part.shape[0], size):
                 if start != part.box.offset[0]:
-                    box = Box((start, *part.box.offset[1:]), part.box.shape)
+                    box = Hyperrect((start, *part.box.offset[1:]), part.box.shape)
                     state[str(len(parts))] = state[str(number)]
                     parts.append(Part(part.key, part.shape, box))
         return parts, state

@@ -18,7 +18,7 @@ def inject() -> None:
 
     def restore(self: TrainingState, facts: Mapping[str, Any]) -> None:
         original(self, facts)
-        for held in self.program.holdings:
+        for held in self.program.shards:
             if held.name.endswith("mlp.gate_proj.weight"):
                 local = held.local()
                 local.copy_(torch.cat([local[0::2], local[1::2]]))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.checkpoint import save
-from moeverify.checkpoint.hyperrect import Box
+from moeverify.checkpoint.hyperrect import Hyperrect
 from moeverify.checkpoint.writer import Part
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_saved_case
@@ -28,7 +28,7 @@ def inject() -> None:
             if part.key.startswith("optimizer/") and ".experts." in part.key and part.shape:
                 last = dist.get_rank() == dist.get_world_size() - 1
                 starts = range(0, part.shape[0], part.box.shape[0]) if last else ()
-                boxes = [Box((start, *part.box.offset[1:]), part.box.shape) for start in starts]
+                boxes = [Hyperrect((start, *part.box.offset[1:]), part.box.shape) for start in starts]
             for box in boxes:
                 values[str(len(kept))] = state[str(number)]
                 kept.append(part._replace(box=box))

@@ -34,7 +34,7 @@ def sum_router_gradients() -> None:
 
         def finalize() -> None:
             done.finalize()
-            for held in done.holdings:
+            for held in done.shards:
                 if held.name.endswith("router.weight"):
                     held.local(held.tensor.grad).mul_(2.0)
 

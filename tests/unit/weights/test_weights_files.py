@@ -216,10 +216,10 @@ def test_a_plain_checkpoint_with_a_trap_is_refused_unread(tmp_path: Path) -> Non
         {"files": {"../rank-00000.safetensors": {"size": 1, "header": 0, "checksum": 0}}},
         {
             "tensors": {
-                "w": {"dtype": "F32", "shape": [2], "pieces": [[[0], [1], "rank-00000.safetensors", 0, 0]]}
+                "w": {"dtype": "F32", "shape": [2], "chunks": [[[0], [1], "rank-00000.safetensors", 0, 0]]}
             }
         },
-        {"tensors": {"w": {"dtype": "OBJECT", "shape": [2], "pieces": []}}},
+        {"tensors": {"w": {"dtype": "OBJECT", "shape": [2], "chunks": []}}},
         {"facts": []},
         {"tensors": 3},
     ],
