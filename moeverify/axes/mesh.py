@@ -88,6 +88,14 @@ class MeshPlan:
                 return view
         raise KeyError(axis)
 
+    def row_share(self, rank: int) -> int:
+        """Return which share of the rows of the global batch a rank sees, counted in the order of the mesh."""
+        place, share = self.data.coordinates(rank), 0
+        for axis in DEGREES:
+            if axis.batch_dim == "rows":
+                share = share * self.data.axes[axis.name] + place[axis.name]
+        return share
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the rank's coordinates on every axis of more than one rank that a field of the layout sets."""
         both = self.data.coordinates(rank) | self.sparse.coordinates(rank)

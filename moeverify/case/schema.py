@@ -18,7 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field
 ADDS_RANKS = "adds ranks"
 """Marks the degrees whose product is the number of ranks."""
 
+SPLITS_ROWS = "splits rows"
+"""Marks the degrees whose product is the number of shares that the rows of the global batch are divided into."""
+
 Degree = Annotated[int, Field(ge=1), ADDS_RANKS]
+RowDegree = Annotated[int, Field(ge=1), ADDS_RANKS, SPLITS_ROWS]
 BorrowedDegree = Annotated[int, Field(ge=1)]  # its ranks are those of other axes
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
@@ -298,10 +302,12 @@ class Recipe(Section):
 class Layout(Section):
     """Everything that must not change the answer: how the model is divided over ranks, and computed there."""
 
-    dp_replicate: Degree = Field(
+    dp_replicate: RowDegree = Field(
         default=1, description="data-parallel ranks that hold copies of all parameters"
     )
-    dp_shard: Degree = Field(default=1, description="data-parallel ranks over which parameters are sharded")
+    dp_shard: RowDegree = Field(
+        default=1, description="data-parallel ranks over which parameters are sharded"
+    )
     cp: Degree = Field(
         default=1, description="ranks over which the positions of a row are split (context parallelism)"
     )
@@ -368,12 +374,12 @@ class Layout(Section):
     @property
     def world_size(self) -> int:
         """Return the number of ranks; a borrowed degree adds none."""
-        return math.prod(getattr(self, name) for name in _rank_degrees())
+        return math.prod(getattr(self, name) for name in _find_degrees(ADDS_RANKS))
 
     @property
     def data_ranks(self) -> int:
-        """Return over how many groups of ranks the rows of the global batch are divided."""
-        return self.dp_replicate * self.dp_shard
+        """Return into how many shares the rows of the global batch are divided."""
+        return math.prod(getattr(self, name) for name in _find_degrees(SPLITS_ROWS))
 
     @property
     def expert_tp(self) -> int:
@@ -389,8 +395,8 @@ class Layout(Section):
 
 
 @cache
-def _rank_degrees() -> tuple[str, ...]:
-    return tuple(name for name, field in Layout.model_fields.items() if ADDS_RANKS in field.metadata)
+def _find_degrees(mark: str) -> tuple[str, ...]:
+    return tuple(name for name, field in Layout.model_fields.items() if mark in field.metadata)
 
 
 class Tolerance(Section):

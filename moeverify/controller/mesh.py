@@ -26,8 +26,7 @@ def make_picture(case: Case) -> MeshPicture:
 def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
     layout, data = case.layout, case.recipe.data
     place = plan.data.coordinates(rank)
-    data_rank = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
-    rows = split_rows(data.batch, layout.data_ranks, data_rank)
+    rows = split_rows(data.batch, layout.data_ranks, plan.row_share(rank))
     positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
     holds: dict[str, tuple[int, ...]] = {}
     model = case.recipe.model

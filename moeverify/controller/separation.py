@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from moeverify.axes.groups import list_degrees, list_groups
+from moeverify.axes.registry import DEGREES
 from moeverify.case.schema import Case, Layout
 from moeverify.diagnose.verdict import measure_axis, split_axis
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding, FollowUp
 from moeverify.validation.rules import validate
 
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batches")
+_VARIED = sorted((axis for axis in DEGREES if axis.is_varied), key=lambda axis: axis.places_experts)
+_DEGREES = (*(axis.degree for axis in _VARIED), "micro_batches")
 _SIZES = (1, 2, 3, 4, 6, 8)
 _AMBIGUOUS = (Cause.SCALE, Cause.TERM_SCALE, Cause.MISSING_REDUCTION, Cause.METRIC, Cause.NORM)
 

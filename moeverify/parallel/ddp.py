@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 Accumulate = Callable[[bool], AbstractContextManager[object]]
+
+# torch 2.13 renamed the first of these and warns about the name that 2.11 has. It syncs buffers at the start whatever
+# it is given, but not where `init_sync` is off.
+_NEW_NAME = "forward_sync_buffers"
+_SYNC = (
+    _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+)
+_AS_THEY_ARE: dict[str, Any] = {_SYNC: False, "init_sync": False}
 
 
 def apply_ddp(
@@ -30,8 +40,7 @@ def apply_ddp(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=group,
-        broadcast_buffers=False,
-        init_sync=False,
+        **_AS_THEY_ARE,
         find_unused_parameters=find_unused,
     )
     return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -138,8 +139,7 @@ def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> No
 
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
     """Return the rows and positions that this rank sees: rows by data-parallel rank, positions by cp rank."""
-    data_rank = meshes.coordinate("dp_replicate") * layout.dp_shard + meshes.coordinate("dp_shard")
-    rows = split_rows(recipe.data.batch, layout.data_ranks, data_rank)
+    rows = split_rows(recipe.data.batch, layout.data_ranks, meshes.plan.row_share(dist.get_rank()))
     cp_rank = meshes.coordinate("cp")
     positions = split_positions(recipe.data.seq_len, layout.cp, cp_rank, layout.context_parallel)
     return Share(rows, as_indices(positions))
