@@ -21,6 +21,7 @@ from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_par
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 
 BY_NAME = "by_name"
 """The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is held."""
@@ -169,6 +170,7 @@ class HostCopy:
         """Do nothing: nothing is kept."""
 
 
+@seam
 def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
     """Return the boxes that this rank holds, and the local tensor of each by its number.
 

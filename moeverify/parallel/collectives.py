@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from moeverify.seams import seam
+
 # torch 2.13 renamed these two and warns about the names that 2.11 has.
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -30,6 +32,7 @@ def check_contiguous(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@seam
 def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return sum_r x_r on every rank, without gradient; the input is left as it is."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -37,18 +40,21 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+@seam
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3)."""
     copied: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
     return copied
 
 
+@seam
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM)."""
     total: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
 
+@seam
 def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; a rank's gradient is its own slice of the incoming one.
 
@@ -58,18 +64,21 @@ def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return whole
 
 
+@seam
 def split_to(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of x along `dim`; the gradient is gathered from all ranks."""
     part: Tensor = _SliceGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def reduce_scatter_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of sum_r x_r along `dim`; the gradient is gathered from all ranks."""
     part: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; gradients are summed over the ranks, then sliced.
 
@@ -79,6 +88,7 @@ def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return whole
 
 
+@seam
 def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return the rows that the other ranks send here, in rank order; gradients travel back.
 

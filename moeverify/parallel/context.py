@@ -29,8 +29,10 @@ from moeverify.model.attention import Attention, Core, attend
 from moeverify.model.mla import LatentAttention
 from moeverify.parallel.collectives import all_gather_sum, exchange_rows
 from moeverify.parallel.ddp import Accumulate
+from moeverify.seams import seam
 
 
+@seam
 def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGroup) -> None:
     """Replace the core of every attention, so that queries reach the keys and values of all ranks.
 
@@ -38,7 +40,7 @@ def apply_context_parallel(model: nn.Module, kind: ContextKind, group: ProcessGr
     """
     cores: Mapping[str, Callable[[ProcessGroup], Core]] = {
         "allgather": _AllGatherCore,
-        "alltoall": _AllToAllCore,
+        "alltoall": AllToAllCore,
         "torch": _TorchCore,
     }
     core = cores[kind](group)
@@ -82,22 +84,25 @@ class _AllGatherCore:
         return attend(q, keys, values, positions, key_positions)
 
 
-class _AllToAllCore:
+class AllToAllCore:
+    """Attention of all positions for some of the heads: ranks exchange positions for heads, and back (Ulysses)."""
+
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
+    @seam
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         whole = all_gather_sum(positions, 1, self.group)
-        heads = attend(self._to_heads(q), self._to_heads(k), self._to_heads(v), whole, whole)
-        return self._to_positions(heads)
+        heads = attend(self.to_heads(q), self.to_heads(k), self.to_heads(v), whole, whole)
+        return self.to_positions(heads)
 
-    def _to_heads(self, x: Tensor) -> Tensor:
+    def to_heads(self, x: Tensor) -> Tensor:
         """(B, s, N, D) of all heads -> (B, S, N/n, D) of this rank's heads."""
         num_ranks = self.group.size()
         parts = torch.stack(x.chunk(num_ranks, dim=2)).contiguous()  # part r goes to rank r
         return torch.cat(self._trade(parts).unbind(), dim=1)
 
-    def _to_positions(self, x: Tensor) -> Tensor:
+    def to_positions(self, x: Tensor) -> Tensor:
         """(B, S, N/n, D) of this rank's heads -> (B, s, N, D) of all heads."""
         parts = torch.stack(x.chunk(self.group.size(), dim=1)).contiguous()
         return torch.cat(self._trade(parts).unbind(), dim=2)

@@ -11,9 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moeverify.seams import seam
+
 Accumulate = Callable[[bool], AbstractContextManager[object]]
 
 
+@seam
 def apply_ddp(
     model: nn.Module, group: ProcessGroup, device: torch.device, *, find_unused: bool = False
 ) -> tuple[nn.Module, Accumulate]:

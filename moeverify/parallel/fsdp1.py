@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
+from moeverify.seams import seam
 
 Strategy = Literal["full_shard", "shard_grad_op"]
 
-_STRATEGIES = {
+STRATEGIES = {
     ("full_shard", 1): ShardingStrategy.FULL_SHARD,
     ("shard_grad_op", 1): ShardingStrategy.SHARD_GRAD_OP,
     ("full_shard", 2): ShardingStrategy.HYBRID_SHARD,
@@ -40,11 +41,12 @@ def wrap_fsdp1(
     module: nn.Module, mesh: DeviceMesh, strategy: Strategy, device: torch.device
 ) -> FullyShardedDataParallel:
     """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
-    ranks = _choose_ranks(mesh, strategy)
+    ranks = choose_ranks(mesh, strategy)
     return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
 
 
-def _choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
+@seam
+def choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
     """Return over which ranks parameters are sharded and gradients averaged, as FSDP's arguments.
 
     Replicas of one rank each are not sharded: a hybrid over them would keep to the one rank of a shard group
@@ -52,4 +54,4 @@ def _choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
     """
     if mesh.ndim == 2 and mesh.size(1) == 1:
         return {"process_group": mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}
-    return {"device_mesh": mesh, "sharding_strategy": _STRATEGIES[strategy, mesh.ndim]}
+    return {"device_mesh": mesh, "sharding_strategy": STRATEGIES[strategy, mesh.ndim]}

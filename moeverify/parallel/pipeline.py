@@ -35,6 +35,7 @@ from moeverify.axes.stages import split_layers, stages_of
 from moeverify.case.schema import Layout, ReferenceModel
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
+from moeverify.seams import seam
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[str, Any] = {
@@ -133,6 +134,7 @@ class Pipeline:
     schedule: Any
     num_micro_batches: int
 
+    @seam
     def run(self, tokens: Tensor, work: Work) -> None:
         """Run all micro-batches forward and backward; gradients are then complete up to sums over other axes.
 
@@ -159,6 +161,7 @@ def build_stages(
     ]
 
 
+@seam
 def build_pipeline(
     stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
 ) -> Pipeline:

@@ -36,6 +36,7 @@ from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradien
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
+from moeverify.seams import seam
 
 Fill = Callable[[nn.Module], None]
 
@@ -66,6 +67,7 @@ def _each(last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+@seam
 def parallelize(
     model: Transformer,
     layout: Layout,
@@ -84,11 +86,11 @@ def parallelize(
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
-    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill, compute)
+    wrapped, accumulate = apply_data_parallel(model, layout, meshes, device, fill, compute)
     if layout.cp > 1 and layout.context_parallel == "torch":
         accumulate = surround(accumulate, meshes.data["cp"], device)
     holdings = parameters(wrapped)
-    reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
+    reductions = list_reductions(wrapped, holdings, layout, meshes, partial_names)
     return Parallelized(
         model=wrapped,
         holdings=holdings,
@@ -129,7 +131,7 @@ def parallelize_stages(
         for part in parts:
             part.finalize()
         if stages[0].spec.tie_embedding:
-            _sum_tied(holdings, meshes)
+            sum_tied(holdings, meshes)
 
     return replace(
         parts[0],
@@ -144,7 +146,8 @@ def parallelize_stages(
 TIED = "embed.weight"
 
 
-def _sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
+@seam
+def sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
     """Sum the gradients that the first and the last stage have of a tied embedding."""
     held = [holding.tensor for holding in holdings if holding.name == TIED]
     if len(held) == 2:
@@ -194,7 +197,8 @@ def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
     }
 
 
-def _apply_data_parallel(
+@seam
+def apply_data_parallel(
     model: Transformer,
     layout: Layout,
     meshes: Meshes,
@@ -202,6 +206,7 @@ def _apply_data_parallel(
     fill: Fill,
     compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
+    """Return the model under the data parallelism of the layout, with values, and its context for a micro-batch."""
     if meshes.size("loss") == 1 or layout.data_parallel != "fsdp2":
         model.to_empty(device=device)
         fill(model)
@@ -210,10 +215,10 @@ def _apply_data_parallel(
     if layout.data_parallel == "ddp":
         return apply_ddp(model, meshes.group("loss"), device)
     if layout.data_parallel == "fsdp1":
-        return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
-    shard_mesh = _shard_mesh(meshes.dense, "fsdp")
+        return apply_fsdp1(model, shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
+    mesh = shard_mesh(meshes.dense, "fsdp")
     policy = choose_policy(model, compute)
-    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"), policy)
+    accumulate = apply_fsdp2(model, mesh, _expert_mesh(meshes), meshes.size("loss"), policy)
     if layout.pp > 1:
         keep_gathered(model)
     model.to_empty(device=device)
@@ -221,7 +226,8 @@ def _apply_data_parallel(
     return model, accumulate
 
 
-def _shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+@seam
+def shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the mesh of (axis), or of (dp_replicate, axis) where there are replicas."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
@@ -231,20 +237,22 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
     if meshes.size("ep") * meshes.size("etp") == 1:
         return None
     axes = meshes.sparse.mesh_dim_names or ()
-    return _shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
+    return shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
 
 
 def _flat(layout: Layout, meshes: Meshes) -> bool:
     return layout.data_parallel == "fsdp1" and meshes.size("loss") > 1
 
 
-def _reductions(
+@seam
+def list_reductions(
     model: nn.Module,
     holdings: Sequence[LocalShard],
     layout: Layout,
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
+    """Return the reductions that no wrapper does: over tp and etp by `partial_names`, and those of experts."""
     by_name = {held.name: held.tensor for held in holdings}
     reductions = [
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
@@ -256,11 +264,12 @@ def _reductions(
     share = holders[0].gradient_share if holders else 1.0
     return reductions + [
         replace(reduction, divisor=reduction.divisor * share)
-        for reduction in _expert_reductions(experts, layout, meshes)
+        for reduction in expert_reductions(experts, layout, meshes)
     ]
 
 
-def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+@seam
+def expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
     """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
     if mesh is None:

@@ -23,6 +23,7 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
+from moeverify.seams import seam
 from moeverify.train.custom_model import Divided, build_foreign, cast, divide
 from moeverify.train.data import Share, whole_share
 from moeverify.train.objective import Sums
@@ -142,6 +143,7 @@ def _build_reference(
     return model
 
 
+@seam
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
     """Return the rows and positions that this rank sees: rows by data-parallel rank, positions by cp rank."""
     data_rank = meshes.coordinate("dp_replicate") * layout.dp_shard + meshes.coordinate("dp_shard")
@@ -192,6 +194,7 @@ def fill_held(spec: ReferenceModel, seed: int, precision: str, model: nn.Module)
         fill_one(spec, seed, held, dtype)
 
 
+@seam
 def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
     """Fill one held tensor, some millions of elements at a time."""
     local = held.local()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from moeverify.case.schema import CustomModel, Recipe
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
+from moeverify.seams import seam
 from moeverify.train.clipping import clip_gradients, gradient_norm
 from moeverify.train.data import Batch, Share, make_batch
 from moeverify.train.forward import compute_losses
@@ -76,7 +77,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
         gradient = held.tensor.grad
         local = None if gradient is None else held.local(gradient)
         observer.observe(step, "gradient", held.name, local, held.region)
-    _clip(recipe, program, observer, step)
+    clip(recipe, program, observer, step)
     before = [held.local().clone() for held in program.holdings]
     optimizer.step()
     if not isinstance(recipe.model, CustomModel) and recipe.model.moe is not None:
@@ -144,7 +145,9 @@ def _observe_passes(
     return counts
 
 
-def _clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+@seam
+def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+    """Scale the gradients by the recipe's clip; show the gradient norm and the coefficient to the observer."""
     counted = program.holdings if program.counted is None else program.counted
     norm = gradient_norm(counted, program.sum_over_shards, program.sum_over_stages)
     observer.observe(step, "gradient_norm", "total", norm, SCALAR)

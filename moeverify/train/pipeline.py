@@ -11,6 +11,7 @@ from torch import Tensor
 from moeverify.case.schema import Recipe, ReferenceModel
 from moeverify.model.router import RouterRecord, RouterStats
 from moeverify.parallel.pipeline import NUM_CARRIED, Stage
+from moeverify.seams import seam
 from moeverify.train.data import Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Losses, Normalizers, router_losses
@@ -58,6 +59,7 @@ class StageWork:
     losses: dict[int, tuple[Losses, Tensor]] = field(default_factory=dict)
     records: dict[tuple[int, str], RouterRecord | None] = field(default_factory=dict)
 
+    @seam
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both."""
         batch = self.batches[micro_batch]
@@ -80,6 +82,7 @@ class StageWork:
         own = router_losses(model.moe, routers, batch, self.normalizers, self.program.sums)
         return carried + torch.stack(own)
 
+    @seam
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
         """Return this rank's addend of the loss times the program's scale, and keep its parts."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)
