@@ -199,5 +199,5 @@ def _check_arguments(function: Callable[..., Any], written: Callable[..., Any], 
         inspect.signature(written).bind(*[None] * given, *positional, **named)
     except TypeError as error:
         raise TypeError(
-            f"`{written.__qualname__}` does not take the arguments of `{function.__qualname__}`: {error}"
+            f"`{written.__name__}` does not take the arguments of `{function.__qualname__}`: {error}"
         ) from None

@@ -1,9 +1,11 @@
 """What every fault of the catalogue keeps to: declared seams, its class, and no torch before it is injected."""
 
 import gc
+import re
 import subprocess
 import sys
 from functools import reduce
+from pathlib import Path
 from types import FrameType, ModuleType
 
 import pytest
@@ -119,3 +121,12 @@ def test_a_list_of_all_faults_needs_no_torch():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_page_on_faults_names_seams_and_classes_that_are_there():
+    page = (Path(__file__).parents[3] / "docs" / "diagnosis.md").read_text()
+    named = re.findall(r"`((?:model|parallel|train|checkpoint)(?:\.\w+)+)`", page)
+    assert len(named) > 20
+    assert [name for name in named if f"moeverify.{name}" not in SEAMS] == []
+    classes = re.findall(r"^\| ([A-O]) `(\w+)` \|", page, re.MULTILINE)
+    assert classes == [(each.letter, each.name) for each in load_classes()]
