@@ -72,7 +72,7 @@ class Patch:
     def wrap(
         self, function: Callable[P, R], *, used_by: ModuleType | None = None
     ) -> Callable[[Callable[Concatenate[Callable[P, R], P], R]], Callable[Concatenate[Callable[P, R], P], R]]:
-        """Return a decorator: what it decorates is called for `function`, with the original before the arguments.
+        """Return a decorator; what it decorates is called for `function`, with the original as its first argument.
 
         Raises: LookupError where no module, or not `used_by`, knows the function; TypeError where the wrapper does
         not take its arguments; RuntimeError outside of the block.
@@ -118,8 +118,10 @@ class Patch:
             if value is root or _attribute(value, _ROOT) is root
         ]
         if not places:
-            where = "no module" if used_by is None else f"`{used_by.__name__}` is no module that"
-            raise LookupError(f"{where} knows `{root.__module__}.{root.__qualname__}`")
+            asked = "the code under test" if used_by is None else f"`{used_by.__name__}`"
+            users = ", ".join(f"`{module.__name__}`" for module in find_users(root)) or "no other module"
+            name = f"`{root.__module__}.{root.__qualname__}`"
+            raise LookupError(f"{asked} does not know {name}; {users} does")
         stand_ins = {id(value): self._make_stand_in(value, root, call) for _, _, value in places}
         for holder, name, value in places:
             setattr(holder, name, stand_ins[id(value)])

@@ -42,7 +42,7 @@ def _load_class(name: str) -> FaultClass:
     modules: list[Any] = [
         importlib.import_module(f"{folder.__name__}.{file}") for file in files if _FAULT_FILE.fullmatch(file)
     ]
-    title = folder.__doc__.splitlines()[0].removesuffix(".")
+    title = (folder.__doc__ or name).splitlines()[0].removesuffix(".")
     return FaultClass(folder.LETTER, name, title, tuple(module.FAULT for module in modules))
 
 

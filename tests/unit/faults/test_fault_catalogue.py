@@ -11,6 +11,7 @@ from types import FrameType, ModuleType
 import pytest
 
 import moeverify.worker.main  # everything that runs on a rank  # noqa: F401
+from moeverify.faults import catalogue
 from moeverify.faults.catalogue import load_classes, load_faults
 from moeverify.faults.null import reverse_reductions
 from moeverify.faults.patch import Patch
@@ -102,6 +103,11 @@ def test_every_class_of_bugs_is_there_under_a_name_of_its_own():
     assert list(FAULTS) == sorted(FAULTS)
     assert sum(fault.is_moe for fault in FAULTS.values()) >= 45
     assert sum(fault.saver is not None for fault in FAULTS.values()) >= 10
+
+
+def test_every_file_with_a_fault_is_found():
+    files = [path for path in Path(catalogue.__file__).parent.rglob("*.py") if "FAULT = " in path.read_text()]
+    assert len(files) == len(FAULTS) >= 100
 
 
 def test_a_file_is_named_after_its_fault_and_stands_in_the_folder_of_its_class():

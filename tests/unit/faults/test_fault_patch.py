@@ -184,10 +184,14 @@ def test_outside_of_its_block_a_patch_wraps_nothing(home):
 
 def test_what_no_module_knows_cannot_be_wrapped(home, caller):
     with Patch() as patch:
-        with pytest.raises(LookupError, match=r"`patch_caller` .* `patch_home.call_home`"):
+        with pytest.raises(LookupError, match=r"^`patch_caller` .* `patch_home.call_home`; no other module"):
             patch.wrap(home.call_home, used_by=caller)(lambda original, x: 0)
+        with pytest.raises(
+            LookupError, match=r"^`sys` does not know `patch_home.double`; `patch_caller` does"
+        ):
+            patch.wrap(home.double, used_by=sys)(add(1))
         forgotten = vars(home).pop("call_home")
-        with pytest.raises(LookupError, match=r"no module knows `patch_home.call_home`"):
+        with pytest.raises(LookupError, match=r"^the code under test does not know `patch_home.call_home`"):
             patch.wrap(forgotten)(lambda original, x: 0)
 
 
