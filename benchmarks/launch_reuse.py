@@ -78,10 +78,10 @@ def train_plain(file):
     import torch
     import torch.distributed as dist
 
-    from moeverify.validation.load import load_cases
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel
     from moeverify.train.loop import train
+    from moeverify.validation.load import load_cases
 
     imported = time.monotonic()
     dist.init_process_group("gloo")
@@ -118,8 +118,8 @@ def main():
     if options.train:
         train_plain(options.train)
         return
-    from moeverify.validation.load import load_cases
     from moeverify.controller.machine import default_cache
+    from moeverify.validation.load import load_cases
 
     cache = options.cache or default_cache()
     cases = choose(load_cases(sorted((ROOT / "cases").glob("*.yaml"))), options.cases)

@@ -11,10 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from moeverify.validation.load import load_cases
 from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
+from moeverify.validation.load import load_cases
 
 FOLDER = Path(__file__).parent / "mixtral"
 BASELINE = "fsdp"

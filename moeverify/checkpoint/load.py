@@ -17,6 +17,7 @@ from moeverify.checkpoint.save import gather, list_parts
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 
 RECIPE = "recipe"
 """The fact that says for which recipe a state is: its fingerprint."""
@@ -56,7 +57,7 @@ def load(
     _raise_first([text for text, _ in shown])
     assert manifest is not None
     unasked = manifest.tensors.keys() - {name for _, names in shown for name in names}
-    _refuse(folder, [key for key in unasked if optional is None or not key.startswith(optional)])
+    refuse(folder, [key for key in unasked if optional is None or not key.startswith(optional)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -84,14 +85,16 @@ def _examine(
         saved = manifest.facts.get(RECIPE)
         if recipe is not None and saved != recipe:
             raise FormatError(f"{folder} is the state of recipe {saved}, and this run's is {recipe}")
-        _raise_first(list(_find_misfits(folder, manifest, tensors)))
+        _raise_first(list(find_misfits(folder, manifest, tensors)))
         check_files(folder, manifest, rank, size)
     except FormatError as error:
         return None, str(error)
     return manifest, ""
 
 
-def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
+@seam
+def find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
+    """Yield what is wrong with the tensors that are asked for: not saved, of another shape, of another dtype."""
     for shard in tensors:
         known = manifest.tensors.get(shard.name)
         if known is None:
@@ -104,7 +107,9 @@ def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard
             yield f"{folder}: `{shard.name}` is {known.dtype}, and {dtype} is wanted"
 
 
-def _refuse(folder: Path, superfluous: Sequence[str]) -> None:
+@seam
+def refuse(folder: Path, superfluous: Sequence[str]) -> None:
+    """Raise FormatError where the checkpoint has tensors that the model has no place for."""
     if superfluous:
         more = f" and {len(superfluous) - 1} more" if len(superfluous) > 1 else ""
         raise FormatError(f"{folder} has `{min(superfluous)}`{more}, which this model has not")

@@ -20,6 +20,7 @@ from moeverify.checkpoint.writer import HyperrectPlanner, Part, SafeWriter, remo
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 
 BY_NAME = "by_name"
 """The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is stored."""
@@ -168,6 +169,7 @@ class HostCopy:
         """Do nothing: nothing is kept."""
 
 
+@seam
 def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
     """Return the boxes that this rank holds, and the local tensor of each by its number.
 

@@ -16,6 +16,7 @@ from moeverify.model.experts import Experts
 from moeverify.model.mlp import MLP
 from moeverify.model.precision import Factory
 from moeverify.model.router import Router, RouterStats, Routing
+from moeverify.seams import seam
 
 
 class MoE(nn.Module):
@@ -48,6 +49,7 @@ class MoE(nn.Module):
         )
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **factory) if spec.shared_gate else None
 
+    @seam
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
         routing: Routing = self.router(x, valid)

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from moeverify.seams import seam
+
 # torch 2.13 renamed these two and warns about the names that 2.11 has.
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -34,6 +36,7 @@ def check_contiguous(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@seam
 def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return sum_r x_r on every rank, without gradient; the input is left as it is."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -41,6 +44,7 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+@seam
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3).
 
@@ -50,6 +54,7 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     return copied
 
 
+@seam
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM).
 
@@ -59,6 +64,7 @@ def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+@seam
 def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; a rank's gradient is its own slice of the incoming one.
 
@@ -68,18 +74,21 @@ def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return whole
 
 
+@seam
 def split_to(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of x along `dim`; the gradient is gathered from all ranks."""
     part: Tensor = _Map.apply(x, dim, group, _slice, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def reduce_scatter_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of sum_r x_r along `dim`; the gradient is gathered from all ranks."""
     part: Tensor = _Map.apply(x, dim, group, _reduce_scatter, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; gradients are summed over the ranks, then sliced.
 
@@ -89,6 +98,7 @@ def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return whole
 
 
+@seam
 def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return the rows that the other ranks send here, in rank order; gradients travel back.
 

@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moeverify.seams import seam
+
 Accumulate = Callable[[bool], AbstractContextManager[object]]
 
 # torch 2.13 renamed the first of these and warns about the name that 2.11 has. It syncs buffers at the start whatever
@@ -24,6 +26,7 @@ _SYNC = (
 _AS_THEY_ARE: dict[str, Any] = {_SYNC: False, "init_sync": False}
 
 
+@seam
 def apply_ddp(
     model: nn.Module, group: ProcessGroup, device: torch.device, *, find_unused: bool = False
 ) -> tuple[nn.Module, Accumulate]:

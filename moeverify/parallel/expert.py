@@ -34,6 +34,7 @@ from moeverify.model.dispatcher import (
 from moeverify.model.experts import DividesExperts, Experts
 from moeverify.model.moe import MoE
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
+from moeverify.seams import seam
 
 # The dim of each expert parameter that holds the expert's hidden units, which etp shards.
 _HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
@@ -50,6 +51,7 @@ class AllToAllDispatcher(Overlapping):
         self.num_experts = num_experts
         self.group = group
 
+    @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
         counts, order = sort_copies(ids, self.num_experts)  # (E), (N * k)
@@ -118,6 +120,7 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return there, back
 
 
+@seam
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the experts of every MoE over the axes `ep` (experts) and `etp` (each expert's hidden units).
 

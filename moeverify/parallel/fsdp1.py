@@ -14,8 +14,9 @@ from moeverify.case.schema import Fsdp1Strategy
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
+from moeverify.seams import seam
 
-_STRATEGIES = {
+STRATEGIES = {
     (option, num_axes): getattr(ShardingStrategy, member)
     for option, strategy in FSDP1_STRATEGY.rows.items()
     for num_axes, member in ((1, strategy.shards), (2, strategy.hybrid))
@@ -40,12 +41,13 @@ def wrap_fsdp1(
     module: nn.Module, mesh: DeviceMesh, strategy: Fsdp1Strategy, device: torch.device
 ) -> FullyShardedDataParallel:
     """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
-    ranks = _choose_ranks(mesh, strategy)
+    ranks = choose_ranks(mesh, strategy)
     # With the original parameters, views into the flat one, the place of each shard is known (`LocalShard`).
     return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
 
 
-def _choose_ranks(mesh: DeviceMesh, strategy: Fsdp1Strategy) -> dict[str, Any]:
+@seam
+def choose_ranks(mesh: DeviceMesh, strategy: Fsdp1Strategy) -> dict[str, Any]:
     """Return over which ranks parameters are sharded and gradients averaged, as FSDP's arguments.
 
     Replicas of one rank each are not sharded: a hybrid over them would keep to the one rank of a shard group
@@ -53,4 +55,4 @@ def _choose_ranks(mesh: DeviceMesh, strategy: Fsdp1Strategy) -> dict[str, Any]:
     """
     if mesh.ndim == 2 and mesh.size(1) == 1:
         return {"process_group": mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}
-    return {"device_mesh": mesh, "sharding_strategy": _STRATEGIES[strategy, mesh.ndim]}
+    return {"device_mesh": mesh, "sharding_strategy": STRATEGIES[strategy, mesh.ndim]}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moeverify.layout.placement import local_part
 from moeverify.parallel.collectives import check_contiguous
+from moeverify.seams import seam
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def add_shared(first: Tensor, second: Tensor) -> None:
     local_part(other).copy_(total)
 
 
+@seam
 @torch.no_grad()
 def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
     """Complete the gradients in place. Collective: all ranks of each group, in the same order.

@@ -33,6 +33,7 @@ from moeverify.parallel.collectives import (
     sum_over,
 )
 from moeverify.parallel.tensor import parallelize_mlp
+from moeverify.seams import seam
 
 
 def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -54,6 +55,7 @@ def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
             moe.register_forward_hook(lambda _, args, out: (split_to(out[0], 1, group), out[1]))
 
 
+@seam
 def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Make every MoE work on this rank's slice of the positions (etp not equal to tp).
 
@@ -117,6 +119,7 @@ class SlicedDispatcher:
         self.inner = inner
         self.group = group
 
+    @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
         # Each output is a partial sum over hidden units, and so is each gradient of x and of the combine weights.
@@ -130,6 +133,7 @@ def slice_positions(positions: Indices, group: ProcessGroup) -> Indices:
     return as_indices(positions[group.rank() * size : (group.rank() + 1) * size])
 
 
+@seam
 def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
     """Return the MoE parameters whose gradient on each rank of tp is an unreduced partial sum.
 

@@ -28,6 +28,7 @@ from moeverify.axes.stages import split_layers, stages_of
 from moeverify.case.schema import Layout, ReferenceModel
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
+from moeverify.seams import seam
 
 NUM_CARRIED = 2  # how many losses travel along: balance and z
 
@@ -120,6 +121,7 @@ class Pipeline:
     schedule: Any
     num_micro_batches: int
 
+    @seam
     def run(self, tokens: Tensor, work: Work) -> None:
         """Run all micro-batches forward and backward; gradients are then complete up to sums over other axes.
 
@@ -148,6 +150,7 @@ def build_stages(
     ]
 
 
+@seam
 def build_pipeline(
     stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
 ) -> Pipeline:

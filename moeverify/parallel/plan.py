@@ -37,6 +37,7 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
 from moeverify.parallel.router_losses import ROUTER_LOSSES
+from moeverify.seams import seam
 
 Fill = Callable[[nn.Module], None]
 
@@ -67,6 +68,7 @@ def _each(last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+@seam
 def parallelize(
     model: Transformer,
     layout: Layout,
@@ -86,12 +88,12 @@ def parallelize(
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
-    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill, compute)
+    wrapped, accumulate = apply_data_parallel(model, layout, meshes, device, fill, compute)
     if layout.cp > 1:
         variant = CONTEXT_PARALLEL.find(layout.context_parallel)
         accumulate = variant.surround(accumulate, meshes.data["cp"], device)
     shards = parameters(wrapped)
-    reductions = _reductions(wrapped, shards, layout, meshes, partial_names)
+    reductions = list_reductions(wrapped, shards, layout, meshes, partial_names)
     return Parallelized(
         model=wrapped,
         shards=shards,
@@ -125,7 +127,7 @@ def parallelize_stages(
         for part in parts:
             part.finalize()
         if stages[0].spec.tie_embedding:
-            _sum_tied(shards, meshes)
+            sum_tied(shards, meshes)
 
     return replace(
         parts[0],
@@ -140,7 +142,8 @@ def parallelize_stages(
 TIED = "embed.weight"
 
 
-def _sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
+@seam
+def sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
     """Sum the gradients that the first and the last stage have of a tied embedding."""
     copies = [shard.tensor for shard in shards if shard.name == TIED]
     if len(copies) == 2:
@@ -186,7 +189,8 @@ def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
     }
 
 
-def _apply_data_parallel(
+@seam
+def apply_data_parallel(
     model: Transformer,
     layout: Layout,
     meshes: Meshes,
@@ -194,15 +198,17 @@ def _apply_data_parallel(
     fill: Fill,
     compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
+    """Return the model under the data parallelism of the layout, with values, and its context for a micro-batch."""
     if meshes.size("loss") == 1:
         model.to_empty(device=device)
         fill(model)
         return model, _each
-    ranks = DataRanks(layout, meshes, _shard_mesh(meshes.dense, "fsdp"), _expert_mesh(meshes), device)
+    ranks = DataRanks(layout, meshes, shard_mesh(meshes.dense, "fsdp"), _expert_mesh(meshes), device)
     return DATA_PARALLEL.find(layout.data_parallel).apply(model, ranks, fill, compute)
 
 
-def _shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+@seam
+def shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the mesh of (axis), or of (dp_replicate, axis) where there are replicas."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
@@ -212,20 +218,22 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
     if meshes.size("ep") * meshes.size("etp") == 1:
         return None
     axes = meshes.sparse.mesh_dim_names or ()
-    return _shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
+    return shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
 
 
 def _flat(layout: Layout, meshes: Meshes) -> bool:
     return DATA_PARALLEL.find(layout.data_parallel).keeps_flat_shards and meshes.size("loss") > 1
 
 
-def _reductions(
+@seam
+def list_reductions(
     model: nn.Module,
     shards: Sequence[LocalShard],
     layout: Layout,
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
+    """Return the reductions that no wrapper does: over tp and etp by `partial_names`, and those of experts."""
     by_name = {shard.name: shard.tensor for shard in shards}
     reductions = [
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
@@ -238,11 +246,12 @@ def _reductions(
     share = holders[0].gradient_share if holders else 1.0
     return reductions + [
         replace(reduction, divisor=reduction.divisor * share)
-        for reduction in _expert_reductions(experts, layout, meshes)
+        for reduction in expert_reductions(experts, layout, meshes)
     ]
 
 
-def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+@seam
+def expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
     """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
     if mesh is None:

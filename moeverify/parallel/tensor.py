@@ -29,8 +29,10 @@ from moeverify.model.mlp import MLP
 from moeverify.model.norm import RMSNorm
 from moeverify.model.transformer import Block, TiedHead, Transformer
 from moeverify.parallel.collectives import copy_to, reduce_from
+from moeverify.seams import seam
 
 
+@seam
 def apply_tensor_parallel(
     model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
 ) -> None:
@@ -144,6 +146,7 @@ def _parallelize_tied_head(head: TiedHead, mesh: DeviceMesh, stream: Placement, 
     distribute_module(head, mesh, None, prepare, finish)
 
 
+@seam
 def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
     """Return the parameters outside MoE blocks whose gradient on each rank of tp is an unreduced partial sum.
 

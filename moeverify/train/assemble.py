@@ -26,6 +26,7 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
+from moeverify.seams import seam
 from moeverify.train.data import Share, whole_share
 from moeverify.train.objective import Sums
 from moeverify.train.parallelize_custom import ParallelizedCustomModel, parallelize_custom
@@ -137,6 +138,7 @@ def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> No
     finalize_gradients([shard.tensor for shard in shards], [])
 
 
+@seam
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
     """Return the rows and positions that this rank sees: rows by data-parallel rank, positions by cp rank."""
     rows = split_rows(recipe.data.batch, layout.data_ranks, meshes.plan.row_share(dist.get_rank()))
@@ -195,6 +197,7 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
         fill_one(spec, seed, shard, dtype)
 
 
+@seam
 def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype) -> None:
     """Fill one shard of a tensor, some millions of elements at a time."""
     local = shard.local()

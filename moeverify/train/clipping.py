@@ -12,10 +12,12 @@ from torch.nn.utils import get_total_norm
 
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.precision import widen
+from moeverify.seams import seam
 
 SumOverShards = Callable[[Tensor], Tensor]
 
 
+@seam
 @torch.no_grad()
 def gradient_norm(
     shards: Sequence[LocalShard],

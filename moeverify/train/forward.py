@@ -9,12 +9,14 @@ from torch.nn import functional as F
 
 from moeverify.case.schema import MoE, Recipe
 from moeverify.model.transformer import ModelOutput
+from moeverify.seams import seam
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.objective import Losses, Normalizers, router_losses
 from moeverify.train.program import Program
 from moeverify.train.subject import Run
 
 
+@seam
 def compute_losses(
     recipe: Recipe, program: Program, batch: Batch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from moeverify.case.schema import Recipe
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
+from moeverify.seams import seam
 from moeverify.train.clipping import gradient_norm
 from moeverify.train.data import Batch, Share
 from moeverify.train.forward import compute_losses
@@ -76,7 +77,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
         gradient = engine.gradient(shard)
         local = None if gradient is None else shard.local(gradient)
         observer.observe(step, "gradient", shard.name, local, shard.region)
-    _clip(recipe, program, observer, step)
+    clip(recipe, program, observer, step)
     before = [shard.local().clone() for shard in program.shards]
     engine.step()
     if recipe.model.moe is not None:
@@ -142,7 +143,9 @@ def _observe_results(
     return counts
 
 
-def _clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+@seam
+def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+    """Scale the gradients by the recipe's clip; show the gradient norm and the coefficient to the observer."""
     norm = program.engine.norm()
     if norm is None:
         norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moeverify.case.schema import MoE
 from moeverify.model.router import RouterStats
+from moeverify.seams import seam
 from moeverify.train.data import Batch
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -71,6 +72,7 @@ class Losses:
         """Return the same numbers without their graph."""
         return Losses(self.lm.detach(), self.balance.detach(), self.z.detach())
 
+    @seam
     def named(self) -> dict[str, Tensor]:
         """Return the detached parts by name, the total first."""
         return {
@@ -81,12 +83,14 @@ class Losses:
         }
 
 
+@seam
 def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
     """Return the normalizers of a step from the micro-batches of this rank. Collective: all ranks of the loss."""
     local = torch.stack([batch.valid.sum() for batch in batches]).sum()
     return Normalizers(sums.over_batch(local), num_rows)
 
 
+@seam
 def router_losses(
     spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
 ) -> tuple[Tensor, Tensor]:

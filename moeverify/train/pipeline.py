@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeverify.model.router import RouterRecord, RouterStats
 from moeverify.parallel.pipeline import NUM_CARRIED, Stage
+from moeverify.seams import seam
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Losses, router_losses
 from moeverify.train.program import MicroBatchResult, StepInputs
@@ -45,6 +46,7 @@ class StageWork(StepInputs):
     losses: dict[int, tuple[Losses, Tensor]] = field(default_factory=dict)
     records: dict[tuple[int, str], RouterRecord | None] = field(default_factory=dict)
 
+    @seam
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both."""
         batch = self.batches[micro_batch]
@@ -66,6 +68,7 @@ class StageWork(StepInputs):
         own = router_losses(moe, routers, batch, self.normalizers, self.program.sums)
         return carried + torch.stack(own)
 
+    @seam
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
         """Return this rank's part of the loss times the program's scale, and keep its terms."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)

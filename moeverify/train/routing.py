@@ -11,6 +11,7 @@ from moeverify.case.schema import MoE, Recipe
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterRecord
+from moeverify.seams import seam
 from moeverify.train.data import Batch
 from moeverify.train.program import Program, Source
 from moeverify.train.routers import RouterView
@@ -21,6 +22,7 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
     return Region.box(shape, (batch.share.rows, positions, range(top_k)))
 
 
+@seam
 def observe_routing(
     recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
 ) -> list[Tensor]:
@@ -85,6 +87,7 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+@seam
 @torch.no_grad()
 def update_selection_bias(
     moe: MoE, program: Program, counts: Sequence[Tensor], observer: Observer, step: int
@@ -101,6 +104,7 @@ def update_selection_bias(
             move_bias(router.module.selection_bias, total, moe.selection_bias_rate)
 
 
+@seam
 def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """Move a selection bias (E), in place, towards experts with less than the mean of the counts (E)."""
     load = counts.to(bias.dtype)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from moeverify.case.schema import Recipe
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program
 from moeverify.train.schedule import build_schedule
@@ -43,6 +44,7 @@ class TrainingState:
         optimizer = program.engine.begin(recipe.optimizer, program.shards, program.optimizer_implementation)
         return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))
 
+    @seam
     def tensors(self) -> list[LocalShard]:
         """Return this rank's shards of everything: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
         program = self.program
@@ -75,12 +77,13 @@ class TrainingState:
         for shard in self.program.shards:
             yield shard.name, groups[id(shard.tensor)]
 
+    @seam
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over the facts of a checkpoint; its tensors have been loaded into `tensors()`.
 
         Raises: FormatError where a parameter of this rank has no options, or those of a group disagree.
         """
-        self._restore_groups(facts["by_name"])
+        self.restore_groups(facts["by_name"])
         rates = [group["initial_lr"] for group in self.optimizer.param_groups]
         now = [group["lr"] for group in self.optimizer.param_groups]
         epoch = facts["schedule"]
@@ -91,7 +94,12 @@ class TrainingState:
         self.step = facts["step"]
         self.position = facts["position"]
 
-    def _restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+    @seam
+    def restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give each group of the optimizer the options that its parameters were saved with, by name.
+
+        Raises: FormatError where a parameter has no options, or those of a group disagree.
+        """
         chosen: dict[int, tuple[str, Mapping[str, Any]]] = {}
         for name, group in self._groups():
             if name not in by_name:
@@ -119,6 +127,7 @@ class TrainingState:
             found[f"{name}: scheduled lr"] = float(rates[id(group)])
         return found
 
+    @seam
     def materialize(self) -> None:
         """Give a fresh optimizer the state that it makes in its first step, all zero, so that it can be loaded.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moeverify.bench.measure import measure_case
 from moeverify.case.schema import Case, Recipe
 from moeverify.errors import CaseError, FormatError
+from moeverify.faults.injection import find_fault
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.launch.plan import Job, write_atomically
 from moeverify.launch.rank import serve
@@ -74,20 +75,20 @@ def _prepare(case: Case, folder: Path, fault: str | None, context: RankContext) 
     try:
         if context.local_rank == 0 and not is_stored(folder):
             make_golden(case.recipe, folder, context.device)  # a node that does not share the cache
-        for target, path in _targets(case, fault):
+        for target, path in _targets(case):
             resolve(target, path)
+        if fault is not None:
+            find_fault(fault)
     except CaseError as error:
         return str(error)
     return ""
 
 
-def _targets(case: Case, fault: str | None) -> Iterator[tuple[str, str]]:
+def _targets(case: Case) -> Iterator[tuple[str, str]]:
     """Yield the functions that a case names, each with the path of its field."""
     yield from ((target, path) for path, target in case.recipe.model.functions.items())
     if case.layout.parallelize is not None:
         yield case.layout.parallelize, "layout.parallelize"
-    if fault is not None:
-        yield fault, "--fault"
 
 
 def _make_goldens(context: RankContext, job: Job) -> dict[str, Any] | None:

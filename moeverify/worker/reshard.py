@@ -22,7 +22,7 @@ from moeverify.checks.identity import hash_experts, merge_hashes
 from moeverify.compare.comparison import Comparison
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.errors import FormatError
-from moeverify.faults.restore import restored
+from moeverify.faults.injection import injected
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.launch.plan import write_atomically
 from moeverify.layout.local_shard import LocalShard
@@ -33,7 +33,6 @@ from moeverify.train.loop import train_step
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
-from moeverify.train.target import resolve
 from moeverify.worker.reload import Loaded, conclude_load, judge_load
 from moeverify.worker.verify import BitRecorder, gather_on_first, replays_routing
 
@@ -53,9 +52,7 @@ def save_case(
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         seed_generators(case.recipe.seed, 0, dist.get_rank())
         state = _begin(case, device)
         recorder = BitRecorder()
@@ -180,9 +177,7 @@ def load_case(
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     rank = dist.get_rank()
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
         state.materialize()
         _spoil(state)

@@ -23,7 +23,7 @@ from moeverify.compare.batch import Fingerprints
 from moeverify.compare.bounds import Bounds
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.judging import Coordinates, Judgement, Key, assemble, judge
-from moeverify.faults.restore import restored
+from moeverify.faults.injection import injected
 from moeverify.golden.store import StoredGolden
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
@@ -34,7 +34,6 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.subjects import subject_of
-from moeverify.train.target import resolve
 from moeverify.worker.investigate import conclude, gather_material
 
 
@@ -45,9 +44,7 @@ def verify_case(
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
         assemble = _Assembly(case, device, build_meshes(case.layout, device.type))
         observed = _observe(case, golden, assemble, trace)

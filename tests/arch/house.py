@@ -39,6 +39,7 @@ FLOORS: Mapping[str, int] = {
     "results": 0,
     # Beneath the house: they import nothing of ours.
     "dtype_names": -1,
+    "seams": -1,
     "errors": -1,
     "hashing": -1,
     "multiprocessing_pdb": -1,

@@ -15,6 +15,7 @@ from moeverify.case.choice import Implementation, Modules
 from moeverify.case.rule import MODEL_OF_LAYOUT, blame, experts, own_model, reading, round_up
 from moeverify.case.schema import Case, ContextParallel
 from moeverify.errors import Problem
+from moeverify.seams import seam
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextParall
     return CONTEXT_PARALLEL.find(kind).split.cut(seq_len, num_ranks, rank)
 
 
+@seam
 def apply_context_parallel(model: nn.Module, kind: ContextParallel, group: ProcessGroup) -> None:
     """Replace the core of every attention, so that queries reach the keys and values of all ranks.
 

@@ -15,6 +15,7 @@ from moeverify.case.rule import blame, own_model, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
 from moeverify.parallel.context_parallel import ContextVariant
+from moeverify.seams import seam
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ class AllToAllCore:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
+    @seam
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Return the mixed values (B, s, Nq, Dv) of q, k, v (B, s, N, D); see `moeverify.model.attention.Core`."""
         from moeverify.model.attention import attend

@@ -38,7 +38,7 @@ REFUSALS = {
     "cut_off": ("rank-00001.safetensors", "was cut off"),
     "remove_file": ("rank-00001.safetensors", "missing"),
     "remove_manifest": ("checkpoint.json", "never ended"),
-    "put_foreign": (".metadata", "pickle", "was not read"),
+    "put_plain_checkpoint": (".metadata", "pickle", "was not read"),
     "lose_a_key": ("has no `weight/layers.1.moe.router.bias`",),
     "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
     "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moeverify.faults.patch import Original, Patch
 from moeverify.model.transformer import Transformer
-from moeverify.train import engine
-from moeverify.worker import verify as verification
+from moeverify.train.assemble import assemble_parallel
+from moeverify.train.optimizer import build_optimizer
 
 
 def act() -> None:
@@ -33,33 +34,30 @@ def act() -> None:
         time.sleep(600)
 
 
-def stray_from_step_0() -> None:
+def stray_from_step_0(patch: Patch) -> None:
     """Make every update depend on when it was made, far inside the bound."""
-    _stray(0)
+    _stray(patch, 0)
 
 
-def stray_from_step_1() -> None:
+def stray_from_step_1(patch: Patch) -> None:
     """The same, but for the first update of a run."""
-    _stray(1)
+    _stray(patch, 1)
 
 
-def count_models() -> None:
+def count_models(patch: Patch) -> None:
     """Fail where the model of an earlier run is still there when another is made."""
-    inner = verification.assemble_parallel
 
-    def assemble(*arguments: Any) -> Any:
+    @patch.wrap(assemble_parallel)
+    def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
         if any(isinstance(thing, Transformer) for thing in gc.get_objects()):
             raise RuntimeError("the model of the run before is still there")
-        return inner(*arguments)
-
-    verification.assemble_parallel = assemble
+        return original(*arguments, **named)
 
 
-def _stray(first: int) -> None:
-    inner = engine.build_optimizer
-
-    def build(*arguments: Any) -> Any:
-        optimizer, calls = inner(*arguments), itertools.count()
+def _stray(patch: Patch, first: int) -> None:
+    @patch.wrap(build_optimizer)
+    def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        optimizer, calls = original(*arguments, **named), itertools.count()
 
         def add(*_: Any) -> None:
             if next(calls) >= first:
@@ -69,8 +67,6 @@ def _stray(first: int) -> None:
 
         optimizer.register_step_post_hook(add)
         return optimizer
-
-    engine.build_optimizer = build
 
 
 _STRAYS = itertools.count(1)
