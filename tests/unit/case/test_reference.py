@@ -68,7 +68,8 @@ def test_an_editor_explains_the_options_of_a_choice() -> None:
 
 def test_sections_of_the_schema_say_what_they_are() -> None:
     def walk(section: type[Section]) -> Iterator[type[Section]]:
-        yield section
+        if section.__module__.startswith("moeverify."):  # other tests define sections of their own
+            yield section
         for inner in section.__subclasses__():
             yield from walk(inner)
 

@@ -1,4 +1,4 @@
-"""The loop asks an engine where gradients are and lets it step: a framework that owns its loop needs no change of it."""
+"""The loop asks an engine where gradients are and lets it step: a framework needs no change of the loop."""
 
 from __future__ import annotations
 

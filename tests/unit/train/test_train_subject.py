@@ -138,11 +138,13 @@ def test_what_is_known_of_the_inside(kind: str, folder: str) -> None:
     recipe, is_reference = make_recipe(kind), kind == "reference"
     subject = subject_of(recipe)
     assert subject.can_replay == is_reference
-    assert subject.count_experts("layers.0.moe.experts.gate", (8, 4, 4)) == (8 if is_reference else 0)
-    assert subject.count_experts("layers.0.moe.router.weight", (8, 4)) == 0
+    # 16 experts: layer 0 is dense, and the router has a row for each expert too, but stacks none.
+    assert subject.count_experts("layers.1.moe.experts.gate", (16, 32, 32)) == (16 if is_reference else 0)
+    assert subject.count_experts("layers.1.moe.router.weight", (16, 32)) == 0
     with import_path([folder]):
         model = subject.build(CPU, torch.float64)
-    assert len(subject.find_routers(model)) == (2 if is_reference else 0)
+    found = [router.name for router in subject.find_routers(model)]
+    assert found == (["layers.1.moe.router"] if is_reference else [])
     assert (recipe.model.moe is not None, recipe.model.functions == {}) == (is_reference, is_reference)
 
 
