@@ -36,7 +36,7 @@ def choose(cases, num_cases):
 
 def leave_out(cases):
     """Return the cases that can run on this machine; say which others there are, and why not."""
-    from moeverify.controller.packages import find_obstacle
+    from moeverify.validation.choices import find_obstacle
 
     reasons = {case.name: find_obstacle(case, "cpu") for case in cases}
     for name, reason in reasons.items():
@@ -92,10 +92,10 @@ def train_plain(file):
     import torch
     import torch.distributed as dist
 
-    from moeverify.case.load import load_cases
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel
     from moeverify.train.loop import train
+    from moeverify.validation.load import load_cases
 
     imported = time.monotonic()
     dist.init_process_group("gloo")
@@ -132,8 +132,8 @@ def main():
     if options.train:
         train_plain(options.train)
         return
-    from moeverify.case.load import load_cases
     from moeverify.controller.machine import default_cache
+    from moeverify.validation.load import load_cases
 
     print_setting()
     cache = options.cache or default_cache()

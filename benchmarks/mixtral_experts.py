@@ -13,10 +13,10 @@ from pathlib import Path
 
 from output import print_setting, print_table
 
-from moeverify.case.load import load_cases
 from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
+from moeverify.validation.load import load_cases
 
 FOLDER = Path(__file__).parent / "mixtral"
 BASELINE = "fsdp"

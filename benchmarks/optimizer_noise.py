@@ -114,8 +114,8 @@ def run_alone(context, num_steps):
 
 def make_recipe(optimizer, precision, num_steps):
     """Return the recipe of examples/torchtitan with another optimizer, precision and number of steps."""
-    from moeverify.case.load import load_cases
     from moeverify.case.schema import Optimizer
+    from moeverify.validation.load import load_cases
 
     [case] = load_cases([ROOT / "examples/torchtitan/fsdp-adamw.yaml"])
     chosen = Optimizer(**OPTIMIZERS[optimizer], clip_norm=1.0)

@@ -225,7 +225,7 @@ class Bench:
         if hasattr(observer, "entries"):
             list(observer.entries())  # on a GPU the comparison follows behind the training
         clock.note()
-        return clock, sum(held.local().nbytes for held in program.holdings)
+        return clock, sum(held.local().nbytes for held in program.shards)
 
     def compare(self):
         """Return an observer that compares with the golden."""

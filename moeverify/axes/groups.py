@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moeverify.axes.mesh import EXPERT_AXES, MeshPlan
-from moeverify.case.schema import Case, CustomModel, ReferenceModel
+from moeverify.axes.mesh import MeshPlan
+from moeverify.axes.registry import AXES, AXIS_OF
+from moeverify.case.schema import Case
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
@@ -16,18 +17,26 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 def list_groups(case: Case) -> dict[str, list[list[int]]]:
     """Return the groups of ranks of every axis with more than one rank, those of the data first.
 
-    `fsdp` (dp_shard and cp together) and `loss ranks` (all that see other tokens) come last, where they are
-    not one of the others.
+    Unions of axes, `fsdp` (dp_shard and cp together) and `loss ranks` (all that see other tokens), come last, where
+    they are not one of the others.
     """
     plan = MeshPlan.of(case.layout)
     found = {axis: plan.data.groups(axis) for axis, size in plan.data.axes.items() if size > 1}
     if cuts_experts_apart(case):
-        found |= {axis: plan.sparse.groups(axis) for axis in EXPERT_AXES if plan.sparse.axes.get(axis, 1) > 1}
-    for name, view, axis in (("fsdp", plan.dense, "fsdp"), ("loss ranks", plan.loss, "loss")):
-        groups = view.groups(axis)
-        if view.axes[axis] > 1 and groups not in found.values():
-            found[name] = groups
+        sparse = plan.sparse.axes
+        placing = [axis for axis, size in sparse.items() if size > 1 and AXIS_OF[axis].places_experts]
+        found |= {axis: plan.sparse.groups(axis) for axis in placing}
+    for name, label in _list_unions():
+        view = plan.view_of(name)
+        groups = view.groups(name)
+        if view.axes[name] > 1 and groups not in found.values():
+            found[label] = groups
     return found
+
+
+def _list_unions() -> list[tuple[str, str]]:
+    """Return names and labels of the unions of axes, the smallest first."""
+    return [(axis.name, axis.label) for axis in reversed(AXES) if axis.is_union]
 
 
 def list_degrees(case: Case) -> dict[str, int]:
@@ -36,9 +45,12 @@ def list_degrees(case: Case) -> dict[str, int]:
     axes = {**(plan.sparse.axes if cuts_experts_apart(case) else {}), **plan.data.axes}
     degrees = {axis: size for axis, size in axes.items() if size > 1}
     named = set(plan.data.axes.values())  # an expert axis of the size says nothing of other tensors
-    for name, size in (("loss ranks", plan.loss.axes["loss"]), ("all ranks", plan.world_size)):
+    unions = {
+        label: plan.view_of(name).axes[name] for name, label in _list_unions() if AXIS_OF[name].is_factor
+    }
+    for label, size in {**unions, "all ranks": plan.world_size}.items():
         if size not in named:
-            degrees[name] = size
+            degrees[label] = size
             named.add(size)
     degrees["micro-batches"] = case.layout.micro_batches
     return {name: size for name, size in degrees.items() if size > 1}
@@ -46,22 +58,20 @@ def list_degrees(case: Case) -> dict[str, int]:
 
 def cuts_experts_apart(case: Case) -> bool:
     """Return whether there may be experts, and they are cut over other ranks than everything else is."""
-    layout, model = case.layout, case.recipe.model
-    if isinstance(model, ReferenceModel) and model.moe is None:
-        return False
-    return layout.ep > 1 or layout.expert_tp != layout.tp
+    layout = case.layout
+    return case.recipe.model.may_have_experts and (layout.ep > 1 or layout.expert_tp != layout.tp)
 
 
 def axis_affects(case: Case, axis: str, tensor: str) -> bool:
     """Return whether an axis has to do with a tensor: expert axes with what is inside a MoE block alone.
 
-    What a user's own model calls its experts is not known here, so there every axis may matter.
+    What a user's own model calls its experts is not known here, so there every axis may matter. Names that are no
+    axes (`micro-batches`) matter to every tensor.
     """
     if axis == "etp" and not cuts_experts_apart(case):
-        return False
-    if axis not in EXPERT_AXES or isinstance(case.recipe.model, CustomModel):
-        return True
-    return ".moe" in tensor and (axis != "etp" or ".experts" in tensor)
+        return False  # its ranks are those of tp
+    found = AXIS_OF.get(axis)
+    return found is None or case.recipe.model.reference is None or found.affects(tensor)
 
 
 def name_ranks(case: Case, ranks: Sequence[int]) -> str:

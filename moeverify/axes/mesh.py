@@ -1,6 +1,7 @@
 """The device mesh of a layout as plain arithmetic: axes, coordinates and groups, without torch.
 
-The same ranks are looked at through several views, each a factorization of the world in row-major order:
+The same ranks are looked at through several views, each a factorization of the world in row-major order. The
+descriptors in `moeverify.axes` say which view an axis is a factor of:
 
 - `data`:   pp, dp_replicate, dp_shard, cp, tp      which part of the batch a rank sees
 - `dense`:  pp, dp_replicate, fsdp, tp              how parameters outside the experts are stored;
@@ -20,10 +21,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moeverify.axes.axis import VIEWS
+from moeverify.axes.registry import DEGREES, list_axes
 from moeverify.case.schema import Layout
-
-EXPERT_AXES = ("efsdp", "edp", "ep", "etp")
-"""Axes of the sparse view alone: they place experts, and the tokens that travel to them."""
 
 
 @dataclass(frozen=True)
@@ -66,48 +66,39 @@ class MeshPlan:
     @classmethod
     def of(cls, layout: Layout) -> MeshPlan:
         """Return the views of a layout whose degrees have been validated."""
-        data_ranks = layout.dp_replicate * layout.dp_shard * layout.cp
-        etp = layout.expert_tp
-        data = {
-            "pp": layout.pp,
-            "dp_replicate": layout.dp_replicate,
-            "dp_shard": layout.dp_shard,
-            "cp": layout.cp,
-            "tp": layout.tp,
-        }
-        dense = {
-            "pp": layout.pp,
-            "dp_replicate": layout.dp_replicate,
-            "fsdp": layout.dp_shard * layout.cp,
-            "tp": layout.tp,
-        }
-        if layout.data_parallel == "ddp":
-            sparse = {
-                "pp": layout.pp,
-                "edp": data_ranks * layout.tp // (layout.ep * etp),
-                "ep": layout.ep,
-                "etp": etp,
-            }
-        else:
-            sparse = {
-                "pp": layout.pp,
-                "dp_replicate": layout.dp_replicate,
-                "efsdp": layout.dp_shard * layout.cp * layout.tp // (layout.ep * etp),
-                "ep": layout.ep,
-                "etp": etp,
-            }
-        loss = {"pp": layout.pp, "loss": data_ranks, "tp": layout.tp}
-        return cls(View(data), View(dense), View(sparse), View(loss))
+        return cls(**{name: View(list_axes(layout, name)) for name in VIEWS})
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Return all views, that of the data first."""
+        return self.data, self.dense, self.sparse, self.loss
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.data.world_size
 
+    def view_of(self, axis: str) -> View:
+        """Return the first view that an axis is a factor of.
+
+        Raises: KeyError where no view has it.
+        """
+        for view in self.views:
+            if axis in view.axes:
+                return view
+        raise KeyError(axis)
+
+    def row_share(self, rank: int) -> int:
+        """Return which share of the rows of the global batch a rank sees, counted in the order of the mesh."""
+        place, share = self.data.coordinates(rank), 0
+        for axis in DEGREES:
+            if axis.batch_dim == "rows":
+                share = share * self.data.axes[axis.name] + place[axis.name]
+        return share
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the rank's coordinates on every axis of more than one rank, of the data and expert axes."""
-        both = self.data.coordinates(rank) | {
-            axis: value for axis, value in self.sparse.coordinates(rank).items() if axis in {"ep", "etp"}
-        }
+        """Return the rank's coordinates on every axis of more than one rank that a field of the layout sets."""
+        both = self.data.coordinates(rank) | self.sparse.coordinates(rank)
         sizes = {**self.data.axes, **self.sparse.axes}
-        return {axis: value for axis, value in both.items() if sizes[axis] > 1}
+        names = {axis.name for axis in DEGREES}
+        return {axis: value for axis, value in both.items() if axis in names and sizes[axis] > 1}

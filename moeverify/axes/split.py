@@ -1,10 +1,14 @@
-"""Which rows and positions of the global batch each rank sees, by plain arithmetic."""
+"""Which rows and positions of the global batch each rank sees, by plain arithmetic.
+
+Which of the ways to split positions a layout takes is said by its `context_parallel`.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
 
-ContextKind = Literal["allgather", "alltoall", "torch"]
+Positions = range | tuple[int, ...]
 
 
 def split_rows(batch: int, num_ranks: int, rank: int) -> range:
@@ -13,18 +17,34 @@ def split_rows(batch: int, num_ranks: int, rank: int) -> range:
     return range(rank * size, (rank + 1) * size)
 
 
-def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextKind) -> range | tuple[int, ...]:
-    """Return the positions of the sequence that a rank of the cp axis sees, in its order.
+def split_in_runs(seq_len: int, num_ranks: int, rank: int) -> range:
+    """Return the consecutive positions that a rank sees: its one of n runs."""
+    return split_rows(seq_len, num_ranks, rank)
 
-    `allgather` and `torch` split in zigzag: rank r of n has the chunks r and 2n-1-r of 2n, so that causal attention
-    costs every rank the same (Llama 3, arXiv 2407.21783, section 3.3.2). `alltoall` splits in n runs.
+
+def split_in_zigzag(seq_len: int, num_ranks: int, rank: int) -> Positions:
+    """Return the positions that a rank sees, in its order: rank r of n has the chunks r and 2n-1-r of 2n.
+
+    So causal attention costs every rank the same (Llama 3, arXiv 2407.21783, section 3.3.2).
     """
-    if num_ranks == 1:
-        return range(seq_len)
-    if kind == "alltoall":
-        return split_rows(seq_len, num_ranks, rank)
     first = split_rows(seq_len, 2 * num_ranks, rank)
     second = split_rows(seq_len, 2 * num_ranks, 2 * num_ranks - 1 - rank)
     if first.stop == second.start:
         return range(first.start, second.stop)
     return (*first, *second)
+
+
+@dataclass(frozen=True)
+class PositionSplit:
+    """A way to split the positions of a row: `cut(seq_len, num_ranks, rank)` into so many chunks for each rank.
+
+    `unit` says in words what the length of a row must be a multiple of.
+    """
+
+    cut: Callable[[int, int, int], Positions]
+    chunks_per_rank: int
+    unit: str
+
+
+IN_RUNS = PositionSplit(split_in_runs, 1, "cp")
+IN_ZIGZAG = PositionSplit(split_in_zigzag, 2, "2 x cp, for the zigzag split")

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from moeverify.bench.profile import StepProfile, read_profile
 from moeverify.bench.roofline import measure_roofline, synchronize
 from moeverify.case.flops import count_training_flops
-from moeverify.case.schema import Case, ReferenceModel
+from moeverify.case.schema import Case
 from moeverify.compare.gather import gather_on_first
 from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
@@ -26,7 +26,6 @@ from moeverify.results.measurement import Measurement, Roofline, Spread
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import Batch
 from moeverify.train.loop import make_batches
-from moeverify.train.optimizer import build_optimizer
 from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
@@ -60,7 +59,7 @@ def measure_case(
     with PeakMemory(device) as memory:
         seconds = _time_steps(stepper, device, steps)
     profiled = _profile(stepper, device, folder)
-    stored = float(sum(shard.local().nbytes for shard in program.holdings))
+    stored = float(sum(shard.local().nbytes for shard in program.shards))
     rows = gather_on_first(_Row(seconds, memory.peak, stored, roofline, profiled))
     return None if rows is None else _merge(case, rows)
 
@@ -84,9 +83,7 @@ class _Stepper:
     def __init__(self, case: Case, program: Program) -> None:
         self._case = case
         self._program = program
-        self._optimizer = build_optimizer(
-            case.recipe.optimizer, program.holdings, program.optimizer_implementation
-        )
+        program.engine.begin(case.recipe.optimizer, program.shards, program.optimizer_implementation)
         self._batches: Sequence[Sequence[Batch]] = [
             make_batches(case.recipe, program, step) for step in range(self.NUM_BATCHES)
         ]
@@ -95,7 +92,7 @@ class _Stepper:
     def step(self) -> None:
         batches = self._batches[self._number % self.NUM_BATCHES]
         self._number += 1
-        take_step(self._case.recipe, self._program, self._optimizer, batches)
+        take_step(self._case.recipe, self._program, batches)
 
 
 def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[float]:
@@ -140,8 +137,8 @@ def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
     step = Spread.of([max(of_step) for of_step in zip(*(row.seconds for row in rows), strict=True)])
     tokens = recipe.data.batch * recipe.data.seq_len
     flops = None
-    if isinstance(recipe.model, ReferenceModel):
-        total = tokens * count_training_flops(recipe.model, recipe.data.seq_len)
+    if recipe.model.reference is not None:
+        total = tokens * count_training_flops(recipe.model.reference, recipe.data.seq_len)
         flops = total / step.median / num_ranks
     exposed = [row.profile.exposed for row in rows if row.profile.exposed is not None]
     return Measurement(

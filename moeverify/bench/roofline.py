@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.bench.profile import bus_factor
-from moeverify.case.schema import Case, ReferenceModel
-from moeverify.model.experts import BACKENDS, ExpertWeights
+from moeverify.case.schema import Case
+from moeverify.model.expert_backends import EXPERTS
+from moeverify.model.expert_weights import ExpertWeights
 from moeverify.parallel.collectives import GATHER, REDUCE_SCATTER
 from moeverify.results.measurement import Roofline
 from moeverify.train.program import compute_dtype_of
@@ -47,8 +48,9 @@ def measure_experts(case: Case, dtype: torch.dtype, device: torch.device) -> flo
 
     Every expert gets the same number of tokens. None for a backend that is not ours, or without experts.
     """
-    model, layout = case.recipe.model, case.layout
-    if not isinstance(model, ReferenceModel) or model.moe is None or layout.experts not in BACKENDS:
+    model, layout = case.recipe.model.reference, case.layout
+    backend = EXPERTS.find(layout.experts).multiply
+    if model is None or model.moe is None or backend is None:
         return None
     moe, hidden = model.moe, model.hidden
     tokens = case.recipe.data.batch * case.recipe.data.seq_len // layout.world_size // layout.micro_batches
@@ -63,7 +65,6 @@ def measure_experts(case: Case, dtype: torch.dtype, device: torch.device) -> flo
     )
     x, slope = make(rows, hidden), torch.randn(rows, hidden, device=device).to(dtype)
     counts = torch.full((num_experts,), rows // num_experts, device=device)
-    backend = BACKENDS[layout.experts]
 
     def run() -> None:
         torch.autograd.grad(backend(x, counts, weights), [x, *weights[:3]], slope)

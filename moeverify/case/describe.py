@@ -1,68 +1,8 @@
-"""A layout and a recipe in a few words, for tables and reports."""
+"""A recipe in a few words, for tables and reports."""
 
 from __future__ import annotations
 
-from moeverify.case.schema import CustomModel, Layout, MoE, Recipe
-
-
-def describe_layout(layout: Layout) -> str:
-    """Return for example `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
-    parts = [_describe_data(layout)] if layout.data_ranks > 1 else []
-    if layout.pp > 1:
-        parts.append(_describe_pipeline(layout))
-    if layout.tp > 1:
-        parts.append(f"tp {layout.tp}")
-    if layout.sequence_parallel:
-        parts.append("sequence parallel")
-    if layout.loss_parallel:
-        parts.append("loss parallel")
-    if layout.cp > 1:
-        parts.append(f"cp {layout.cp} {layout.context_parallel}")
-    if layout.ep > 1:
-        parts.append(f"ep {layout.ep}")
-    if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
-        parts.append(f"etp {layout.expert_tp}")
-    parts = parts or ["one device"]
-    parts += _describe_backend(layout)
-    if layout.micro_batches > 1:
-        parts.append(f"{layout.micro_batches} micro-batches")
-    if layout.recompute:
-        parts.append("recompute")
-    if layout.optimizer != "foreach":
-        parts.append(f"{layout.optimizer} optimizer")
-    if layout.parallelize is not None:
-        parts.append(layout.parallelize)
-    return " + ".join(parts)
-
-
-def _describe_backend(layout: Layout) -> list[str]:
-    parts: list[str] = [] if layout.attention == "plain" else [f"{layout.attention} attention"]
-    parts += [] if layout.experts == "loop" else [layout.experts]
-    return parts if layout.router_losses == "global" else [*parts, "its own router losses"]
-
-
-def _describe_pipeline(layout: Layout) -> str:
-    text = f"pp {layout.pp}"
-    if layout.pipeline_schedule != "1f1b":
-        text += f" {layout.pipeline_schedule}"
-    if layout.num_stages > layout.pp:
-        text += f" of {layout.num_stages} stages"
-    return text
-
-
-def _describe_data(layout: Layout) -> str:
-    kind = layout.data_parallel
-    if layout.parallelize is not None:  # what the user's code makes of these ranks is its own
-        both = layout.dp_replicate > 1 and layout.dp_shard > 1
-        return f"dp {layout.dp_replicate}x{layout.dp_shard}" if both else f"dp {layout.data_ranks}"
-    name = (
-        kind if kind != "fsdp1" or layout.fsdp1_strategy == "full_shard" else f"fsdp1 {layout.fsdp1_strategy}"
-    )
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        return f"{'hsdp' if kind == 'fsdp2' else f'{name} hybrid'} {layout.dp_replicate}x{layout.dp_shard}"
-    if layout.dp_replicate > 1 and kind != "ddp":
-        return f"{name} {layout.dp_replicate}x1"
-    return f"{name} {layout.data_ranks}"
+from moeverify.case.schema import MoE, Recipe
 
 
 def describe_recipe(recipe: Recipe) -> str:
@@ -73,9 +13,9 @@ def describe_recipe(recipe: Recipe) -> str:
 
 
 def _describe_model(recipe: Recipe) -> str:
-    model = recipe.model
-    if isinstance(model, CustomModel):
-        return model.factory
+    model = recipe.model.reference
+    if model is None:
+        return recipe.model.title
     head = f"{model.preset}: " if model.preset else ""
     layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
     return f"{head}{layers}, hidden {model.hidden}, {_describe_experts(model.moe)}"

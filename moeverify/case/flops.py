@@ -34,8 +34,3 @@ def _count_mlp(model: ReferenceModel) -> int:
 def _count_moe(model: ReferenceModel, moe: MoE) -> int:
     widths = moe.num_experts + 3 * (moe.top_k * moe.expert_hidden + moe.shared_hidden) + moe.shared_gate
     return 2 * model.hidden * widths
-
-
-def count_expert_flops(model: ReferenceModel) -> int:
-    """Return the operations of the routed experts of one layer for one token, forward and backward."""
-    return 0 if model.moe is None else 3 * 6 * model.hidden * model.moe.top_k * model.moe.expert_hidden

@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from moeverify.case.schema import Case, MoE, ReferenceModel
 from moeverify.errors import Problem
 
+# What decides whether the model is ours to divide, and whether it has experts.
+MODEL_OF_LAYOUT = (
+    "layout.parallelize",
+    "recipe.model.moe",
+    "recipe.model.num_layers",
+    "recipe.model.num_dense_layers",
+)
+
 Find = Callable[[Case], Iterator[Problem]]
 
 
@@ -35,8 +43,12 @@ def blame(path: str, message: str, remedy: str = "") -> Problem:
 
 def reference_model(case: Case) -> ReferenceModel | None:
     """Return the case's model if it is the reference transformer."""
-    model = case.recipe.model
-    return model if isinstance(model, ReferenceModel) else None
+    return case.recipe.model.reference
+
+
+def own_model(case: Case) -> ReferenceModel | None:
+    """Return the reference model if the layout is one that moeverify applies, and not a user's function."""
+    return None if case.layout.parallelize is not None else reference_model(case)
 
 
 def experts(case: Case) -> MoE | None:

@@ -1,21 +1,52 @@
-"""The fields of a case: a recipe (what determines the answer) under a layout (what must not change it)."""
+"""The fields of a case: a recipe (what determines the answer) under a layout (what must not change it).
+
+A field's description is its meaning, and the only place where it is written: `moeverify schema` makes the reference
+and the JSON schema of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from moeverify.results.checks import check_name
 
-Degree = Annotated[int, Field(ge=1)]
+ADDS_RANKS = "adds ranks"
+"""Marks the degrees whose product is the number of ranks."""
+
+SPLITS_ROWS = "splits rows"
+"""Marks the degrees whose product is the number of shares that the rows of the global batch are divided into."""
+
+Degree = Annotated[int, Field(ge=1), ADDS_RANKS]
+RowDegree = Annotated[int, Field(ge=1), ADDS_RANKS, SPLITS_ROWS]
+BorrowedDegree = Annotated[int, Field(ge=1)]  # its ranks are those of other axes
 Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Factor = Annotated[float, Field(ge=1.0)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
+
+# The options of what has several implementations. `moeverify.validation.choices` lists where each is implemented.
+DataParallel = Literal["ddp", "fsdp1", "fsdp2"]
+Fsdp1Strategy = Literal["full_shard", "shard_grad_op"]
+ContextParallel = Literal["allgather", "alltoall", "torch"]
+AttentionCore = Literal["plain", "fused"]
+ExpertBackend = Literal["loop", "grouped_mm", "megablocks"]
+RouterLosses = Literal["global", "megablocks"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+OptimizerKind = Literal["sgd", "adam", "adamw"]
+OptimizerKernels = Literal["foreach", "fused", "loop"]
+RateSchedule = Literal["constant", "cosine", "linear"]
 
 
 class Section(BaseModel):
@@ -27,34 +58,52 @@ class Section(BaseModel):
 class MoE(Section):
     """A mixture-of-experts block. Sizes in elements, rates and coefficients dimensionless."""
 
-    num_experts: Count
-    top_k: Count
-    expert_hidden: Count
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    route_scale: float = 1.0
-    num_groups: Count = 1
-    top_groups: Count = 1
-    group_score: Literal["max", "top2_sum"] = "max"
-    router_bias: bool = False
-    expert_bias: bool = False
-    shared_hidden: Annotated[int, Field(ge=0)] = 0
-    shared_gate: bool = False
-    balance_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    balance_scope: Literal["sequence", "batch"] = "sequence"
-    z_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    selection_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
-    idle_experts: Annotated[int, Field(ge=0)] = 0
+    num_experts: Count = Field(description="number of routed experts")
+    top_k: Count = Field(description="experts that each token is sent to")
+    expert_hidden: Count = Field(description="width of an expert")
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="turns router logits into scores"
+    )
+    renormalize: bool = Field(
+        default=True, description="whether the combine weights of a token are scaled to sum to 1"
+    )
+    route_scale: float = Field(default=1.0, description="factor on the combine weights")
+    num_groups: Count = Field(default=1, description="groups of experts of equal size")
+    top_groups: Count = Field(default=1, description="groups that a token may choose experts from")
+    group_score: Literal["max", "top2_sum"] = Field(
+        default="max", description="score by which groups are ranked"
+    )
+    router_bias: bool = Field(default=False, description="whether the router's projection has a bias")
+    expert_bias: bool = Field(default=False, description="whether the experts' projections have biases")
+    shared_hidden: WholeNumber = Field(default=0, description="width of the shared expert; 0 for none")
+    shared_gate: bool = Field(
+        default=False, description="whether a sigmoid gate scales the shared expert's output"
+    )
+    balance_coef: NotNegative = Field(default=0.0, description="coefficient of the load-balancing loss")
+    balance_scope: Literal["sequence", "batch"] = Field(
+        default="sequence",
+        description="tokens over which the load-balancing loss counts: each row, or the whole batch",
+    )
+    z_coef: NotNegative = Field(default=0.0, description="coefficient of the router z loss")
+    selection_bias_rate: NotNegative = Field(
+        default=0.0,
+        description="change of the selection bias in a step (auxiliary-loss-free balancing); 0 for no bias",
+    )
+    idle_experts: WholeNumber = Field(
+        default=0, description="experts that no token chooses, to verify layouts with empty experts"
+    )
 
 
 class MLA(Section):
-    """Multi-head latent attention; sizes in elements. `q_lora` 0 projects queries without a latent."""
+    """Multi-head latent attention; sizes in elements."""
 
-    q_lora: Annotated[int, Field(ge=0)] = 0
-    kv_lora: Count
-    qk_nope: Count
-    qk_rope: Count
-    v_head: Count
+    q_lora: WholeNumber = Field(
+        default=0, description="width of the latent of the queries; 0 projects without a latent"
+    )
+    kv_lora: Count = Field(description="width of the latent of keys and values")
+    qk_nope: Count = Field(description="width of a query or key head without position")
+    qk_rope: Count = Field(description="width of a query or key head with position, even")
+    v_head: Count = Field(description="width of a value head")
 
 
 class Yarn(Section):
@@ -64,87 +113,182 @@ class Yarn(Section):
     scores of latent attention by m(`mscale_all_dim`) squared.
     """
 
-    factor: Annotated[float, Field(ge=1.0)]
-    original_length: Count
-    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
-    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
-    mscale: Annotated[float, Field(ge=0.0)] = 1.0
-    mscale_all_dim: Annotated[float, Field(ge=0.0)] = 0.0
+    factor: Factor = Field(description="factor by which the context is stretched")
+    original_length: Count = Field(description="tokens of the context before stretching")
+    beta_fast: Positive = Field(
+        default=32.0, description="turns within the original context from which a frequency is kept as it is"
+    )
+    beta_slow: Positive = Field(
+        default=1.0,
+        description="turns within the original context up to which a frequency is divided by `factor`",
+    )
+    mscale: NotNegative = Field(default=1.0, description="scale of cosine and sine")
+    mscale_all_dim: NotNegative = Field(
+        default=0.0, description="scale of the attention scores, in place of `mscale`"
+    )
 
 
 class ReferenceModel(Section):
-    """The reference decoder-only transformer, or a preset with some fields changed."""
+    """The reference decoder-only transformer, or a preset with some fields changed. Sizes in elements."""
 
-    preset: str | None = None
-    vocab_size: Count
-    hidden: Count
-    num_layers: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    ffn_hidden: Count
-    num_dense_layers: Annotated[int, Field(ge=0)] = 0
-    mla: MLA | None = None
-    moe: MoE | None = None
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    attention_bias: bool = False
-    attention_bias_scope: Literal["all", "qkv"] = "all"
-    qk_norm: bool = False
-    qk_norm_scope: Literal["head", "all"] = "head"
-    mlp_bias: bool = False
-    rope_theta: Annotated[float, Field(gt=0.0)] = 10000.0
-    yarn: Yarn | None = None
-    tie_embedding: bool = False
-    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+    preset: str | None = Field(default=None, description="a known model; the other fields change it")
+    vocab_size: Count = Field(description="rows of the embedding and of the head")
+    hidden: Count = Field(description="width of the residual stream")
+    num_layers: Count = Field(description="number of blocks")
+    num_heads: Count = Field(description="query heads")
+    num_kv_heads: Count = Field(description="key and value heads, a divisor of `num_heads`")
+    head_dim: Count = Field(
+        description="width of a head, even; with `mla` the sum of `qk_nope` and `qk_rope`"
+    )
+    ffn_hidden: Count = Field(description="width of a dense MLP")
+    num_dense_layers: WholeNumber = Field(
+        default=0, description="how many of the first blocks have a dense MLP although there is `moe`"
+    )
+    mla: MLA | None = Field(default=None, description="latent attention in place of projected heads")
+    moe: MoE | None = Field(default=None, description="the experts of all blocks but the dense ones")
+    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
+    norm_eps: Positive = Field(default=1e-5, description="epsilon of the norms")
+    activation: Literal["swiglu", "gelu"] = Field(
+        default="swiglu", description="activation of dense MLPs; `swiglu` has a gate projection"
+    )
+    attention_bias: bool = Field(
+        default=False, description="whether the projections of attention have biases"
+    )
+    attention_bias_scope: Literal["all", "qkv"] = Field(
+        default="all",
+        description="which projections of attention have them; `qkv` leaves out that of the output",
+    )
+    qk_norm: bool = Field(default=False, description="whether queries and keys are normalized")
+    qk_norm_scope: Literal["head", "all"] = Field(
+        default="head", description="whether they are normalized head by head, or all heads together"
+    )
+    mlp_bias: bool = Field(default=False, description="whether the projections of MLPs have biases")
+    rope_theta: Positive = Field(default=10000.0, description="base of the rotary embedding")
+    yarn: Yarn | None = Field(default=None, description="the rotary embedding stretched by YaRN")
+    tie_embedding: bool = Field(default=False, description="whether embedding and head share one weight")
+    init_std: Positive = Field(default=0.02, description="standard deviation of initial weights")
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """Return the user's functions that the model needs, by the path of the field that names each: none."""
+        return {}
+
+    @property
+    def title(self) -> str:
+        """Return what messages call the model."""
+        return self.preset or "the reference model"
+
+    @property
+    def reference(self) -> ReferenceModel:
+        """Return this model: moeverify knows the modules inside, and so what their names mean."""
+        return self
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Return whether some parameters may be experts'."""
+        return self.moe is not None
+
+    @property
+    def gives_token_losses(self) -> bool:
+        """Return whether the loss of each token is known, and not their sum alone."""
+        return True
 
 
 class CustomModel(Section):
-    """A user's own model: `factory(**arguments)` returns an `nn.Module` with `model(tokens) -> logits`.
+    """A user's own model: `factory(**arguments)` returns an `nn.Module` with `model(tokens) -> logits`."""
 
-    `loss`, if given, is called as `loss(model, tokens, targets)` and returns the loss summed over the valid
-    tokens (`targets != -100`); otherwise the cross entropy of the logits is summed.
-    """
+    factory: Target = Field(
+        description="function that makes the model: `factory(**arguments)` -> `nn.Module`"
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments that the factory is called with"
+    )
+    loss: Target | None = Field(
+        default=None,
+        description="`loss(model, tokens, targets)`: the loss of each token, or their sum over valid tokens "
+        "(`targets != -100`); by default the cross entropy of the logits",
+    )
+    vocab_size: Count = Field(description="tokens are drawn from 0 to `vocab_size` - 1")
 
-    factory: Target
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    loss: Target | None = None
-    vocab_size: Count
+    @property
+    def title(self) -> str:
+        """Return what messages call the model."""
+        return self.factory
+
+    @property
+    def moe(self) -> None:
+        """Return what is known of its experts: nothing."""
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """Return the user's functions that the model needs, by the path of the field that names each."""
+        named = {"recipe.model.factory": self.factory}
+        return named if self.loss is None else {**named, "recipe.model.loss": self.loss}
+
+    @property
+    def reference(self) -> None:
+        """Return None: of the modules inside nothing is known."""
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Return whether some parameters may be experts'."""
+        return True
+
+    @property
+    def gives_token_losses(self) -> bool:
+        """Return whether the loss of each token is known: a user's own loss may be nothing but a sum."""
+        return self.loss is None
 
 
 class Data(Section):
-    """The synthetic global batch of every step: `batch` rows of `seq_len` tokens."""
+    """The synthetic global batch of every step."""
 
-    batch: Count = 8
-    seq_len: Count = 16
-    min_valid: Fraction = 1.0
+    batch: Count = Field(default=8, description="rows of the global batch")
+    seq_len: Count = Field(default=16, description="tokens of each row")
+    min_valid: Fraction = Field(
+        default=1.0,
+        description="the least fraction of a row that is not padding; rows end in padding of random length",
+    )
 
 
 class Optimizer(Section):
     """The optimizer, with the clip of the global gradient norm before each step."""
 
-    name: Literal["sgd", "adam", "adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0.0)] = 1e-3
-    momentum: Fraction = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    name: OptimizerKind = Field(default="adamw", description="kind of optimizer")
+    lr: Positive = Field(default=1e-3, description="learning rate")
+    momentum: Fraction = Field(default=0.0, description="momentum of SGD")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.95), description="decay of the two moments of Adam and AdamW"
+    )
+    eps: Positive = Field(default=1e-8, description="epsilon of Adam and AdamW")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="weight decay of matrices; vectors are not decayed"
+    )
+    clip_norm: Positive | None = Field(
+        default=None, description="largest global gradient norm; gradients are scaled to it"
+    )
+    schedule: RateSchedule = Field(
+        default="constant", description="decay of the learning rate after the warmup"
+    )
+    warmup_steps: WholeNumber = Field(default=0, description="steps in which the learning rate rises")
 
 
 class Recipe(Section):
     """Everything that determines the right answer."""
 
-    name: str
-    model: ReferenceModel | CustomModel
-    data: Data = Data()
-    optimizer: Optimizer = Optimizer()
-    precision: Precision = "float64"
-    steps: Count = 2
-    seed: int = 0
+    name: str = Field(
+        description="key of the golden; by default the name of the recipe's file, its base or the case"
+    )
+    model: ReferenceModel | CustomModel = Field(description="the reference model, or your own by a `factory`")
+    data: Data = Field(default=Data(), description="the batch of each step")
+    optimizer: Optimizer = Field(default=Optimizer(), description="the optimizer and its schedule")
+    precision: Precision = Field(
+        default="float64",
+        description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
+        "reductions, bfloat16 arithmetic, under FSDP2",
+    )
+    steps: Count = Field(default=2, description="optimizer steps that are trained and compared")
+    seed: int = Field(default=0, description="seed of weights and data")
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not.
@@ -159,51 +303,86 @@ class Recipe(Section):
 
 
 class Layout(Section):
-    """Everything that must not change the answer.
+    """Everything that must not change the answer: how the model is divided over ranks, and computed there."""
 
-    `etp` left out means `tp` if `ep` is 1, and else 1: read it through `expert_tp`. `virtual_stages` left out
-    means what the schedule takes: read it through `num_stages`.
-    """
-
-    dp_replicate: Degree = 1
-    dp_shard: Degree = 1
-    cp: Degree = 1
-    tp: Degree = 1
-    ep: Degree = 1
-    etp: Degree | None = None
-    pp: Degree = 1
-    data_parallel: Literal["ddp", "fsdp1", "fsdp2"] = "fsdp2"
-    fsdp1_strategy: Literal["full_shard", "shard_grad_op"] = "full_shard"
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    context_parallel: Literal["allgather", "alltoall", "torch"] = "allgather"
-    attention: Literal["plain", "fused"] = "plain"
-    experts: Literal["loop", "grouped_mm", "megablocks"] = "loop"
-    router_losses: Literal["global", "megablocks"] = "global"
-    micro_batches: Count = 1
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
-    virtual_stages: Count | None = None
-    stage_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    recompute: bool = False
-    optimizer: Literal["foreach", "fused", "loop"] = "foreach"
-    parallelize: Target | None = None
-    in_float32: tuple[str, ...] = ()
+    dp_replicate: RowDegree = Field(
+        default=1, description="data-parallel ranks that hold copies of all parameters"
+    )
+    dp_shard: RowDegree = Field(
+        default=1, description="data-parallel ranks over which parameters are sharded"
+    )
+    cp: Degree = Field(
+        default=1, description="ranks over which the positions of a row are split (context parallelism)"
+    )
+    tp: Degree = Field(
+        default=1,
+        description="ranks over which heads, hidden units and the vocabulary are sharded (tensor parallelism)",
+    )
+    ep: BorrowedDegree = Field(
+        default=1,
+        description="ranks over which the experts are spread, borrowed from the other axes (expert parallelism)",
+    )
+    etp: BorrowedDegree | None = Field(
+        default=None,
+        description="ranks over which the hidden units of each expert are sharded; by default `tp` where `ep` is 1, "
+        "else 1",
+    )
+    pp: Degree = Field(default=1, description="ranks over which the layers are split (pipeline parallelism)")
+    data_parallel: DataParallel = Field(default="fsdp2", description="implementation of data parallelism")
+    fsdp1_strategy: Fsdp1Strategy = Field(default="full_shard", description="what FSDP1 shards")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="whether the residual stream is sharded over `tp` by positions between the blocks",
+    )
+    loss_parallel: bool = Field(
+        default=False, description="whether the logits stay sharded over `tp` by the vocabulary"
+    )
+    context_parallel: ContextParallel = Field(
+        default="allgather", description="implementation of attention over `cp`"
+    )
+    attention: AttentionCore = Field(default="plain", description="implementation of attention on one rank")
+    experts: ExpertBackend = Field(default="loop", description="implementation of the experts of a rank")
+    router_losses: RouterLosses = Field(
+        default="global", description="implementation of the balance and z losses"
+    )
+    micro_batches: Count = Field(
+        default=1, description="parts of a rank's rows whose gradients are accumulated"
+    )
+    pipeline_schedule: PipelineSchedule = Field(
+        default="1f1b", description="order of the passes of a pipeline"
+    )
+    virtual_stages: Count | None = Field(
+        default=None,
+        description="pipeline stages on each rank of `pp`; by default as many as the schedule takes",
+    )
+    stage_layers: tuple[WholeNumber, ...] | None = Field(
+        default=None, description="layers of each pipeline stage; by default equally many"
+    )
+    recompute: bool = Field(
+        default=False, description="whether activations are computed again in the backward pass"
+    )
+    optimizer: OptimizerKernels = Field(
+        default="foreach", description="implementation of the optimizer's arithmetic"
+    )
+    parallelize: Target | None = Field(
+        default=None,
+        description="your own `parallelize(model, mesh)`, which returns the parallel model; it replaces all of "
+        "the built-in parallelism",
+    )
+    in_float32: tuple[str, ...] = Field(
+        default=(),
+        description="modules, by names with `*`, that `parallelize` leaves in float32 under `precision: mixed`",
+    )
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks; ep and etp borrow ranks from the other axes and add none."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def num_stages(self) -> int:
-        """Return into how many stages the layers are divided: `virtual_stages` for each rank of pp."""
-        single = self.pp == 1 or self.pipeline_schedule in ("gpipe", "1f1b")
-        return self.pp * (self.virtual_stages or (1 if single else 2))
+        """Return the number of ranks; a borrowed degree adds none."""
+        return math.prod(getattr(self, name) for name in _find_degrees(ADDS_RANKS))
 
     @property
     def data_ranks(self) -> int:
-        """Return over how many groups of ranks the rows of the global batch are divided."""
-        return self.dp_replicate * self.dp_shard
+        """Return into how many shares the rows of the global batch are divided."""
+        return math.prod(getattr(self, name) for name in _find_degrees(SPLITS_ROWS))
 
     @property
     def expert_tp(self) -> int:
@@ -217,56 +396,64 @@ class Layout(Section):
         """Return whether each tensor-parallel rank routes a slice of the positions, and not all alike."""
         return self.tp > 1 and self.expert_tp != self.tp
 
-    @property
-    def expert_mesh_size(self) -> int:
-        """Return how many ranks `ep` and `etp` regroup, within one pipeline stage and one replica.
 
-        Under DDP the replicas are what is lent.
-        """
-        data = self.dp_replicate * self.dp_shard if self.data_parallel == "ddp" else self.dp_shard
-        return data * self.cp * self.tp
+@cache
+def _find_degrees(mark: str) -> tuple[str, ...]:
+    return tuple(name for name, field in Layout.model_fields.items() if mark in field.metadata)
 
 
 class Tolerance(Section):
-    """What may differ: `calibrated` (measured noise times a factor), `exact` (bitwise), or `fixed`."""
+    """What may differ between a tensor of the layout and the golden."""
 
-    kind: Literal["calibrated", "exact", "fixed"] = "calibrated"
-    factor: Annotated[float, Field(ge=1.0)] = 8.0
-    rtol: Annotated[float, Field(ge=0.0)] | None = None
-    atol: Annotated[float, Field(ge=0.0)] | None = None
+    kind: Literal["calibrated", "exact", "fixed"] = Field(
+        default="calibrated",
+        description="`calibrated`: the measured noise times `factor`; `exact`: bit for bit; `fixed`",
+    )
+    factor: Factor = Field(default=8.0, description="factor on the noise, of `calibrated`")
+    rtol: NotNegative | None = Field(default=None, description="relative tolerance, of `fixed`")
+    atol: NotNegative | None = Field(default=None, description="absolute tolerance, of `fixed`")
 
 
 class Checks(Section):
-    """How the layout is compared with its golden.
+    """How the layout is compared with its golden."""
 
-    `also` names optional checks to make. `differs` names checks that must find something: where an implementation
-    means something else than the golden. `because` says what.
-    """
-
-    tolerance: Tolerance = Tolerance()
-    steps: Literal["free", "forced"] = "free"
-    repeat: Literal["first_step", "every_step", "never"] = "first_step"
-    skip: CheckNames = ()
-    also: CheckNames = ()
-    differs: CheckNames = ()
-    because: str = ""
-    timeout: Annotated[float, Field(gt=0.0)] = 120.0
+    tolerance: Tolerance = Field(default=Tolerance(), description="how far a tensor may be from the golden's")
+    steps: Literal["free", "forced"] = Field(
+        default="free", description="`forced` starts each step from the golden's state after the step before"
+    )
+    repeat: Literal["first_step", "every_step", "never"] = Field(
+        default="first_step", description="which steps are trained a second time and compared bit for bit"
+    )
+    skip: CheckNames = Field(default=(), description="names of checks that are left out")
+    also: CheckNames = Field(default=(), description="names of optional checks to make")
+    differs: CheckNames = Field(
+        default=(),
+        description="names of checks that must find something: the layout's code means something else",
+    )
+    because: str = Field(default="", description="why they differ, for the report")
+    timeout: Positive = Field(default=120.0, description="seconds that the case may take")
 
 
 class Checkpoint(Section):
     """When a case saves its state, and how: what `moeverify reshard` loads into other layouts."""
 
-    after: Count = 1
-    asynchronous: bool = False
+    after: Count = Field(default=1, description="steps after which `moeverify reshard` saves")
+    asynchronous: bool = Field(
+        default=False, description="whether training goes on while the state is written"
+    )
 
 
 class Case(Section):
-    """One recipe under one layout, with the checks to make. `file` is where it was read from."""
+    """One recipe under one layout, with the checks to make."""
 
-    name: str
-    description: str = ""
-    file: str = ""
-    recipe: Recipe
-    layout: Layout = Layout()
-    checks: Checks = Checks()
-    checkpoint: Checkpoint = Checkpoint()
+    name: str = Field(description="what reports call the case; by default the file's stem")
+    description: str = Field(default="", description="a line for the reader")
+    file: str = ""  # where the case was read from
+    recipe: Recipe = Field(
+        description="the name of a file of `recipes/`, or the fields; `base:` names a recipe that they change"
+    )
+    layout: Layout = Field(
+        default=Layout(), description="how the model is divided over ranks, and computed there"
+    )
+    checks: Checks = Field(default=Checks(), description="how the layout is compared with its golden")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="when and how the state is saved")

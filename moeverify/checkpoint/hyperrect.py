@@ -18,7 +18,7 @@ from moeverify.layout.region import Indices, Region
 
 
 @dataclass(frozen=True)
-class Box:
+class Hyperrect:
     """A box of a logical tensor: per dim where it begins and how far it goes."""
 
     offset: tuple[int, ...]
@@ -30,7 +30,7 @@ class Box:
         return math.prod(self.shape)
 
 
-def split_region(region: Region, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def split_region(region: Region, local: Tensor) -> Iterator[tuple[Hyperrect, Tensor]]:
     """Yield the boxes of a region, none of them empty, each with its view of the local tensor.
 
     Shapes: `local` has `region.local_shape`, or is a flat run in any shape without gaps.
@@ -49,7 +49,7 @@ def split_region(region: Region, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
         view = local
         for dim, (_, place, size) in enumerate(parts):
             view = view.narrow(dim, place, size)
-        yield Box(tuple(part[0] for part in parts), tuple(part[2] for part in parts)), view
+        yield Hyperrect(tuple(part[0] for part in parts), tuple(part[2] for part in parts)), view
 
 
 def _split_indices(indices: Indices) -> Iterator[tuple[int, int, int]]:
@@ -64,13 +64,13 @@ def _split_indices(indices: Indices) -> Iterator[tuple[int, int, int]]:
             place = position
 
 
-def _split_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def _split_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Hyperrect]:
     """Yield the boxes of elements [start, stop) of a flattened tensor, in their order."""
     if not shape:
-        yield Box((), ())
+        yield Hyperrect((), ())
         return
     if len(shape) == 1:
-        yield Box((start,), (stop - start,))
+        yield Hyperrect((start,), (stop - start,))
         return
     inner = math.prod(shape[1:])
     while start < stop:
@@ -78,8 +78,8 @@ def _split_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         if within or stop - start < inner:
             end = min(stop, (row + 1) * inner)
             for box in _split_run(shape[1:], within, end - row * inner):
-                yield Box((row, *box.offset), (1, *box.shape))
+                yield Hyperrect((row, *box.offset), (1, *box.shape))
         else:
             end = stop // inner * inner
-            yield Box((row, *[0] * (len(shape) - 1)), (end // inner - row, *shape[1:]))
+            yield Hyperrect((row, *[0] * (len(shape) - 1)), (end // inner - row, *shape[1:]))
         start = end

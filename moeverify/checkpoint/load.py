@@ -12,11 +12,12 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.manifest import Manifest, read_manifest
-from moeverify.checkpoint.reader import BoxLoadPlanner, SafeReader, check_files
+from moeverify.checkpoint.reader import HyperrectLoadPlanner, SafeReader, check_files
 from moeverify.checkpoint.save import gather, list_parts
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 
 RECIPE = "recipe"
 """The fact that says for which recipe a state is: its fingerprint."""
@@ -52,18 +53,18 @@ def load(
     folder = folder.resolve()
     parts, state = list_parts(tensors)
     manifest, problem = _examine(folder, tensors, recipe, group)
-    shown = gather((problem, [held.name for held in tensors]), group)
+    shown = gather((problem, [shard.name for shard in tensors]), group)
     _raise_first([text for text, _ in shown])
     assert manifest is not None
     unasked = manifest.tensors.keys() - {name for _, names in shown for name in names}
-    _refuse(folder, [key for key in unasked if optional is None or not key.startswith(optional)])
+    refuse(folder, [key for key in unasked if optional is None or not key.startswith(optional)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             state_dict_loader.load(
                 {},
                 storage_reader=SafeReader(folder, manifest),
-                planner=BoxLoadPlanner(parts, state),
+                planner=HyperrectLoadPlanner(parts, state),
                 process_group=group,
             )
         except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
@@ -84,27 +85,31 @@ def _examine(
         saved = manifest.facts.get(RECIPE)
         if recipe is not None and saved != recipe:
             raise FormatError(f"{folder} is the state of recipe {saved}, and this run's is {recipe}")
-        _raise_first(list(_find_misfits(folder, manifest, tensors)))
+        _raise_first(list(find_misfits(folder, manifest, tensors)))
         check_files(folder, manifest, rank, size)
     except FormatError as error:
         return None, str(error)
     return manifest, ""
 
 
-def _find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
-    for held in tensors:
-        known = manifest.tensors.get(held.name)
+@seam
+def find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
+    """Yield what is wrong with the tensors that are asked for: not saved, of another shape, of another dtype."""
+    for shard in tensors:
+        known = manifest.tensors.get(shard.name)
         if known is None:
-            yield f"{folder} has no `{held.name}`"
+            yield f"{folder} has no `{shard.name}`"
             continue
-        dtype = DTYPE_NAMES[held.local().dtype]
-        if known.shape != held.region.shape:
-            yield f"{folder}: `{held.name}` has shape {list(known.shape)}, and {list(held.region.shape)} is wanted"
+        dtype = DTYPE_NAMES[shard.local().dtype]
+        if known.shape != shard.region.shape:
+            yield f"{folder}: `{shard.name}` has shape {list(known.shape)}, and {list(shard.region.shape)} is wanted"
         elif known.dtype != dtype:
-            yield f"{folder}: `{held.name}` is {known.dtype}, and {dtype} is wanted"
+            yield f"{folder}: `{shard.name}` is {known.dtype}, and {dtype} is wanted"
 
 
-def _refuse(folder: Path, superfluous: Sequence[str]) -> None:
+@seam
+def refuse(folder: Path, superfluous: Sequence[str]) -> None:
+    """Raise FormatError where the checkpoint has tensors that the model has no place for."""
     if superfluous:
         more = f" and {len(superfluous) - 1} more" if len(superfluous) > 1 else ""
         raise FormatError(f"{folder} has `{min(superfluous)}`{more}, which this model has not")

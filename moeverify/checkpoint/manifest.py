@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: `checkpoint.json`, plain JSON, written last.
 
 A checkpoint is a folder with one `rank-N.safetensors` a rank and the manifest: the facts of the run, and for
-every logical tensor its dtype, shape and pieces, each with file, first byte and checksum. The folder gets its
+every logical tensor its dtype, shape and chunks, each with file, first byte and checksum. The folder gets its
 name when all of that is on disk, so what has a name is complete. Nothing in it is a pickle.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeverify.checkpoint.hyperrect import Box
+from moeverify.checkpoint.hyperrect import Hyperrect
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
@@ -25,10 +25,10 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredChunk:
     """A box of a logical tensor in a file: its first byte there and the CRC-32 of its bytes."""
 
-    box: Box
+    box: Hyperrect
     file: str
     start: int
     checksum: int
@@ -49,11 +49,11 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Stored, ...]
+    chunks: tuple[StoredChunk, ...]
 
-    def num_bytes(self, piece: Stored) -> int:
+    def num_bytes(self, chunk: StoredChunk) -> int:
         """Return how many bytes a box takes."""
-        return piece.box.numel * DTYPES[self.dtype].itemsize
+        return chunk.box.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def write_manifest(manifest: Manifest) -> str:
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
                 "pieces": [
-                    [piece.box.offset, piece.box.shape, piece.file, piece.start, piece.checksum]
-                    for piece in tensor.pieces
+                    [chunk.box.offset, chunk.box.shape, chunk.file, chunk.start, chunk.checksum]
+                    for chunk in tensor.chunks
                 ],
             }
             for key, tensor in sorted(manifest.tensors.items())
@@ -139,11 +139,11 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"file `{name}` lies outside of the checkpoint")
     tensors = {}
     for key, fields in content["tensors"].items():
-        pieces = tuple(
-            Stored(Box(tuple(offset), tuple(shape)), file, start, checksum)
+        chunks = tuple(
+            StoredChunk(Hyperrect(tuple(offset), tuple(shape)), file, start, checksum)
             for offset, shape, file, start, checksum in fields["pieces"]
         )
-        tensors[key] = StoredTensor(fields["dtype"], tuple(fields["shape"]), pieces)
+        tensors[key] = StoredTensor(fields["dtype"], tuple(fields["shape"]), chunks)
         for problem in _check_tensor(tensors[key], files):
             raise ValueError(f"tensor {key}: {problem}")
     facts = content["facts"]
@@ -157,16 +157,16 @@ def _check_tensor(tensor: StoredTensor, files: Mapping[str, StoredFile]) -> Iter
     if tensor.dtype not in DTYPES:
         yield f"unknown dtype {tensor.dtype!r}"
         return
-    for piece in tensor.pieces:
-        box = piece.box
+    for chunk in tensor.chunks:
+        box = chunk.box
         if not len(box.offset) == len(box.shape) == len(tensor.shape) or any(
             offset < 0 or size < 0 or offset + size > whole
             for offset, size, whole in zip(box.offset, box.shape, tensor.shape, strict=True)
         ):
             yield f"a box {box.offset} {box.shape} outside of the shape {tensor.shape}"
-        if piece.file not in files:
-            yield f"file {piece.file!r} is not listed"
-        elif not 0 <= piece.start <= piece.start + tensor.num_bytes(piece) <= files[piece.file].size:
-            yield f"bytes outside of {piece.file}"
-    if sum(piece.box.numel for piece in tensor.pieces) != math.prod(tensor.shape):
+        if chunk.file not in files:
+            yield f"file {chunk.file!r} is not listed"
+        elif not 0 <= chunk.start <= chunk.start + tensor.num_bytes(chunk) <= files[chunk.file].size:
+            yield f"bytes outside of {chunk.file}"
+    if sum(chunk.box.numel for chunk in tensor.chunks) != math.prod(tensor.shape):
         yield "its boxes do not cover it once"

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from moeverify.checkpoint.manifest import Manifest, Stored, StoredTensor
+from moeverify.checkpoint.manifest import Manifest, StoredChunk, StoredTensor
 from moeverify.checkpoint.writer import Part
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
@@ -38,7 +38,7 @@ _CHUNK = 1 << 24
 _MAPPED = 1 << 26  # pages of a file count as this process's memory until they are given back
 
 
-class BoxLoadPlanner(LoadPlanner):
+class HyperrectLoadPlanner(LoadPlanner):
     """Asks torch for the boxes of this rank. The state dict has the local tensor of each part by its number."""
 
     def __init__(self, parts: Sequence[Part], state: dict[str, Tensor]) -> None:
@@ -107,10 +107,10 @@ class SafeReader(StorageReader):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self._manifest = manifest
-        self._pieces: dict[MetadataIndex, tuple[StoredTensor, Stored]] = {
-            MetadataIndex(key, piece.box.offset): (tensor, piece)
+        self._chunks: dict[MetadataIndex, tuple[StoredTensor, StoredChunk]] = {
+            MetadataIndex(key, chunk.box.offset): (tensor, chunk)
             for key, tensor in manifest.tensors.items()
-            for piece in tensor.pieces
+            for chunk in tensor.chunks
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -124,8 +124,8 @@ class SafeReader(StorageReader):
                     properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
                     size=torch.Size(tensor.shape),
                     chunks=[
-                        ChunkStorageMetadata(torch.Size(piece.box.offset), torch.Size(piece.box.shape))
-                        for piece in tensor.pieces
+                        ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
+                        for chunk in tensor.chunks
                     ],
                 )
                 for key, tensor in self._manifest.tensors.items()
@@ -148,16 +148,16 @@ class SafeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy every overlap to its place, file by file."""
-        by_file: dict[str, list[tuple[ReadItem, StoredTensor, Stored]]] = {}
+        by_file: dict[str, list[tuple[ReadItem, StoredTensor, StoredChunk]]] = {}
         for item in plan.items:
-            tensor, piece = self._pieces[item.storage_index]
-            by_file.setdefault(piece.file, []).append((item, tensor, piece))
+            tensor, chunk = self._chunks[item.storage_index]
+            by_file.setdefault(chunk.file, []).append((item, tensor, chunk))
         for name, wanted in by_file.items():
             with map_file(self.folder / name) as content:
                 num_mapped = 0
-                for item, tensor, piece in wanted:
-                    copy_overlap(content, item, tensor, piece, planner)
-                    num_mapped += tensor.num_bytes(piece)
+                for item, tensor, chunk in wanted:
+                    copy_overlap(content, item, tensor, chunk, planner)
+                    num_mapped += tensor.num_bytes(chunk)
                     if num_mapped > _MAPPED:
                         content.madvise(mmap.MADV_DONTNEED)
                         num_mapped = 0
@@ -172,11 +172,11 @@ class SafeReader(StorageReader):
 
 
 def copy_overlap(
-    content: mmap.mmap, item: ReadItem, tensor: StoredTensor, piece: Stored, planner: LoadPlanner
+    content: mmap.mmap, item: ReadItem, tensor: StoredTensor, chunk: StoredChunk, planner: LoadPlanner
 ) -> None:
     """Copy one overlap of a saved box and a box of this rank."""
-    source = torch.frombuffer(content, dtype=DTYPES[tensor.dtype], count=piece.box.numel, offset=piece.start)
-    source = source.view(piece.box.shape)
+    source = torch.frombuffer(content, dtype=DTYPES[tensor.dtype], count=chunk.box.numel, offset=chunk.start)
+    source = source.view(chunk.box.shape)
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         source = source.narrow(dim, offset, length)
     target = planner.resolve_tensor(item)
@@ -216,9 +216,9 @@ def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -
                 f"{path} has {size} bytes, and {known.size} were saved: it was cut off or replaced"
             )
     entries = [
-        (piece.file, piece.start, tensor.num_bytes(piece), piece.checksum, key)
+        (chunk.file, chunk.start, tensor.num_bytes(chunk), chunk.checksum, key)
         for key, tensor in manifest.tensors.items()
-        for piece in tensor.pieces
+        for chunk in tensor.chunks
     ]
     entries += [
         (name, 0, known.header, known.checksum, "its header") for name, known in manifest.files.items()

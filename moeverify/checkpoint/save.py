@@ -6,7 +6,6 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moeverify.checkpoint.hyperrect import split_region
 from moeverify.checkpoint.manifest import MANIFEST
-from moeverify.checkpoint.writer import BoxPlanner, Part, SafeWriter, remove_partial
+from moeverify.checkpoint.writer import HyperrectPlanner, Part, SafeWriter, remove_partial
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError, MachineError
 from moeverify.layout.local_shard import LocalShard
+from moeverify.seams import seam
 
 BY_NAME = "by_name"
-"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is held."""
+"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is stored."""
 
 
 def save(
@@ -78,7 +78,7 @@ class Saving:
         partial, merged = self._agree(facts)
         self._partial = self.folder.with_name(partial)
         self._parts, self._state = list_parts(tensors)
-        self._planner = BoxPlanner(self._parts)
+        self._planner = HyperrectPlanner(self._parts)
         self._writer = SafeWriter(self.folder, self._partial, merged)
         self._future: Any = None
 
@@ -169,6 +169,7 @@ class HostCopy:
         """Do nothing: nothing is kept."""
 
 
+@seam
 def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
     """Return the boxes that this rank holds, and the local tensor of each by its number.
 
@@ -176,13 +177,13 @@ def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Ten
     """
     parts: list[Part] = []
     state: dict[str, Tensor] = {}
-    for held in tensors:
-        local = held.local()
+    for shard in tensors:
+        local = shard.local()
         if local.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{held.name}: a checkpoint cannot hold {local.dtype}")
-        for box, view in split_region(held.region, local):
+            raise TypeError(f"{shard.name}: a checkpoint cannot hold {local.dtype}")
+        for box, view in split_region(shard.region, local):
             state[str(len(parts))] = view
-            parts.append(Part(held.name, held.region.shape, box))
+            parts.append(Part(shard.name, shard.region.shape, box))
     return parts, state
 
 
@@ -197,13 +198,3 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints directly in a folder, oldest first; an interrupted save is none."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        with suppress(OSError):
-            if not path.name.startswith(".") and (path / MANIFEST).is_file():
-                found.append(((path / MANIFEST).stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found)]

@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from moeverify.checkpoint.hyperrect import Box
+from moeverify.checkpoint.hyperrect import Hyperrect
 from moeverify.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    Stored,
+    StoredChunk,
     StoredFile,
     StoredTensor,
     write_manifest,
@@ -58,10 +58,10 @@ class Part(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    box: Box
+    box: Hyperrect
 
 
-class BoxPlanner(DefaultSavePlanner):
+class HyperrectPlanner(DefaultSavePlanner):
     """Offers torch the boxes of this rank. The state dict has the local tensor of each part by its number."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -132,14 +132,14 @@ class SafeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest and give the checkpoint its name. Called on rank 0 when all ranks have written."""
         files: dict[str, StoredFile] = {}
-        pieces: dict[str, list[Stored]] = {}
+        chunks: dict[str, list[StoredChunk]] = {}
         for result in (result for part in results for result in part):
-            if isinstance(result.storage_data, Stored):
-                pieces.setdefault(result.index.fqn, []).append(result.storage_data)
+            if isinstance(result.storage_data, StoredChunk):
+                chunks.setdefault(result.index.fqn, []).append(result.storage_data)
             else:
                 files[result.index.fqn] = result.storage_data
         tensors = {
-            key: StoredTensor(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(pieces[key]))
+            key: StoredTensor(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(chunks[key]))
             for key, known in metadata.state_dict_metadata.items()
             if isinstance(known, TensorStorageMetadata)
         }
@@ -188,8 +188,10 @@ def write_boxes(
             assert isinstance(tensor, Tensor)
             checksum = _write_tensor(file, tensor)
             chunk = _data(item).chunk
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            results.append(_result(item.index, box.numel, Stored(box, name, len(prefix) + begin, checksum)))
+            box = Hyperrect(tuple(chunk.offsets), tuple(chunk.sizes))
+            results.append(
+                _result(item.index, box.numel, StoredChunk(box, name, len(prefix) + begin, checksum))
+            )
         file.flush()
         os.fsync(file.fileno())
     whole = StoredFile(len(prefix) + start, len(prefix), zlib.crc32(prefix))
@@ -201,7 +203,7 @@ def _data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def _result(index: MetadataIndex, size: int, where: Stored | StoredFile) -> WriteResult:
+def _result(index: MetadataIndex, size: int, where: StoredChunk | StoredFile) -> WriteResult:
     return WriteResult(index=index, size_in_bytes=size, storage_data=where)
 
 

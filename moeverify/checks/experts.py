@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moeverify.axes.claim import EXPERTS
-from moeverify.case.schema import Case, CustomModel
+from moeverify.case.schema import Case
 from moeverify.checks.base import Check, Outcome, RankLoad, Shown, make_outcome
 from moeverify.compare.difference import INTEGERS, STRIDE
 from moeverify.hashing import GOLDEN_RATIO, mix
@@ -22,6 +21,7 @@ from moeverify.layout.region import Region
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import ExpertFacts
 from moeverify.results.finding import Finding
+from moeverify.train.subjects import subject_of
 
 _MASK = (1 << 64) - 1
 
@@ -46,13 +46,11 @@ class Experts(Check[Shares]):
 
 def hash_state(case: Case, tensors: Iterable[tuple[str, Tensor, Region]]) -> Shares:
     """Return this rank's share of the hash of each expert, of weights and moments."""
-    model = case.recipe.model
-    if isinstance(model, CustomModel) or model.moe is None:
-        return {}
+    subject = subject_of(case.recipe)
     return {
         name: (region.key, hash_experts(local, region).tolist())
         for name, local, region in tensors
-        if EXPERTS in name and region.shape[:1] == (model.moe.num_experts,) and region.numel
+        if subject.count_experts(name, region.shape) and region.numel
     }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.axes.claim import Claim
-from moeverify.axes.claims import axis_claims
+from moeverify.axes.claims import Claim, axis_claims
 from moeverify.axes.mesh import MeshPlan
 from moeverify.checks.base import Check, Outcome, Role, Shown, make_outcome
 from moeverify.layout.observer import INITIAL

@@ -88,7 +88,7 @@ class CaseSelection(OptionGroup):
 
         Raises: CaseError with everything that is wrong with them.
         """
-        from moeverify.case.load import load_cases
+        from moeverify.validation.load import load_cases
 
         return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 

@@ -28,7 +28,10 @@ class Precision(StrEnum):
 
 Numbers = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NUMBER]...", help="Faults by number, or by class, A to O; all if left out."),
+    typer.Argument(
+        metavar="[FAULT]...",
+        help="Faults by number (A05), or by class, its name (expert_gradients) or letter (A); all if left out.",
+    ),
 ]
 Words = Annotated[
     str | None,
@@ -43,7 +46,7 @@ Output = Annotated[
 
 @faults.command("list")
 def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
-    """List faults, one a line."""
+    """List faults, one a line: number, class, what goes wrong, and where it happened."""
     with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
@@ -52,17 +55,19 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
 
 
 @faults.command("show")
-def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> None:
+def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
     """Show where a fault comes from, what it does, and how to run a case with it."""
     with open_context() as context:
-        from moeverify.case.describe import describe_layout
-        from moeverify.faults.choice import choose_faults
+        from moeverify.axes.describe import describe_layout
+        from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
         for fault in choose_faults(numbers):
             expected = describe_expected(fault.expected.where, fault.expected.causes)
+            group = find_class(fault)
             lines = [
                 f"{fault.number}: {fault.title}",
+                f"  class      {group.letter}, {group.name}: {group.title}",
                 f"  source     {fault.source}",
                 f"  mechanism  {fault.mechanism}",
                 f"  trigger    {fault.trigger}",
@@ -72,7 +77,7 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="NUMBER...")]) -> 
             ]
             if fault.notes:
                 lines.append(f"  notes      {fault.notes}")
-            context.out.print("\n".join(lines), markup=False, highlight=False)
+            context.out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 @faults.command("run")

@@ -40,7 +40,7 @@ class Keeper:
 
     def make_partial(self, cases: Sequence[Case], error: BaseException) -> RunResult:
         """Return the run as far as it came; the cases that did not finish are skipped, with the reason."""
-        from moeverify.case.describe import describe_layout
+        from moeverify.axes.describe import describe_layout
 
         interrupted = isinstance(error, KeyboardInterrupt)
         why = str(error) or "interrupted" if interrupted else f"the run ended early: {error}"

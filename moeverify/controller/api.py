@@ -10,7 +10,6 @@ from io import StringIO
 from types import FunctionType
 from typing import Any, Literal
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
@@ -22,6 +21,7 @@ from moeverify.report.text import render_run, summarize_run
 from moeverify.report.words.run import word_run
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.validation.load import build_case
 
 Function = str | Callable[..., Any]
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
 
-from moeverify.case.describe import describe_layout
+from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
 from moeverify.controller.machine import choose_device, describe_environment, find_limit
 from moeverify.controller.obstacles import find_obstacle

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moeverify.case.rules import validate
 from moeverify.case.schema import Case
 from moeverify.case.select import PatternError, compile_pattern
 from moeverify.controller.kept import KeptRows
@@ -17,6 +16,7 @@ from moeverify.errors import CaseError, Problem
 from moeverify.faults.setting import make_case
 from moeverify.results.benchmark import CleanRow
 from moeverify.results.run import CaseResult, Event
+from moeverify.validation.rules import validate
 
 _STAGES: Mapping[str, Any] = {"pp": 2, "micro_batches": 4, "stage_layers": (2, 1)}
 _VIRTUAL: Mapping[str, Any] = {"pp": 2, "micro_batches": 4, "stage_layers": (0, 1, 1, 1)}

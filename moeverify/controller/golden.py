@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.machine import choose_device
@@ -22,6 +21,7 @@ from moeverify.launch.plan import JobOutcome, LaunchEvent
 from moeverify.report.words.failure import describe_failure
 from moeverify.results.golden import GoldenRow
 from moeverify.results.run import Event
+from moeverify.validation.load import load_cases
 
 _MOST_DEEP = 4
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.case.schema import Case, Recipe
 from moeverify.controller.machine import default_cache, golden_code
 from moeverify.controller.options import RunOptions
 from moeverify.controller.search_path import search_path
@@ -65,7 +65,7 @@ class GoldenSet:
                     also=case.checks.also,
                     folder=folder,
                     # A user's code may have changed: nothing but running it says what it computes.
-                    fresh=fresh or isinstance(case.recipe.model, CustomModel),
+                    fresh=fresh or bool(case.recipe.model.functions),
                     search_path=tuple(search_path(case)),
                 ),
             )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from moeverify.axes.groups import cuts_experts_apart
 from moeverify.axes.mesh import MeshPlan
-from moeverify.axes.split import split_positions, split_rows
-from moeverify.case.schema import Case, ReferenceModel
+from moeverify.axes.split import split_rows
+from moeverify.case.schema import Case
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.report.mesh import MeshPicture, RankPlace
 
 
@@ -25,12 +26,11 @@ def make_picture(case: Case) -> MeshPicture:
 def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
     layout, data = case.layout, case.recipe.data
     place = plan.data.coordinates(rank)
-    data_rank = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
-    rows = split_rows(data.batch, layout.data_ranks, data_rank)
+    rows = split_rows(data.batch, layout.data_ranks, plan.row_share(rank))
     positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
     holds: dict[str, tuple[int, ...]] = {}
     model = case.recipe.model
-    if isinstance(model, ReferenceModel) and model.moe is not None and layout.ep > 1:
+    if model.moe is not None and layout.ep > 1:
         size = model.moe.num_experts // layout.ep
         first = plan.sparse.coordinates(rank)["ep"] * size
         holds["experts"] = tuple(range(first, first + size))

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from moeverify.case.describe import describe_layout
+from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet

@@ -6,15 +6,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from moeverify.axes.groups import list_degrees, list_groups
-from moeverify.case.rules import validate
+from moeverify.axes.registry import DEGREES
 from moeverify.case.schema import Case, Layout
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.finding import Finding, FollowUp
 from moeverify.results.operation import Unreduced
+from moeverify.validation.rules import validate
 
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batches")
+_VARIED = sorted((axis for axis in DEGREES if axis.is_varied), key=lambda axis: axis.places_experts)
+_DEGREES = (*(axis.degree for axis in _VARIED), "micro_batches")
 _SIZES = (1, 2, 3, 4, 6, 8)
 # Their factors are those of parts of the batch: another layout divides it into other parts.
 _OF_THE_BATCH = (Cause.SHARE_WEIGHTS, Cause.PADDING)

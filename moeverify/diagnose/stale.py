@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.diagnose.components import load_weights
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.golden.store import StoredGolden
@@ -20,7 +20,7 @@ def explains_stale(
 
     Asked of modules that hold parameters themselves, in float64, from step 1 on; None where it cannot be asked.
     """
-    if step < 1 or recipe.precision != "float64" or isinstance(recipe.model, CustomModel):
+    if step < 1 or recipe.precision != "float64" or recipe.model.reference is None:
         return None
     if origin.input is None or origin.end != "output":
         return None

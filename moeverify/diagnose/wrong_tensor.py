@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.layout.region import Region
+from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
@@ -46,7 +47,7 @@ _QUANTITIES: Mapping[str, Quantity] = {
 
 def quantity_of(kind: str, name: str) -> Quantity:
     """Return what a kind of logical tensor is in a training step."""
-    if kind == "gradient_norm":
+    if kind == Kind.GRADIENT_NORM:
         return Quantity.GRADIENT_NORM if name == "total" else Quantity.CLIP_COEFFICIENT
     return _QUANTITIES.get(kind, Quantity.TENSOR)
 

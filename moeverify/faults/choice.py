@@ -7,22 +7,24 @@ from collections.abc import Sequence
 from moeverify.case.select import PatternError, compile_pattern
 from moeverify.case.suggest import find_nearest
 from moeverify.errors import CaseError, Problem
-from moeverify.faults.fault import Fault, load_faults
+from moeverify.faults.catalogue import FaultClass, load_classes
+from moeverify.faults.fault import Fault
 
 
-def choose_faults(numbers: Sequence[str], pattern: str | None = None) -> list[Fault]:
+def choose_faults(words: Sequence[str], pattern: str | None = None) -> list[Fault]:
     """Return the faults with these numbers, or of these classes, whose description matches; all by default.
 
-    Raises: CaseError with every number that is none, or where nothing is left.
+    A class is given by its name or its letter. Raises: CaseError with every word that means none, or where nothing
+    is left.
     """
-    faults = load_faults()
+    classes = load_classes()
     problems: list[Problem] = []
     chosen: dict[str, Fault] = {}
-    for word in numbers or sorted({fault.bug_class for fault in faults.values()}):
-        meant = [fault for fault in faults.values() if word.upper() in (fault.number, fault.bug_class)]
-        chosen |= {fault.number: fault for fault in meant}
-        if not meant:
-            problems.append(_describe_unknown(word, list(faults)))
+    for word in words or [each.name for each in classes]:
+        found = [fault for each in classes for fault in each.faults if _is_meant(word, each, fault)]
+        chosen |= {fault.number: fault for fault in found}
+        if not found:
+            problems.append(_describe_unknown(word, classes))
     left = list(chosen.values())
     if pattern is not None:
         try:
@@ -39,14 +41,26 @@ def choose_faults(numbers: Sequence[str], pattern: str | None = None) -> list[Fa
     return left
 
 
+def find_class(fault: Fault) -> FaultClass:
+    """Return the class of a fault."""
+    return next(each for each in load_classes() if each.letter == fault.bug_class)
+
+
 def describe(fault: Fault) -> str:
     """Return the line by which a list shows a fault, and that a pattern searches."""
-    return f"{fault.number}  {fault.title}  [{fault.source}]"
+    width = max(len(each.name) for each in load_classes())
+    return f"{fault.number}  {find_class(fault).name:{width}}  {fault.title}  [{fault.source}]"
 
 
-def _describe_unknown(word: str, numbers: Sequence[str]) -> Problem:
-    nearest = find_nearest(word, numbers)
+def _is_meant(word: str, of_class: FaultClass, fault: Fault) -> bool:
+    return word.upper() in (fault.number, of_class.letter, of_class.name.upper())
+
+
+def _describe_unknown(word: str, classes: Sequence[FaultClass]) -> Problem:
+    names = [each.name for each in classes]
+    nearest = find_nearest(word, [*names, *(fault.number for each in classes for fault in each.faults)])
     remedy = f"did you mean `{nearest}`? " if nearest is not None else ""
     return Problem(
-        f"no fault `{word}`", remedy=remedy + "`moeverify faults list` shows all, A to O are classes"
+        f"no fault `{word}`",
+        remedy=remedy + f"`moeverify faults list` shows all; classes: {', '.join(names)}",
     )

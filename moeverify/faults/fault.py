@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
 
 from moeverify.case.schema import Case
-from moeverify.faults import catalogue
+from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
@@ -37,9 +33,9 @@ class Fault:
     """One real bug of the catalogue, made again.
 
     `source` names the issue, pull request or commit; `mechanism` says what was computed wrong, `trigger` under
-    which layouts; `case` is the smallest setting under which it shows. `inject` replaces functions or methods
-    of the parallel code in this process; whoever calls it restores them afterwards. A bug of checkpoints has a
-    `saver` too: that case saves, and `case` loads and trains on, both with the fault.
+    which layouts; `case` is the smallest setting under which it shows. `inject` wraps functions or methods of the
+    parallel code in this process by the patch that it is given, which puts them back when its block ends. A bug
+    of checkpoints has a `saver` too: that case saves, and `case` loads and trains on, both with the fault.
     """
 
     number: str
@@ -49,11 +45,10 @@ class Fault:
     trigger: str
     case: Case
     expected: Expected
-    inject: Callable[[], None]
+    inject: Callable[[Patch], None]
     is_moe: bool = True
     notes: str = ""
     saver: Case | None = None
-    tags: tuple[str, ...] = field(default=())
 
     @property
     def target(self) -> str:
@@ -64,16 +59,3 @@ class Fault:
     def bug_class(self) -> str:
         """Return the class of the bug, a letter from A to O."""
         return self.number[0]
-
-
-@cache
-def load_faults() -> dict[str, Fault]:
-    """Return all faults of the catalogue by number, sorted."""
-    found: dict[str, Fault] = {}
-    for module_info in pkgutil.iter_modules(catalogue.__path__):
-        module: Any = importlib.import_module(f"{catalogue.__name__}.{module_info.name}")
-        fault: Fault = module.FAULT
-        if fault.number in found:
-            raise ValueError(f"two faults have the number {fault.number}")
-        found[fault.number] = fault
-    return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""The logical parameters and buffers of a model that has been parallelized, and what this rank holds of each."""
+"""The logical parameters and buffers of a model that has been parallelized, and this rank's shard of each."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _keep(tensor: Tensor) -> Tensor:
 class LocalShard:
     """A logical tensor of the model and the region of it that this rank stores in `tensor`.
 
-    Gradients and optimizer moments of a parameter are held in the same region. `view` turns what is stored
-    into the shape of the region, without a copy.
+    Gradients and optimizer moments of a parameter have the same region. `view` turns what is stored into the
+    shape of the region, without a copy.
     """
 
     name: str
@@ -74,14 +74,15 @@ def parameters(model: nn.Module) -> list[LocalShard]:
     """
     flat = dict(_flat_shards(model))
     stored = dict(_stored_otherwise(model))
-    held: list[LocalShard] = []
+    shards: list[LocalShard] = []
     for name, parameter in model.named_parameters():
         region = flat.get(id(parameter)) or region_of(parameter)
         if name in stored:
-            held.append(_hold(*stored[name], parameter, region))
+            shards.append(_shard(*stored[name], parameter, region))
         elif region.numel or not flat:
-            held.append(LocalShard(logical_name(name), parameter, region))
-    return held
+            # FSDP1 gives a rank that has nothing of a parameter an empty one, which has no gradient either.
+            shards.append(LocalShard(logical_name(name), parameter, region))
+    return shards
 
 
 def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StorageLayout]]]:
@@ -92,7 +93,7 @@ def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, Storag
             yield f"{prefix}.{name}", (logical_name(prefix), stored)
 
 
-def _hold(module: str, stored: StorageLayout, parameter: Tensor, region: Region) -> LocalShard:
+def _shard(module: str, stored: StorageLayout, parameter: Tensor, region: Region) -> LocalShard:
     name = f"{module}.{stored.name}"
     if not stored.rows:
         return LocalShard(name, parameter, region)
@@ -104,9 +105,9 @@ def _unstack(region: Region, stored: StorageLayout) -> Region:
 
     Raises: ValueError where a shard ends within an expert, which is no box of a transposed tensor.
     """
-    (height, width), (held, columns) = region.shape, region.dims
-    first, last = (held[0], held[-1] + 1) if held else (0, 0)
-    if not isinstance(held, range) or first % stored.rows or last % stored.rows:
+    (height, width), (rows, columns) = region.shape, region.dims
+    first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
+    if not isinstance(rows, range) or first % stored.rows or last % stored.rows:
         raise ValueError(f"rows {first} to {last} are not whole experts of {stored.rows} rows")
     experts = range(first // stored.rows, last // stored.rows)
     inner = [(stored.rows, range(stored.rows)), (width, columns)]
@@ -121,13 +122,14 @@ def _split_rows(tensor: Tensor, *, stored: StorageLayout) -> Tensor:
 
 def buffers(model: nn.Module) -> list[LocalShard]:
     """Return every persistent buffer of the model, in the model's order; a complex one as pairs of numbers."""
-    held: list[LocalShard] = []
+    shards: list[LocalShard] = []
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
+                # Pairs (..., 2) of real numbers: comparison, checkpoints and collectives know no complex ones.
                 values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                held.append(LocalShard(logical_name(f"{prefix}.{name}"), values, region_of(values)))
-    return held
+                shards.append(LocalShard(logical_name(f"{prefix}.{name}"), values, region_of(values)))
+    return shards
 
 
 def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
@@ -141,5 +143,6 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
             raise TypeError("FSDP1 is verified with use_orig_params=True only")
         for parameter, shape, shard in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
-            held = range(0) if first is None or last is None else range(first, last + 1)
-            yield id(parameter), Region.run(shape, held.start, held.stop)
+            # Torch's last index is inclusive, and both are None on a rank that has nothing of the parameter.
+            run = range(0) if first is None or last is None else range(first, last + 1)
+            yield id(parameter), Region.run(shape, run.start, run.stop)

@@ -12,10 +12,10 @@ INITIAL = -1  # the step of what exists before the first step
 
 
 class Observer(Protocol):
-    """Receives the pieces of a run; the golden's recorder and the layout's comparison are both observers."""
+    """Receives the tensors of a run; the golden's recorder and the layout's comparison are both observers."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Take one piece: `local` holds `region` of the logical tensor `name` of this kind at this step.
+        """Take one local tensor: `local` is `region` of the logical tensor `name` of this kind at this step.
 
         `local` has `region.local_shape` and may be changed by the run afterwards; None says that the run
         has no such tensor although it should (a gradient that never came).

@@ -1,4 +1,4 @@
-"""From a DTensor's placements to the region of the logical tensor that a rank holds.
+"""From a DTensor's placements to the region of the logical tensor that a rank stores.
 
 The indices are derived here, from the mesh coordinate and the meaning of each placement, and not from
 `full_tensor()` or torch's own offset arithmetic: those are part of what is verified.
@@ -18,13 +18,14 @@ from moeverify.layout.region import Region
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank stores of a tensor: the local tensor of a DTensor, else the tensor itself."""
     if isinstance(tensor, DTensor):
-        local = tensor._local_tensor  # to_local() would add a node to the autograd graph
+        # to_local() would add a node to the autograd graph. A functional collective gives a tensor to wait for.
+        local = tensor._local_tensor
         return local.wait() if hasattr(local, "wait") else local
     return tensor
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Return whether other ranks hold an addend of this tensor that has not been summed yet."""
+    """Return whether this is an unreduced partial sum: other ranks have the rest of it."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
@@ -45,17 +46,19 @@ def shard_region(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Region:
-    """Return the region that the rank at `coordinate` holds of a tensor with the given placements.
+    """Return the region that the rank at `coordinate` stores of a tensor with the given placements.
 
     Each sharded dim is split as `torch.chunk` splits: ceil(size / parts) a part, the last ones shorter or
     empty. Mesh axes that shard one dim split it one after the other, in the order of `sharding_order`.
     """
     dims = [range(size) for size in shape]
     for axis, dim in sharding_order(mesh_shape, placements, len(shape)):
-        held = dims[dim]
-        step = -(-len(held) // mesh_shape[axis])
-        start = min(held.start + step * coordinate[axis], held.stop)
-        dims[dim] = range(start, min(start + step, held.stop))
+        whole = dims[dim]
+        step = -(
+            -len(whole) // mesh_shape[axis]
+        )  # rounded up, as torch.chunk does: the last shards may be empty
+        start = min(whole.start + step * coordinate[axis], whole.stop)
+        dims[dim] = range(start, min(start + step, whole.stop))
     return Region.box(shape, dims)
 
 
@@ -68,6 +71,7 @@ def sharding_order(
     tensor that is already sharded on the same dim by a later axis) with `split_factor` f is cut after the
     following axes whose sizes multiply to f.
     """
+    # From the last axis to the first: each is put before the later ones, or behind as many as its factor says.
     order: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]

@@ -1,4 +1,4 @@
-"""Which part of a logical tensor a rank holds, as global indices."""
+"""The part of a logical tensor that a rank stores, as global indices."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def as_indices(indices: Sequence[int]) -> Indices:
 class Region:
     """A part of a logical tensor of the given global shape.
 
-    Either a box: for every dim the global indices that are held, in the order in which they are held; or a
-    run of the tensor flattened in row-major order (`flat`), which is how FSDP1 shards.
+    Either a box: for every dim its global indices, in the order in which the local tensor has them; or a run of the
+    tensor flattened in row-major order (`flat`), which is how FSDP1 shards. For example rank 1 of 2 of a tensor
+    (8, 4) under Shard(0): `Region.box((8, 4), [range(4, 8), range(4)])`.
     """
 
     shape: tuple[int, ...]
@@ -43,29 +44,29 @@ class Region:
 
     @classmethod
     def box(cls, shape: Sequence[int], dims: Sequence[Sequence[int]]) -> Region:
-        """Return the region that holds the given indices of every dim."""
+        """Return the region of the given indices of every dim."""
         return cls(tuple(shape), tuple(as_indices(indices) for indices in dims))
 
     @classmethod
     def run(cls, shape: Sequence[int], start: int, stop: int) -> Region:
-        """Return the region that holds elements [start, stop) of the flattened tensor."""
+        """Return the region of elements [start, stop) of the flattened tensor."""
         return cls(tuple(shape), (), range(start, stop))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of the local tensor that holds this region."""
+        """Return the shape of the local tensor of this region."""
         if self.flat is not None:
             return (len(self.flat),)
         return tuple(len(indices) for indices in self.dims)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements held."""
+        """Return the number of elements."""
         return math.prod(self.local_shape)
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every element of the logical tensor is held, in its own order."""
+        """Return whether this is every element of the logical tensor, in its own order."""
         return self == Region.whole(self.shape) or (
             self.flat is not None and self.flat == range(math.prod(self.shape))
         )
@@ -90,7 +91,7 @@ class Region:
         return tensor
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Write a local tensor that holds this region into the whole logical tensor, in place."""
+        """Write the local tensor of this region into the whole logical tensor, in place."""
         if self.flat is not None:
             whole.reshape(-1)[self.flat.start : self.flat.stop] = local.reshape(-1)
             return
@@ -100,11 +101,12 @@ class Region:
         along = [
             torch.tensor(tuple(indices), dtype=torch.int64, device=whole.device) for indices in self.dims
         ]
+        # Indices of a dim may have gaps (zigzag), so no slice would do.
         grid = torch.meshgrid(*along, indexing="ij")
         whole[grid] = local.to(whole.dtype)
 
     def flat_index(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the row-major global index of every element held. Shape: `local_shape`, int64."""
+        """Return the row-major global index of every element. Shape: `local_shape`, int64."""
         if self.flat is not None:
             return torch.arange(self.flat.start, self.flat.stop, device=device)
         total = torch.zeros((), dtype=torch.int64, device=device)

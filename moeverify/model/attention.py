@@ -6,11 +6,10 @@ Dv of a value head (the same but for latent attention), Nq query heads, Nkv key-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moeverify.case.schema import ReferenceModel
 from moeverify.model.norm import RMSNorm
@@ -45,20 +44,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positio
 def causal_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Return `attend` of tokens that are at once the queries and the keys; see `Core`."""
     return attend(q, k, v, positions, positions)
-
-
-def fused_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return what `causal_core` does by torch's fused kernels, for tokens that stand in the order of their positions.
-
-    Memory grows with S, not with its square.
-    """
-    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[2] != k.shape[2]
-    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-    return mixed.transpose(1, 2)
-
-
-CORES: Mapping[str, Core] = {"plain": causal_core, "fused": fused_core}
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moeverify.model.precision import widen
+from moeverify.seams import seam
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 """x (M, H) sorted by expert and counts (E) int64 in; outputs (M, H) out."""
@@ -47,6 +48,7 @@ class SortedCopies(NamedTuple):
     order: Tensor
 
 
+@seam
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> SortedCopies:
     """Return the k copies of each token of x (N, H) sorted by expert ids (N, k)."""
     counts, order = sort_copies(ids, num_experts)
@@ -78,6 +80,7 @@ def invert(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(0, order, places)
 
 
+@seam
 def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return the sum over k of weight times output, taken in at least float32.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moeverify.case.schema import ReferenceModel
 from moeverify.hashing import hash_counter, key_of
+from moeverify.seams import seam
 
 IDLE_BIAS = -2.0
 """Selection bias of an idle expert: scores lie in (0, 1), so no other choice loses to it."""
@@ -26,6 +27,7 @@ _MEAN = 4 * (2**16 - 1) // 2
 _DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)
 
 
+@seam
 def draw(seed: int, name: str, flat_index: Tensor) -> Tensor:
     """Return one approximately normal number, mean 0 and variance 1, for each index of the tensor `name`.
 

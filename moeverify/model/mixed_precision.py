@@ -13,7 +13,7 @@ class Narrowed(nn.Module):
     """Runs `module` on copies of its parameters in `dtype`, made anew for every pass.
 
     Gradients go back through the copies and arrive in the dtype of the parameters. A parameter that is used
-    twice is copied once, so its addends are summed in `dtype`, as they are where FSDP2 gathers it. Buffers,
+    twice is copied once, so its partial gradients are summed in `dtype`, as they are where FSDP2 gathers it. Buffers,
     inputs and outputs stay as they are.
     """
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from moeverify.case.schema import MoE as MoESpec
 from moeverify.model.dispatcher import Dispatcher, LocalDispatcher, Overlapping
+from moeverify.model.expert_backends import EXPERTS
 from moeverify.model.experts import Experts
 from moeverify.model.mlp import MLP
 from moeverify.model.precision import Factory
 from moeverify.model.router import Router, RouterStats, Routing
+from moeverify.seams import seam
 
 
 class MoE(nn.Module):
@@ -47,6 +49,7 @@ class MoE(nn.Module):
         )
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **factory) if spec.shared_gate else None
 
+    @seam
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
         routing: Routing = self.router(x, valid)
@@ -67,16 +70,9 @@ class MoE(nn.Module):
 
 
 def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, factory: Factory) -> nn.Module:
-    """Return the block for an expert backend: ours, or for `megablocks` that of the package.
+    """Return the block for an expert backend: ours, or that of the backend's own package.
 
     Raises: CaseError where the backend cannot take the dtype or the sizes, or is not installed.
     """
-    if backend != "megablocks":
-        return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory)
-    from moeverify.model.megablocks.package import import_package
-
-    import_package(factory["dtype"])
-    from moeverify.model.megablocks.block import DroplessMoE
-
-    block: nn.Module = DroplessMoE(hidden, spec, factory=factory)
-    return block
+    block = EXPERTS.find(backend).build_block(hidden, spec, factory=factory)
+    return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory) if block is None else block

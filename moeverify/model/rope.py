@@ -14,8 +14,10 @@ from torch import Tensor
 
 from moeverify.case.schema import Yarn
 from moeverify.model.precision import widen
+from moeverify.seams import seam
 
 
+@seam
 def compute_rotation(
     positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[Tensor, Tensor]:

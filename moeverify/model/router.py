@@ -14,6 +14,7 @@ from torch.nn import functional
 from moeverify.case.schema import MoE as MoESpec
 from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory, widen
+from moeverify.seams import seam
 
 
 class RouterStats(NamedTuple):
@@ -100,22 +101,24 @@ class Router(nn.Module, RouterSlot):
         )
         self.register_buffer("selection_bias", selection_bias)
 
+    @seam
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Return where each token of x (B, S, H) goes; those outside `valid` (B, S) are not counted."""
         if valid is None:
             valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-        logits = self._compute_logits(x)
+        logits = self.compute_logits(x)
         sigmoid = self.spec.score == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
         chosen, margin = self._choose(scores.detach())
         ids = chosen if self.replay is None else self.replay
-        weights = self._weigh(scores.gather(-1, ids)).to(x.dtype)
+        weights = self.weigh(scores.gather(-1, ids)).to(x.dtype)
         probabilities = scores / scores.sum(dim=-1, keepdim=True) if sigmoid else scores
         stats = summarize(logits, probabilities, ids, valid)
         self.record = RouterRecord(chosen, weights.detach(), stats.counts.sum(dim=0), margin)
         return Routing(ids, weights, stats)
 
-    def _compute_logits(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the logits (B, S, E) of x (B, S, H), in at least float32."""
         wide = widen(x.dtype)
         bias = None if self.bias is None else self.view(self.bias).to(wide)
         return functional.linear(x.to(wide), self.view(self.weight).to(wide), bias)
@@ -134,13 +137,16 @@ class Router(nn.Module, RouterSlot):
         ids, margin = take_best(selection, spec.top_k)
         return ids, torch.minimum(margin, group_margin)
 
-    def _weigh(self, chosen_scores: Tensor) -> Tensor:
+    @seam
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        """Return the combine weights of the scores (B, S, k) of the chosen experts, in the same shape."""
         if self.spec.renormalize:
             # The floor only matters where every chosen sigmoid has underflowed to 0.
             chosen_scores = chosen_scores / (chosen_scores.sum(dim=-1, keepdim=True) + 1e-20)
         return chosen_scores * self.spec.route_scale
 
 
+@seam
 def summarize(logits: Tensor, probabilities: Tensor, ids: Tensor, valid: Tensor) -> RouterStats:
     """Return the sums over valid tokens.
 

@@ -3,12 +3,16 @@
 All of them take and give contiguous tensors: gloo reduces the storage of a strided view instead of the view,
 silently (pytorch #192920).
 
+Which backward is right depends on what follows, and autograd cannot know it. Where every rank goes on to compute
+the same from a gathered or summed value, each has the whole gradient, and taking it once is enough (slice, keep).
+Where every rank goes on to compute something else, each has an unreduced partial sum of it, and they are summed.
+
 Letters: n ranks in the group; the value of rank r is x_r.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+
+from moeverify.seams import seam
 
 # torch 2.13 renamed these two and warns about the names that 2.11 has.
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,6 +36,7 @@ def check_contiguous(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@seam
 def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return sum_r x_r on every rank, without gradient; the input is left as it is."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -37,48 +44,61 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+@seam
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3)."""
-    copied: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3).
+
+    Right before a computation that differs between the ranks, such as a projection sharded by columns.
+    """
+    copied: Tensor = _Map.apply(x, 0, group, _keep, _sum)  # type: ignore[no-untyped-call]
     return copied
 
 
+@seam
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM)."""
-    total: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM).
+
+    Right before a computation that is the same on all ranks, such as the residual stream.
+    """
+    total: Tensor = _Map.apply(x, 0, group, _sum, _keep)  # type: ignore[no-untyped-call]
     return total
 
 
+@seam
 def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; a rank's gradient is its own slice of the incoming one.
 
     Right where every rank goes on to compute the same from the result.
     """
-    whole: Tensor = _GatherSlice.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Map.apply(x, dim, group, _all_gather, _slice)  # type: ignore[no-untyped-call]
     return whole
 
 
+@seam
 def split_to(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of x along `dim`; the gradient is gathered from all ranks."""
-    part: Tensor = _SliceGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    part: Tensor = _Map.apply(x, dim, group, _slice, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def reduce_scatter_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's slice of sum_r x_r along `dim`; the gradient is gathered from all ranks."""
-    part: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    part: Tensor = _Map.apply(x, dim, group, _reduce_scatter, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
+@seam
 def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the x_r concatenated along `dim`; gradients are summed over the ranks, then sliced.
 
     Right where every rank goes on to compute something different from the result.
     """
-    whole: Tensor = _GatherReduce.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Map.apply(x, dim, group, _all_gather, _reduce_scatter)  # type: ignore[no-untyped-call]
     return whole
 
 
+@seam
 def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return the rows that the other ranks send here, in rank order; gradients travel back.
 
@@ -147,14 +167,27 @@ class _Finish(Function):
         return grad, None
 
 
+_Along = Callable[[Tensor, int, ProcessGroup], Tensor]
+
+
+def _keep(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return sum_over(x, group)
+
+
 def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    # Ranks are gathered along dim 0 whatever `dim` is: only there is the result of each a block of memory.
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     GATHER(parts, check_contiguous(x.contiguous()), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    # `torch.cat` of what lies in another order of memory (channels last) gives that order again.
+    # Cut along `dim`, stacked along dim 0: the slice of rank r must be the r-th block of memory. `torch.cat` of what
+    # lies in another order of memory (channels last) gives that order again, so it is made contiguous after.
     parts = (x if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))).contiguous()
     part = x.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
     REDUCE_SCATTER(part, check_contiguous(parts), group=group)
@@ -171,69 +204,17 @@ def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: ProcessGr
     return rows
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Map(Function):
+    """A linear map of the values of all ranks along `dim`, and the map that its gradients go through."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad, ctx.group), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return sum_over(x, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, there: _Along, back: _Along) -> Tensor:
+        ctx.dim, ctx.group, ctx.back = dim, group, back
+        return there(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSlice(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _slice(grad, ctx.dim, ctx.group), None, None
-
-
-class _SliceGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _slice(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _Exchange(Function):

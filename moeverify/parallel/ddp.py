@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +13,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moeverify.seams import seam
+
 Accumulate = Callable[[bool], AbstractContextManager[object]]
 
+# torch 2.13 renamed the first of these and warns about the name that 2.11 has. It syncs buffers at the start whatever
+# it is given, but not where `init_sync` is off.
+_NEW_NAME = "forward_sync_buffers"
+_SYNC = (
+    _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+)
+_AS_THEY_ARE: dict[str, Any] = {_SYNC: False, "init_sync": False}
 
+
+@seam
 def apply_ddp(
     model: nn.Module, group: ProcessGroup, device: torch.device, *, find_unused: bool = False
 ) -> tuple[nn.Module, Accumulate]:
@@ -23,14 +36,14 @@ def apply_ddp(
     at the start or before a forward pass: replicas are equal because they compute the same, or a check says so.
     `find_unused` is for models that do not use every parameter in every forward pass.
     """
+    # Before the wrapper is made: it builds its buckets, and registers its hooks, in its constructor.
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=group,
-        broadcast_buffers=False,
-        init_sync=False,
+        **_AS_THEY_ARE,
         find_unused_parameters=find_unused,
     )
     return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()

@@ -31,9 +31,10 @@ from moeverify.model.dispatcher import (
     sort_copies,
     unpermute,
 )
-from moeverify.model.experts import Experts
+from moeverify.model.experts import DividesExperts, Experts
 from moeverify.model.moe import MoE
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
+from moeverify.seams import seam
 
 # The dim of each expert parameter that holds the expert's hidden units, which etp shards.
 _HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
@@ -50,20 +51,24 @@ class AllToAllDispatcher(Overlapping):
         self.num_experts = num_experts
         self.group = group
 
+    @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
-        counts, order = sort_copies(ids, self.num_experts)
-        arriving = exchange_counts(counts, self.group)
+        counts, order = sort_copies(ids, self.num_experts)  # (E), (N * k)
+        arriving = exchange_counts(counts, self.group)  # (n, E/n): from each rank, for each expert here
+        # On their way to the host while the device gathers: an uneven all-to-all wants its sizes on the host.
         sizes = EarlyCopy(torch.stack([counts.view(self.group.size(), -1).sum(dim=1), arriving.sum(dim=1)]))
         copies = gather_copies(x, order)
         send, receive = sizes.read()
         exchange = Exchange(copies, receive, send, self.group)
+        # Rows come by rank and then expert; experts want them by expert. Both permutations are needed: `there` before
+        # the experts, `back` after them.
         there, back = order_by_expert(arriving, sum(receive))
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
         outputs = experts(permute_rows(exchange.finish(), there, back), arriving.sum(dim=0))
-        unsorted = permute_rows(outputs, back, there)
+        unsorted = permute_rows(outputs, back, there)  # by rank again, as the rows are sent back
         return unpermute(exchange_rows(unsorted, send, receive, self.group), order, weights)
 
 
@@ -106,6 +111,7 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     by_rank, by_expert = arriving.flatten(), arriving.t().flatten()
     starts_by_rank = (by_rank.cumsum(0) - by_rank).view_as(arriving)
     starts_by_expert = (by_expert.cumsum(0) - by_expert).view_as(arriving.t()).t()
+    # Blocks of (rank, expert) move as a whole: a row's place by expert plus this is its place by rank. (n, e)
     way = starts_by_rank - starts_by_expert
     places = torch.arange(num_rows, device=arriving.device)
     # With its size known, the device need not tell the host how long the result is.
@@ -114,14 +120,17 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return there, back
 
 
+@seam
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the experts of every MoE over the axes `ep` (experts) and `etp` (each expert's hidden units).
 
     Placement: every expert parameter becomes a DTensor, Shard(0) on ep and Shard of its hidden dim on etp
     (`down_bias` is replicated there and added by one rank only). `mesh` has the axes (ep, etp) that are used,
-    one or both, from the sparse view.
+    one or both, from the sparse view. A block whose package divides its own experts does so over ep.
     """
     axes = mesh.mesh_dim_names or ()
+    for block in [module for module in model.modules() if isinstance(module, DividesExperts)]:
+        _divide_by_package(block, mesh["ep"])
     for moe in _moes(model):
         _shard_parameters(moe.experts, mesh)
         moe.experts.view = local_view
@@ -129,6 +138,13 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             moe.experts.add_down_bias = mesh.get_local_rank("etp") == 0
         if "ep" in axes:
             moe.dispatcher = AllToAllDispatcher(moe.router.spec.num_experts, mesh.get_group("ep"))
+
+
+def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:
+    weights = block.divide_experts(mesh.get_group())
+    for name, parameter in list(weights.named_parameters(recurse=False)):
+        sharded = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        weights.register_parameter(name, nn.Parameter(sharded))
 
 
 def local_view(parameter: Tensor) -> Tensor:
@@ -146,6 +162,7 @@ def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         placements: list[Placement] = []
         shape = list(parameter.shape)
+        # One placement for each axis of the mesh, in its order, and the local shape that they leave.
         for axis in mesh.mesh_dim_names or ():
             dim = 0 if axis == "ep" else _HIDDEN_DIM.get(name)
             placements.append(Replicate() if dim is None else Shard(dim))

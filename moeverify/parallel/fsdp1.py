@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from moeverify.case.schema import Fsdp1Strategy
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
+from moeverify.seams import seam
 
-Strategy = Literal["full_shard", "shard_grad_op"]
-
-_STRATEGIES = {
-    ("full_shard", 1): ShardingStrategy.FULL_SHARD,
-    ("shard_grad_op", 1): ShardingStrategy.SHARD_GRAD_OP,
-    ("full_shard", 2): ShardingStrategy.HYBRID_SHARD,
-    ("shard_grad_op", 2): ShardingStrategy._HYBRID_SHARD_ZERO2,
+STRATEGIES = {
+    (option, num_axes): getattr(ShardingStrategy, member)
+    for option, strategy in FSDP1_STRATEGY.rows.items()
+    for num_axes, member in ((1, strategy.shards), (2, strategy.hybrid))
 }
 
 
 def apply_fsdp1(
-    model: Transformer, mesh: DeviceMesh, strategy: Strategy, device: torch.device
+    model: Transformer, mesh: DeviceMesh, strategy: Fsdp1Strategy, device: torch.device
 ) -> tuple[nn.Module, Accumulate]:
     """Return the wrapped model and its context for a micro-batch; parameters must have their values.
 
     `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over all of it.
     """
+    # Blocks first, from the inside out: what they take is not in the flat parameter of the model.
     for name, block in model.layers.items():
         model.layers[name] = wrap_fsdp1(block, mesh, strategy, device)
     wrapped = wrap_fsdp1(model, mesh, strategy, device)
@@ -37,14 +38,16 @@ def apply_fsdp1(
 
 
 def wrap_fsdp1(
-    module: nn.Module, mesh: DeviceMesh, strategy: Strategy, device: torch.device
+    module: nn.Module, mesh: DeviceMesh, strategy: Fsdp1Strategy, device: torch.device
 ) -> FullyShardedDataParallel:
     """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
-    ranks = _choose_ranks(mesh, strategy)
+    ranks = choose_ranks(mesh, strategy)
+    # With the original parameters, views into the flat one, the place of each shard is known (`LocalShard`).
     return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
 
 
-def _choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
+@seam
+def choose_ranks(mesh: DeviceMesh, strategy: Fsdp1Strategy) -> dict[str, Any]:
     """Return over which ranks parameters are sharded and gradients averaged, as FSDP's arguments.
 
     Replicas of one rank each are not sharded: a hybrid over them would keep to the one rank of a shard group
@@ -52,4 +55,4 @@ def _choose_ranks(mesh: DeviceMesh, strategy: Strategy) -> dict[str, Any]:
     """
     if mesh.ndim == 2 and mesh.size(1) == 1:
         return {"process_group": mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}
-    return {"device_mesh": mesh, "sharding_strategy": _STRATEGIES[strategy, mesh.ndim]}
+    return {"device_mesh": mesh, "sharding_strategy": STRATEGIES[strategy, mesh.ndim]}

@@ -27,10 +27,12 @@ from moeverify.model.mixed_precision import narrow
 from moeverify.model.param_access import View
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
+from moeverify.seams import seam
 
 AS_STORED = MixedPrecisionPolicy()
 
 
+@seam
 def apply_fsdp2(
     model: Transformer,
     mesh: DeviceMesh,
@@ -46,13 +48,15 @@ def apply_fsdp2(
     whole: set[nn.Parameter] = set()
     for block in model.layers.values():
         if expert_mesh is not None:
-            _shard_experts(block, expert_mesh, num_loss_ranks, policy)
+            # Experts first: `fully_shard` takes only what no module inside has taken, and on their own mesh.
+            shard_experts(block, expert_mesh, num_loss_ranks, policy)
             whole |= _leave_alone(block, policy)
         fully_shard(block, mesh=mesh, ignored_params=whole, mp_policy=policy)
     fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=policy)
     return _accumulation(model)
 
 
+@seam
 def choose_policy(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
     """Return what makes FSDP2 compute in a dtype, by default that of the parameters, and reduce in theirs."""
     stored = next(model.parameters()).dtype
@@ -92,24 +96,30 @@ def _narrowed(view: View, dtype: torch.dtype) -> View:
     return narrowed
 
 
-def _shard_experts(
+@seam
+def shard_experts(
     block: nn.Module, mesh: DeviceMesh, num_loss_ranks: int, policy: MixedPrecisionPolicy
 ) -> None:
+    """Shard the experts of a block over `mesh` and average their gradients over the ranks of the loss."""
     if mesh.size() == 1:
         return  # FSDP2 would copy them for every pass although nobody shares them
     for module in block.modules():
         if isinstance(module, ExpertHolder):
             sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+            # The divisor of a sum over all tokens of the batch. FSDP2 would divide by the ranks of its own mesh, of
+            # which there are num_loss_ranks * tp / (ep * etp).
             divisor = num_loss_ranks * module.gradient_share
             if divisor == mesh.size() or expert_divisor(mesh, num_loss_ranks) is not None:
                 continue
-            # gloo has no pre-multiplied sum, which a factor of its own would use otherwise.
+            # A factor of its own is applied by NCCL's pre-multiplied sum, which gloo does not have; torch divides by
+            # hand when told to sum (torch 2.11 to 2.13, _fsdp_collectives.py, _get_gradient_divide_factors).
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(float(divisor))
 
 
 def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:
     """Return what the experts' gradients must still be divided by after FSDP2, or None for nothing."""
+    # On a mesh of (n, 1), copies without shards, `shard_experts` leaves FSDP2 its average over the n.
     return num_loss_ranks / mesh.size() if mesh.size(mesh.ndim - 1) == 1 else None
 
 

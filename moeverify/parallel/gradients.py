@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from moeverify.layout.placement import local_part
 from moeverify.parallel.collectives import check_contiguous
+from moeverify.seams import seam
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradients of these parameters are addends: sum them over the group, if there is one, then divide."""
+    """Gradients of these parameters are unreduced partial sums: sum them over the group, if any, then divide."""
 
     parameters: Sequence[Tensor]
     group: ProcessGroup | None
@@ -30,11 +31,13 @@ def add_shared(first: Tensor, second: Tensor) -> None:
     one, other = first.grad, second.grad
     assert one is not None
     assert other is not None
+    # Both copies get the sum, and so stay equal: each is stepped by the optimizer on its own.
     total = local_part(one) + local_part(other)
     local_part(one).copy_(total)
     local_part(other).copy_(total)
 
 
+@seam
 @torch.no_grad()
 def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
     """Complete the gradients in place. Collective: all ranks of each group, in the same order.
@@ -48,6 +51,7 @@ def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduct
             continue
         if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
+    # All ranks of a group have the same reductions in the same order, and each of their parameters too.
     for reduction in reductions:
         for parameter in reduction.parameters:
             if parameter.grad is not None:
@@ -55,6 +59,7 @@ def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduct
 
 
 def _reduce(local: Tensor, reduction: Reduction) -> None:
+    # gloo reduces the storage of a strided view and not the view (pytorch #192920), so a copy is reduced.
     whole = local.contiguous()
     if reduction.group is not None:
         dist.all_reduce(check_contiguous(whole), group=reduction.group)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.axes.mesh import EXPERT_AXES, MeshPlan, View
+from moeverify.axes.mesh import MeshPlan, View
+from moeverify.axes.registry import EXPERT_AXES
 from moeverify.axes.stages import end_ranks
 from moeverify.case.schema import Layout
 
@@ -32,23 +33,24 @@ class Meshes:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis of any view."""
-        for view in (self.plan.data, self.plan.dense, self.plan.sparse, self.plan.loss):
-            if axis in view.axes:
-                return view.axes[axis]
-        raise KeyError(axis)
+        return self.plan.view_of(axis).axes[axis]
 
     def group(self, axis: str) -> ProcessGroup:
         """Return this rank's process group along an axis of any view."""
-        for mesh in (self.data, self.dense, self.sparse, self.loss):
-            if axis in (mesh.mesh_dim_names or ()):
-                return mesh.get_group(axis)
-        raise KeyError(axis)
+        return self.mesh_of(axis).get_group(axis)
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate on an axis of any view."""
+        return self.mesh_of(axis).get_local_rank(axis)
+
+    def mesh_of(self, axis: str) -> DeviceMesh:
+        """Return the mesh of the first view that has an axis.
+
+        Raises: KeyError where no view has it.
+        """
         for mesh in (self.data, self.dense, self.sparse, self.loss):
             if axis in (mesh.mesh_dim_names or ()):
-                return mesh.get_local_rank(axis)
+                return mesh
         raise KeyError(axis)
 
 
@@ -63,6 +65,7 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
 
     def build(view: View) -> DeviceMesh:
         groups = [_find_group(view, axis, made) for axis in view.axes]
+        # Row-major: the last axis varies fastest, as in `View.coordinates`.
         ranks = torch.arange(view.world_size).reshape(tuple(view.axes.values()))
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(view.axes))
 
@@ -112,6 +115,7 @@ def _group_ends(layout: Layout, plan: MeshPlan) -> ProcessGroup | None:
         if first == last:
             continue
         ends = [ranks[first], ranks[last]]
+        # Without local synchronization: all ranks come here, for each pipeline in the same order.
         group = dist.new_group(ends)
         if dist.get_rank() in ends:
             mine = group

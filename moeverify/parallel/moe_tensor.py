@@ -33,13 +33,15 @@ from moeverify.parallel.collectives import (
     sum_over,
 )
 from moeverify.parallel.tensor import parallelize_mlp
+from moeverify.seams import seam
 
 
 def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Make every MoE work on all tokens of its tp group with a slice of each expert (etp equal to tp).
 
     Call it after the experts have been sharded. The gradients that reach x and the combine weights through
-    the experts are addends, and are summed over the group; everything else is computed alike on all ranks.
+    the experts are unreduced partial sums, and are summed over the group; everything else is computed alike on all
+    ranks.
     """
     group = mesh.get_group()
     for moe in _moes(model):
@@ -47,10 +49,13 @@ def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
         if moe.shared is not None:
             parallelize_mlp(moe.shared, mesh, Replicate())
         if sequence_parallel:
+            # (B, S/n, H) -> (B, S, H) and back. From here on all ranks compute the same until `SlicedDispatcher`
+            # parts them, so each takes its own slice of the gradient.
             moe.register_forward_pre_hook(lambda _, args: (gather_from(args[0], 1, group), *args[1:]))
             moe.register_forward_hook(lambda _, args, out: (split_to(out[0], 1, group), out[1]))
 
 
+@seam
 def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Make every MoE work on this rank's slice of the positions (etp not equal to tp).
 
@@ -59,7 +64,7 @@ def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel:
     group = mesh.get_group()
 
     def before(_: nn.Module, args: Any) -> Any:
-        x, valid = args
+        x, valid = args  # (B, S/n, H) under sequence parallelism, else (B, S, H); valid (B, S)
         x = x if sequence_parallel else split_to(x, 1, group)
         return x, valid.chunk(group.size(), dim=1)[group.rank()]
 
@@ -67,6 +72,7 @@ def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel:
         y, stats = output
         return y if sequence_parallel else gather_from(y, 1, group), _complete(stats, group)
 
+    # The shared expert is dense: it stays sharded over tp, and gathers the slices of positions for itself.
     stream: Placement = Shard(1)
     for moe in _moes(model):
         if moe.shared is not None:
@@ -99,6 +105,7 @@ class GatheringDispatcher:
 
         N is the same on all ranks of the group.
         """
+        # (n * N, ...) each. The ranks go on with other slices of the experts, so gradients are summed.
         tokens = all_gather_sum(x, 0, self.group)
         all_ids = all_gather_sum(ids, 0, self.group)
         all_weights = all_gather_sum(weights, 0, self.group)
@@ -112,8 +119,10 @@ class SlicedDispatcher:
         self.inner = inner
         self.group = group
 
+    @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
+        # Each output is a partial sum over hidden units, and so is each gradient of x and of the combine weights.
         partial = self.inner(copy_to(x, self.group), ids, copy_to(weights, self.group), experts)
         return reduce_from(partial, self.group)
 
@@ -124,8 +133,9 @@ def slice_positions(positions: Indices, group: ProcessGroup) -> Indices:
     return as_indices(positions[group.rank() * size : (group.rank() + 1) * size])
 
 
+@seam
 def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
-    """Return the MoE parameters whose gradient on each rank of tp is only an addend.
+    """Return the MoE parameters whose gradient on each rank of tp is an unreduced partial sum.
 
     With `tokens` these are all that see the tokens of one rank, experts included unless they are spread over
     ep or etp: those see the tokens of all ranks that share them.
@@ -142,12 +152,13 @@ def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
 
 
 def partial_biases(model: nn.Module) -> list[Tensor]:
-    """Return the expert biases whose gradient on each rank of etp is only an addend: one rank has all of it."""
+    """Return the expert biases whose gradient is to be summed over etp: one rank has all of it, the others zero."""
     biases = [moe.experts.down_bias for moe in _moes(model)]
     return [bias for bias in biases if bias is not None]
 
 
 def _complete(stats: RouterStats, group: ProcessGroup) -> RouterStats:
+    # Sums pass their gradient on unchanged: all ranks compute the same losses of them, once.
     return RouterStats(
         reduce_from(stats.probability_sum, group),
         sum_over(stats.counts, group),

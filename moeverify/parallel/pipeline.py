@@ -6,11 +6,10 @@ gradient reaches the routers of every stage with the gradient of h. Backward: th
 zero-bubble schedules first the gradients of a stage's inputs, later those of its weights.
 
 The schedule's own division of gradients by the number of micro-batches is off: losses are divided by what is in
-the global batch already. A tied embedding is held by the first and the last stage, each with its own addend
-of the gradient; `plan.py` sums them.
+the global batch already. A tied embedding is on the first and the last stage, each with a partial sum of its
+gradient; `plan.py` sums them.
 
-Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble (arXiv
-2401.10241).
+The schedules, with their sources, are in `moeverify.axes.schedules`.
 """
 
 from __future__ import annotations
@@ -22,26 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
+from moeverify.axes.schedules import PIPELINE_SCHEDULE
 from moeverify.axes.stages import split_layers, stages_of
 from moeverify.case.schema import Layout, ReferenceModel
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
-
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MULTI: dict[str, Any] = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
+from moeverify.seams import seam
 
 NUM_CARRIED = 2  # how many losses travel along: balance and z
 
@@ -74,6 +61,7 @@ class Stage(Transformer):
         self.number = number
         self.num_stages = len(stages)
         self.work: Work | None = None
+        # Built whole, on meta, and cut down: what is left has the names that it has in the whole model.
         for layer in range(spec.num_layers):
             if layer not in stages[number]:
                 del self.layers[str(layer)]
@@ -133,6 +121,7 @@ class Pipeline:
     schedule: Any
     num_micro_batches: int
 
+    @seam
     def run(self, tokens: Tensor, work: Work) -> None:
         """Run all micro-batches forward and backward; gradients are then complete up to sums over other axes.
 
@@ -141,6 +130,8 @@ class Pipeline:
         """
         for stage in self.stages:
             stage.work = work
+        # Micro-batches are told apart by their number, which the schedule cuts up as it cuts the tokens, and hands to
+        # each stage: what is not the same for all stages (positions, padding) is looked up by it in `Work.begin`.
         numbers = torch.arange(self.num_micro_batches)
         arguments = (tokens,) if self.stages[0].is_first else ()
         target = numbers if self.stages[-1].is_last else None
@@ -159,6 +150,7 @@ def build_stages(
     ]
 
 
+@seam
 def build_pipeline(
     stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
 ) -> Pipeline:
@@ -172,10 +164,9 @@ def build_pipeline(
         return last.work.loss(int(number), *output)
 
     options = {"loss_fn": compute_loss, "scale_grads": False}
-    name, num = layout.pipeline_schedule, layout.micro_batches
-    if name in _SINGLE:
-        return Pipeline(stages, _SINGLE[name](wrapped[0], num, **options), num)
-    return Pipeline(stages, _MULTI[name](wrapped, num, **options), num)
+    num, chosen = layout.micro_batches, PIPELINE_SCHEDULE.find(layout.pipeline_schedule)
+    schedule = getattr(schedules, chosen.torch_class)
+    return Pipeline(stages, schedule(wrapped if chosen.takes_list else wrapped[0], num, **options), num)
 
 
 def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:
@@ -188,6 +179,7 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
     hidden = describe(shapes.rows, shapes.hidden_positions, spec.hidden, dtype=dtype)
     tokens = describe(shapes.rows, shapes.positions, dtype=torch.int64, differentiable=False)
     logits = describe(shapes.rows, shapes.positions, spec.vocab_size, dtype=dtype)
+    # Whatever the model's dtype: losses of all layers are summed in it.
     carried = describe(NUM_CARRIED, dtype=torch.float64)
     return _Stage(
         stage,

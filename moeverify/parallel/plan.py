@@ -22,20 +22,22 @@ from torch.distributed.tensor.parallel import loss_parallel
 from moeverify.case.schema import Layout
 from moeverify.layout.local_shard import LocalShard, parameters
 from moeverify.layout.region import Indices
-from moeverify.model.attention import CORES, Attention
+from moeverify.model.attention import Attention
+from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
-from moeverify.parallel.context import apply_context_parallel, surround
-from moeverify.parallel.ddp import Accumulate, apply_ddp
+from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, apply_context_parallel
+from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
+from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.expert import apply_expert_parallel
-from moeverify.parallel.fsdp1 import apply_fsdp1
-from moeverify.parallel.fsdp2 import apply_fsdp2, choose_policy, expert_divisor, keep_gathered
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.recompute import apply_recompute
+from moeverify.parallel.router_losses import ROUTER_LOSSES
+from moeverify.seams import seam
 
 Fill = Callable[[nn.Module], None]
 
@@ -50,7 +52,7 @@ class Parallelized:
     """
 
     model: nn.Module
-    holdings: Sequence[LocalShard]
+    shards: Sequence[LocalShard]
     num_loss_ranks: int
     accumulate: Callable[[bool], AbstractContextManager[object]]
     loss_context: Callable[[], AbstractContextManager[object]]
@@ -66,6 +68,7 @@ def _each(last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+@seam
 def parallelize(
     model: Transformer,
     layout: Layout,
@@ -80,37 +83,31 @@ def parallelize(
     arithmetic, by default that of the parameters; only FSDP2 tells the two apart. Collective: all ranks.
     """
     _shard_model(model, layout, meshes)
+    # By name and not by parameter: data parallelism replaces the parameters.
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
         apply_recompute(model)
-    wrapped, accumulate = _apply_data_parallel(model, layout, meshes, device, fill, compute)
-    if layout.cp > 1 and layout.context_parallel == "torch":
-        accumulate = surround(accumulate, meshes.data["cp"], device)
-    holdings = parameters(wrapped)
-    reductions = _reductions(wrapped, holdings, layout, meshes, partial_names)
+    wrapped, accumulate = apply_data_parallel(model, layout, meshes, device, fill, compute)
+    if layout.cp > 1:
+        variant = CONTEXT_PARALLEL.find(layout.context_parallel)
+        accumulate = variant.surround(accumulate, meshes.data["cp"], device)
+    shards = parameters(wrapped)
+    reductions = list_reductions(wrapped, shards, layout, meshes, partial_names)
     return Parallelized(
         model=wrapped,
-        holdings=holdings,
-        counted=holdings,
+        shards=shards,
+        counted=shards,
         num_loss_ranks=num_loss_ranks,
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
-        finalize=partial(finalize_gradients, [held.tensor for held in holdings], reductions),
+        finalize=partial(finalize_gradients, [shard.tensor for shard in shards], reductions),
         router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
-        own_router_losses=_own_router_losses(model, layout, num_loss_ranks),
+        own_router_losses=ROUTER_LOSSES.find(layout.router_losses).collect(
+            model, num_loss_ranks * layout.micro_batches
+        ),
     )
-
-
-def _own_router_losses(
-    model: Transformer, layout: Layout, num_loss_ranks: int
-) -> Callable[[], tuple[Tensor, Tensor]] | None:
-    if layout.router_losses != "megablocks" or model.spec.moe is None:
-        return None
-    from moeverify.parallel.megablocks import collect_own_losses
-
-    return collect_own_losses(model, model.spec.moe, num_loss_ranks * layout.micro_batches)
 
 
 def parallelize_stages(
@@ -121,21 +118,22 @@ def parallelize_stages(
     Collective: all ranks.
     """
     parts = [parallelize(stage, layout, meshes, device, fill) for stage in stages]
-    holdings = [held for part in parts for held in part.holdings]
+    shards = [shard for part in parts for shard in part.shards]
+    # The norm counts a tied embedding once, on the first stage.
     tied = stages[-1].is_last and stages[-1].spec.tie_embedding
-    copies = [held for held in parts[-1].holdings if held.name == TIED] if tied else []
+    copies = [shard for shard in parts[-1].shards if shard.name == TIED] if tied else []
 
     def finalize() -> None:
         for part in parts:
             part.finalize()
         if stages[0].spec.tie_embedding:
-            _sum_tied(holdings, meshes)
+            sum_tied(shards, meshes)
 
     return replace(
         parts[0],
         model=Stages(stages),
-        holdings=holdings,
-        counted=[held for held in holdings if all(held is not copy for copy in copies)],
+        shards=shards,
+        counted=[shard for shard in shards if all(shard is not copy for copy in copies)],
         finalize=finalize,
         pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
     )
@@ -144,24 +142,21 @@ def parallelize_stages(
 TIED = "embed.weight"
 
 
-def _sum_tied(holdings: Sequence[LocalShard], meshes: Meshes) -> None:
+@seam
+def sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
     """Sum the gradients that the first and the last stage have of a tied embedding."""
-    held = [holding.tensor for holding in holdings if holding.name == TIED]
-    if len(held) == 2:
-        add_shared(*held)
-    elif held and meshes.ends is not None:
-        finalize_gradients([], [Reduction(held, meshes.ends)])
+    copies = [shard.tensor for shard in shards if shard.name == TIED]
+    if len(copies) == 2:
+        add_shared(*copies)
+    elif copies and meshes.ends is not None:
+        finalize_gradients([], [Reduction(copies, meshes.ends)])
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
     """Apply ep, etp, tp and cp."""
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
     has_experts = any(isinstance(module, ExpertHolder) for module in model.modules())
-    if expert_axes and has_experts and layout.experts == "megablocks":
-        from moeverify.parallel.megablocks import apply_megablocks  # an optional package
-
-        apply_megablocks(model, meshes.sparse["ep"])
-    elif expert_axes and has_experts:
+    if expert_axes and has_experts:
         apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
     if layout.expert_tp not in (1, layout.tp):
         moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
@@ -174,7 +169,7 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
         )
     for module in model.modules():
         if isinstance(module, Attention):
-            module.core = CORES[layout.attention]
+            module.core = ATTENTION.find(layout.attention).make_core()
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
 
@@ -194,7 +189,8 @@ def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
     }
 
 
-def _apply_data_parallel(
+@seam
+def apply_data_parallel(
     model: Transformer,
     layout: Layout,
     meshes: Meshes,
@@ -202,26 +198,17 @@ def _apply_data_parallel(
     fill: Fill,
     compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
-    if meshes.size("loss") == 1 or layout.data_parallel != "fsdp2":
+    """Return the model under the data parallelism of the layout, with values, and its context for a micro-batch."""
+    if meshes.size("loss") == 1:
         model.to_empty(device=device)
         fill(model)
-    if meshes.size("loss") == 1:
         return model, _each
-    if layout.data_parallel == "ddp":
-        return apply_ddp(model, meshes.group("loss"), device)
-    if layout.data_parallel == "fsdp1":
-        return apply_fsdp1(model, _shard_mesh(meshes.dense, "fsdp"), layout.fsdp1_strategy, device)
-    shard_mesh = _shard_mesh(meshes.dense, "fsdp")
-    policy = choose_policy(model, compute)
-    accumulate = apply_fsdp2(model, shard_mesh, _expert_mesh(meshes), meshes.size("loss"), policy)
-    if layout.pp > 1:
-        keep_gathered(model)
-    model.to_empty(device=device)
-    fill(model)
-    return model, accumulate
+    ranks = DataRanks(layout, meshes, shard_mesh(meshes.dense, "fsdp"), _expert_mesh(meshes), device)
+    return DATA_PARALLEL.find(layout.data_parallel).apply(model, ranks, fill, compute)
 
 
-def _shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+@seam
+def shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the mesh of (axis), or of (dp_replicate, axis) where there are replicas."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
@@ -231,46 +218,47 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
     if meshes.size("ep") * meshes.size("etp") == 1:
         return None
     axes = meshes.sparse.mesh_dim_names or ()
-    return _shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
+    return shard_mesh(meshes.sparse, "efsdp") if "efsdp" in axes else meshes.sparse["edp"]
 
 
 def _flat(layout: Layout, meshes: Meshes) -> bool:
-    return layout.data_parallel == "fsdp1" and meshes.size("loss") > 1
+    return DATA_PARALLEL.find(layout.data_parallel).keeps_flat_shards and meshes.size("loss") > 1
 
 
-def _reductions(
+@seam
+def list_reductions(
     model: nn.Module,
-    holdings: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     layout: Layout,
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    by_name = {held.name: held.tensor for held in holdings}
+    """Return the reductions that no wrapper does: over tp and etp by `partial_names`, and those of experts."""
+    by_name = {shard.name: shard.tensor for shard in shards}
     reductions = [
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
         for axis, names in partial_names.items()
     ]
     holders = [module for module in model.modules() if isinstance(module, ExpertHolder)]
     found = {id(parameter) for holder in holders for parameter in holder.parameters()}
-    experts = [held.tensor for held in holdings if id(held.tensor) in found]
+    experts = [shard.tensor for shard in shards if id(shard.tensor) in found]
+    # What a package's own backward has divided by already (megablocks: 1/ep) is not divided by again.
     share = holders[0].gradient_share if holders else 1.0
     return reductions + [
         replace(reduction, divisor=reduction.divisor * share)
-        for reduction in _expert_reductions(experts, layout, meshes)
+        for reduction in expert_reductions(experts, layout, meshes)
     ]
 
 
-def _expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+@seam
+def expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
     """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
     if mesh is None:
         return []
     if num_loss_ranks == 1:  # no data parallelism, and yet several ranks of tp may hold the same experts
         return [Reduction(experts, mesh.get_group())] if mesh.size() > 1 else []
-    if layout.data_parallel == "ddp":
-        return [Reduction(experts, meshes.group("edp"), float(num_loss_ranks))]
-    rest = expert_divisor(mesh, num_loss_ranks)
-    return [] if rest is None else [Reduction(experts, None, rest)]
+    return DATA_PARALLEL.find(layout.data_parallel).complete_experts(experts, mesh, num_loss_ranks)
 
 
 def _same(positions: Indices) -> Indices:

@@ -14,8 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from moeverify.model.router import Router
 from moeverify.model.transformer import Transformer
+from moeverify.seams import seam
 
 
+@seam
 def apply_recompute(model: Transformer) -> None:
     """Wrap every block. Call it before data parallelism, so that gathers are not repeated needlessly."""
     for name, block in model.layers.items():

@@ -29,8 +29,10 @@ from moeverify.model.mlp import MLP
 from moeverify.model.norm import RMSNorm
 from moeverify.model.transformer import Block, TiedHead, Transformer
 from moeverify.parallel.collectives import copy_to, reduce_from
+from moeverify.seams import seam
 
 
+@seam
 def apply_tensor_parallel(
     model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
 ) -> None:
@@ -49,6 +51,7 @@ def apply_tensor_parallel(
         if block.mlp is not None:
             parallelize_mlp(block.mlp, mesh, stream)
     logits: Placement = Shard(-1) if loss_parallel else Replicate()
+    # A tied head has no parameter of its own, so there is nothing for ColwiseParallel to shard.
     if isinstance(model.lm_head, TiedHead):
         _parallelize_tied_head(model.lm_head, mesh, stream, logits)
     elif model.lm_head is not None:
@@ -78,6 +81,8 @@ def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) ->
         for norm in (block.attention.q_norm, block.attention.k_norm):
             if norm is not None:
                 _spread_norm(norm, mesh.get_group())
+    # Positions, the second input, are the same on all ranks and no DTensor. Heads are whole on a rank: views of the
+    # projections' outputs (B, S, N * D) into (B, S, N, D) work on the local tensors.
     plan: dict[str, Any] = {
         "": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
         "q_proj": ColwiseParallel(),
@@ -112,6 +117,7 @@ def _parallelize_latent(attention: LatentAttention, mesh: DeviceMesh, stream: Pl
 def _spread_norm(norm: RMSNorm, group: ProcessGroup) -> None:
     """Make a norm over all heads work on this rank's heads: the mean of all ranks, and its slice of the weight."""
 
+    # The mean of squares over all heads, (B, S, 1), is the mean of the ranks' means: each has as many heads.
     def average(mean: Tensor) -> Tensor:
         return copy_to(reduce_from(mean, group), group) / group.size()
 
@@ -140,8 +146,9 @@ def _parallelize_tied_head(head: TiedHead, mesh: DeviceMesh, stream: Placement, 
     distribute_module(head, mesh, None, prepare, finish)
 
 
+@seam
 def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
-    """Return the parameters outside MoE blocks whose gradient on each rank of tp is only an addend.
+    """Return the parameters outside MoE blocks whose gradient on each rank of tp is an unreduced partial sum.
 
     The norms of queries and keys see the heads of one rank; with sequence parallelism the norms of the
     residual stream see the positions of one rank.

@@ -11,13 +11,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from moeverify.case.schema import Layout
-from moeverify.parallel.ddp import apply_ddp
-from moeverify.parallel.fsdp1 import wrap_fsdp1
-from moeverify.parallel.fsdp2 import choose_policy
+from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
 from moeverify.parallel.meshes import Meshes
 
 
@@ -31,13 +29,9 @@ def apply_wrapper(
     """
     if meshes.size("loss") == 1:
         return model
-    if layout.data_parallel == "ddp":
-        return apply_ddp(model, meshes.group("loss"), device, find_unused=True)[0]
     mesh = meshes.dense["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else meshes.dense["fsdp"]
-    if layout.data_parallel == "fsdp1":
-        return wrap_fsdp1(model, mesh, layout.fsdp1_strategy, device)
-    fully_shard(model, mesh=mesh, mp_policy=choose_policy(model, compute))
-    return model
+    ranks = DataRanks(layout, meshes, shard_mesh=mesh, expert_mesh=None, device=device)
+    return DATA_PARALLEL.find(layout.data_parallel).wrap(model, ranks, compute)
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
@@ -48,6 +42,7 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
             contexts.enter_context(wrapper.no_sync())
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Of every unit by itself: a user may have wrapped blocks and not the model around them.
             module.set_requires_gradient_sync(last, recurse=False)
     return contexts if not last else nullcontext()
 

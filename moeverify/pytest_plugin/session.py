@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
 from moeverify.controller.golden import find_unused
 from moeverify.controller.options import RunOptions
@@ -21,6 +20,7 @@ from moeverify.pytest_plugin.runner import CaseRunner
 from moeverify.report.words.note import describe_row
 from moeverify.results.golden import GoldenRow
 from moeverify.results.run import CaseResult
+from moeverify.validation.load import load_cases
 
 _NAME = "moeverify-session"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.checks.base import Check, Training
 from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import choose_checks
@@ -40,7 +40,7 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Col
     with GoldenWriter(folder) as writer:
         _record(recipe, writer, checks, device)
         reference = StoredGolden(writer.flush(), finished=False)
-        if isinstance(recipe.model, CustomModel):
+        if recipe.model.functions:
             check_soundness(recipe, reference, device)
         summary = summarize(recipe, reference)
         if recipe.precision in COARSE:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.checks.base import Check, Training
 from moeverify.checks.observers import open_observers
 from moeverify.compare.comparison import Comparison
@@ -23,7 +23,7 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
 from moeverify.train.program import Program
-from moeverify.train.routing import replays_routing
+from moeverify.train.subjects import replays_routing
 
 
 def calibrate(
@@ -78,14 +78,14 @@ def can_accumulate(recipe: Recipe) -> bool:
     """
     if recipe.data.batch % 2:
         return False
-    moe = None if isinstance(recipe.model, CustomModel) else recipe.model.moe
+    moe = recipe.model.moe
     return moe is None or moe.balance_scope == "sequence" or moe.balance_coef == 0.0
 
 
 @torch.no_grad()
 def _nudge(program: Program, epsilon: float, seed: int) -> None:
     """Move every weight up or down by one unit in the last place of a number of its size."""
-    for shard in program.holdings:
+    for shard in program.shards:
         local = shard.local()
         index = shard.region.flat_index(device=local.device)
         sign = 1.0 - 2.0 * (hash_counter(key_of(seed, "nudge", shard.name), index) & 1).to(torch.float64)

@@ -122,7 +122,7 @@ def _replay(
             load_state(program, state.optimizer, reference, step - 1)
         # The clip's coefficient is the golden's: by how much noise changes the norm of all gradients is far less.
         clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
-        for shard in program.holdings:
+        for shard in program.shards:
             gradient = reference.read(step, Kind.GRADIENT, shard.name, shard.region)
             shard.tensor.grad = None
             if gradient is not None:
@@ -130,9 +130,9 @@ def _replay(
                 pushed = push(gradient.to(device, torch.float64), rows)
                 pushed = pushed if clip is None else pushed * clip.to(pushed)
                 shard.tensor.grad = pushed.reshape(shard.tensor.shape).to(shard.tensor.dtype)
-        before = [shard.local().clone() for shard in program.holdings]
+        before = [shard.local().clone() for shard in program.shards]
         state.optimizer.step()
-        for shard, old in zip(program.holdings, before, strict=True):
+        for shard, old in zip(program.shards, before, strict=True):
             expected = reference.read(step, Kind.UPDATE, shard.name, shard.region)
             if expected is not None:
                 found[step, shard.name] = _measure(expected.to(device), shard.local() - old)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -37,18 +36,11 @@ class MissingPackages(Record):
     install: str
 
 
-class Unsupported(StrEnum):
-    """Something that an implementation cannot do on a kind of device."""
-
-    CONTEXT_PARALLEL_ON_CPU = "context parallel on cpu"
-    MEGABLOCKS_FLOAT64_ON_CUDA = "megablocks float64 on cuda"
-
-
 class UnsupportedHere(Record):
-    """An implementation that does not run on this device."""
+    """An implementation that does not run on this device, and why, as its own file says."""
 
     about: Literal["unsupported"] = "unsupported"
-    what: Unsupported
+    why: str
 
 
 Obstacle = Annotated[TooFewRanks | MissingPackages | UnsupportedHere, Field(discriminator="about")]

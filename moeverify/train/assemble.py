@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.axes.split import split_positions, split_rows
-from moeverify.case.schema import CustomModel, Layout, Precision, Recipe, ReferenceModel
-from moeverify.layout.local_shard import LocalShard, buffers, logical_name, parameters
+from moeverify.axes.split import split_rows
+from moeverify.case.schema import Layout, Precision, Recipe, ReferenceModel
+from moeverify.layout.local_shard import LocalShard, buffers, parameters
 from moeverify.layout.region import as_indices
 from moeverify.model.init import initial_values
 from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
-from moeverify.train.custom_model import Divided, build_foreign, cast, divide
+from moeverify.seams import seam
 from moeverify.train.data import Share, whole_share
 from moeverify.train.objective import Sums
-from moeverify.train.program import Program, compute_dtype_of, dtype_of, find_routers
+from moeverify.train.parallelize_custom import ParallelizedCustomModel, parallelize_custom
+from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.subjects import subject_of
 
 
 def assemble_single(
@@ -37,18 +42,17 @@ def assemble_single(
     `compute` is the precision of the arithmetic, by default the recipe's; initial values are rounded to the
     recipe's in any case. `share` may reorder the rows of the batch; it must hold all of them.
     """
-    dtype = dtype_of(compute or recipe.precision)
-    if isinstance(recipe.model, CustomModel):
-        model = cast(build_foreign(recipe.model, recipe.seed, recipe.precision, device), dtype)
-    else:
-        model = _build_reference(recipe.model, recipe, dtype, device)
-    if compute_dtype_of(compute or recipe.precision) != dtype:
-        model = Narrowed(model, compute_dtype_of(compute or recipe.precision))
+    subject, precision = subject_of(recipe), compute or recipe.precision
+    model = subject.build(device, dtype_of(precision))
+    fill_initial(recipe, model)
+    if compute_dtype_of(precision) != dtype_of(precision):
+        model = Narrowed(model, compute_dtype_of(precision))
     return Program(
+        subject=subject,
         model=model,
-        holdings=parameters(model),
+        shards=parameters(model),
         buffers=buffers(model),
-        routers=find_routers(model, logical_name),
+        routers=subject.find_routers(model),
         share=share or whole_share(recipe.data),
         device=device,
     )
@@ -62,26 +66,25 @@ def assemble_parallel(
     `fill` gives the reference model other values than the recipe's.
 
     The reference model is divided by `moeverify.parallel.plan`; a user's model, and any model under a user's
-    `parallelize`, by `moeverify.train.custom_model`.
+    `parallelize`, by `moeverify.train.parallelize_custom`.
     """
-    if isinstance(recipe.model, CustomModel) or layout.parallelize is not None:
-        return _assemble_foreign(recipe, layout, meshes, device)
-    dtype = dtype_of(recipe.precision)
-    fill = fill or partial(fill_held, recipe.model, recipe.seed, recipe.precision)
+    spec = recipe.model.reference
+    if spec is None or layout.parallelize is not None:
+        return _assemble_custom(recipe, layout, meshes, device)
+    subject, dtype = subject_of(recipe), dtype_of(recipe.precision)
+    fill = fill or partial(fill_initial, recipe)
     if layout.pp == 1:
-        model = Transformer(recipe.model, experts=layout.experts, dtype=dtype, device="meta")
+        model = Transformer(spec, experts=layout.experts, dtype=dtype, device="meta")
         done = parallelize(model, layout, meshes, device, fill, compute_dtype_of(recipe.precision))
     else:
         rank = meshes.coordinate("pp")
-        stages = build_stages(recipe.model, layout, rank, experts=layout.experts, dtype=dtype)
+        stages = build_stages(spec, layout, rank, experts=layout.experts, dtype=dtype)
         done = parallelize_stages(stages, shapes_of(recipe, layout), layout, meshes, device, fill)
-    routers = [
-        type(view)(view.name, view.module, done.router_positions)
-        for view in find_routers(done.model, logical_name)
-    ]
+    routers = [replace(view, positions=done.router_positions) for view in subject.find_routers(done.model)]
     return Program(
+        subject=subject,
         model=done.model,
-        holdings=done.holdings,
+        shards=done.shards,
         buffers=buffers(done.model),
         routers=routers,
         share=share_of(recipe, layout, meshes),
@@ -101,19 +104,19 @@ def assemble_parallel(
     )
 
 
-def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
-    if isinstance(recipe.model, CustomModel):
-        plain = build_foreign(recipe.model, recipe.seed, recipe.precision, device)
-    else:
-        plain = _build_reference(recipe.model, recipe, dtype_of(recipe.precision), device, layout.experts)
-    done = divide(plain, layout, meshes, device, compute_dtype_of(recipe.precision))
-    holdings = parameters(done.model)
+def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
+    subject = subject_of(recipe)
+    whole = subject.build(device, dtype_of(recipe.precision), experts=layout.experts)
+    fill_initial(recipe, whole)
+    done = parallelize_custom(whole, layout, meshes, device, compute_dtype_of(recipe.precision))
+    shards = parameters(done.model)
     flat = keeps_flat_shards(done.model)
     return Program(
+        subject=subject,
         model=done.model,
-        holdings=holdings,
+        shards=shards,
         buffers=buffers(done.model),
-        routers=find_routers(done.model, logical_name),
+        routers=subject.find_routers(done.model),
         share=share_of(recipe, layout, meshes),
         device=device,
         sums=sums_of(layout, meshes),
@@ -122,30 +125,23 @@ def _assemble_foreign(recipe: Recipe, layout: Layout, meshes: Meshes, device: to
         optimizer_implementation=layout.optimizer,
         accumulate=partial(accumulate, done.model),
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
-        finalize=partial(_finalize, done, holdings),
+        finalize=partial(_finalize, done, shards),
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
+        engine=done.engine,
     )
 
 
-def _finalize(done: Divided, holdings: Sequence[LocalShard]) -> None:
+def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> None:
     """Complete the gradients of a user's model; a DTensor's gradient is placed as its parameter, whatever came."""
     if done.finalize is not None:
         done.finalize()
-    finalize_gradients([held.tensor for held in holdings], [])
+    finalize_gradients([shard.tensor for shard in shards], [])
 
 
-def _build_reference(
-    spec: ReferenceModel, recipe: Recipe, dtype: torch.dtype, device: torch.device, experts: str = "loop"
-) -> nn.Module:
-    model = Transformer(spec, experts=experts, dtype=dtype, device=device)
-    fill_held(spec, recipe.seed, recipe.precision, model)
-    return model
-
-
+@seam
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
     """Return the rows and positions that this rank sees: rows by data-parallel rank, positions by cp rank."""
-    data_rank = meshes.coordinate("dp_replicate") * layout.dp_shard + meshes.coordinate("dp_shard")
-    rows = split_rows(recipe.data.batch, layout.data_ranks, data_rank)
+    rows = split_rows(recipe.data.batch, layout.data_ranks, meshes.plan.row_share(dist.get_rank()))
     cp_rank = meshes.coordinate("cp")
     positions = split_positions(recipe.data.seq_len, layout.cp, cp_rank, layout.context_parallel)
     return Share(rows, as_indices(positions))
@@ -184,17 +180,27 @@ def _sum_over_groups(tensor: Tensor, groups: list[torch.distributed.ProcessGroup
     return tensor
 
 
+def fill_initial(recipe: Recipe, model: nn.Module) -> None:
+    """Fill what this rank stores of the reference model with its initial values, rounded to the recipe's precision.
+
+    A user's model has its values from its factory.
+    """
+    if recipe.model.reference is not None:
+        fill_shards(recipe.model.reference, recipe.seed, recipe.precision, model)
+
+
 @torch.no_grad()
-def fill_held(spec: ReferenceModel, seed: int, precision: str, model: nn.Module) -> None:
-    """Fill what this rank holds of the reference model with its initial values, rounded to the precision."""
+def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Module) -> None:
+    """Fill this rank's shards of the reference model: each element is a hash of seed, name and global index."""
     dtype = dtype_of(precision)
-    for held in [*parameters(model), *buffers(model)]:
-        fill_one(spec, seed, held, dtype)
+    for shard in [*parameters(model), *buffers(model)]:
+        fill_one(spec, seed, shard, dtype)
 
 
-def fill_one(spec: ReferenceModel, seed: int, held: LocalShard, dtype: torch.dtype) -> None:
-    """Fill one held tensor, some millions of elements at a time."""
-    local = held.local()
-    index = held.region.flat_index(device=local.device)
-    values = initial_values(spec, seed, held.name, held.region.shape, index)
+@seam
+def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype) -> None:
+    """Fill one shard of a tensor, some millions of elements at a time."""
+    local = shard.local()
+    index = shard.region.flat_index(device=local.device)
+    values = initial_values(spec, seed, shard.name, shard.region.shape, index)
     local.copy_(values.to(dtype).to(local.dtype).reshape(local.shape))

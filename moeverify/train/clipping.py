@@ -12,13 +12,15 @@ from torch.nn.utils import get_total_norm
 
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.precision import widen
+from moeverify.seams import seam
 
 SumOverShards = Callable[[Tensor], Tensor]
 
 
+@seam
 @torch.no_grad()
 def gradient_norm(
-    holdings: Sequence[LocalShard],
+    shards: Sequence[LocalShard],
     sum_over_shards: SumOverShards | None = None,
     sum_over_stages: SumOverShards | None = None,
 ) -> Tensor:
@@ -27,16 +29,17 @@ def gradient_norm(
     torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
     `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
     ranks that hold the other shards. `sum_over_stages` sums squares over the stages of a pipeline; of what
-    two stages hold, `holdings` must have one. Collective: all ranks of each mesh.
+    two stages hold, `shards` must have one. Collective: all ranks of each mesh.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for held in holdings:
-        gradient = held.tensor.grad
+    for shard in shards:
+        gradient = shard.tensor.grad
         if gradient is not None:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
             by_mesh.setdefault(mesh, []).append(gradient)
     squares = []
     for mesh, gradients in by_mesh.items():
+        # torch's foreach norm refuses DTensors of several meshes together: experts and the rest have two.
         norm = get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -48,10 +51,11 @@ def gradient_norm(
 
 
 @torch.no_grad()
-def clip_gradients(holdings: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
+def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""
+    # As torch.nn.utils.clip_grads_with_norm_ has it; 1e-6 keeps a norm of zero from dividing by it.
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for held in holdings:
-        if held.tensor.grad is not None:
-            held.local(held.tensor.grad).mul_(coefficient.to(held.tensor.grad.dtype))
+    for shard in shards:
+        if shard.tensor.grad is not None:
+            shard.local(shard.tensor.grad).mul_(coefficient.to(shard.tensor.grad.dtype))
     return coefficient

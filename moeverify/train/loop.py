@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
-from moeverify.train.clipping import clip_gradients, gradient_norm
-from moeverify.train.data import Batch, Share, make_batch
+from moeverify.results.checks import Kind
+from moeverify.seams import seam
+from moeverify.train.clipping import gradient_norm
+from moeverify.train.data import Batch, Share
 from moeverify.train.forward import compute_losses
-from moeverify.train.objective import Normalizers, count_valid
+from moeverify.train.objective import count_valid
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.pipeline import run_pipeline
-from moeverify.train.program import Passed, Program, Source
+from moeverify.train.program import MicroBatchResult, Program, Source, StepInputs
 from moeverify.train.routing import observe_routing, replay, update_selection_bias
 from moeverify.train.state import TrainingState
 
@@ -48,10 +50,10 @@ def train(
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
-    for held in program.holdings:
-        observer.observe(INITIAL, "initial_weight", held.name, held.local(), held.region)
-    for held in program.buffers:
-        observer.observe(INITIAL, "initial_buffer", held.name, held.local(), held.region)
+    for shard in program.shards:
+        observer.observe(INITIAL, Kind.INITIAL_WEIGHT, shard.name, shard.local(), shard.region)
+    for shard in program.buffers:
+        observer.observe(INITIAL, Kind.INITIAL_BUFFER, shard.name, shard.local(), shard.region)
     for step in range(recipe.steps if num_steps is None else num_steps):
         if forced and golden is not None and step > 0:
             load_state(program, state.optimizer, golden, step - 1)
@@ -63,105 +65,106 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
 
     Collective: all ranks of the layout.
     """
-    recipe, program, optimizer, step = state.recipe, state.program, state.optimizer, state.step
+    recipe, program, step = state.recipe, state.program, state.step
+    engine = program.engine
     observer.begin_step(step)
     batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
-    optimizer.zero_grad(set_to_none=True)
-    run = accumulate_gradients if program.pipeline is None else run_pipeline
-    passed = run(recipe, program, batches, normalizers, step, ids)
-    counts = _observe_passes(recipe, program, observer, step, passed, ids)
+    engine.zero_grad()
+    results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
+    counts = _observe_results(recipe, program, observer, step, results, ids)
     program.finalize()
-    for held in program.holdings:
-        gradient = held.tensor.grad
-        local = None if gradient is None else held.local(gradient)
-        observer.observe(step, "gradient", held.name, local, held.region)
-    _clip(recipe, program, observer, step)
-    before = [held.local().clone() for held in program.holdings]
-    optimizer.step()
-    if not isinstance(recipe.model, CustomModel) and recipe.model.moe is not None:
+    for shard in program.shards:
+        gradient = engine.gradient(shard)
+        local = None if gradient is None else shard.local(gradient)
+        observer.observe(step, Kind.GRADIENT, shard.name, local, shard.region)
+    clip(recipe, program, observer, step)
+    before = [shard.local().clone() for shard in program.shards]
+    engine.step()
+    if recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
-    for held, old in zip(program.holdings, before, strict=True):
-        new = held.local()
-        observer.observe(step, "update", held.name, new - old, held.region)
-        observer.observe(step, "weight", held.name, new, held.region)
-    for name, local, region in optimizer_state(optimizer, program.holdings):
-        observer.observe(step, "optimizer_state", name, local, region)
-    for held in program.buffers:
-        observer.observe(step, "buffer", held.name, held.local(), held.region)
+    for shard, old in zip(program.shards, before, strict=True):
+        new = shard.local()
+        observer.observe(step, Kind.UPDATE, shard.name, new - old, shard.region)
+        observer.observe(step, Kind.WEIGHT, shard.name, new, shard.region)
+    for name, local, region in engine.state(program.shards):
+        observer.observe(step, Kind.OPTIMIZER_STATE, name, local, region)
+    for shard in program.buffers:
+        observer.observe(step, Kind.BUFFER, shard.name, shard.local(), shard.region)
     state.advance()
 
 
 def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
     """Return this rank's micro-batches of a step."""
     shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
-    return [
-        make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, program.device)
-        for share in shares
-    ]
+    return [program.subject.make_batch(step, share, program.device) for share in shares]
 
 
-def accumulate_gradients(
-    recipe: Recipe,
-    program: Program,
-    batches: Sequence[Batch],
-    normalizers: Normalizers,
-    step: int,
-    ids: Source | None,
-) -> Iterator[Passed]:
-    """Run each micro-batch forward and backward and yield it while the routers hold its records."""
-    for number, batch in enumerate(batches):
+def run_micro_batches(inputs: StepInputs) -> Iterator[MicroBatchResult]:
+    """Run each micro-batch of a step forward and backward, and yield it while the routers hold its records.
+
+    Collective: all ranks of the layout.
+    """
+    return _run_one_by_one(inputs) if inputs.program.pipeline is None else run_pipeline(inputs)
+
+
+def _run_one_by_one(inputs: StepInputs) -> Iterator[MicroBatchResult]:
+    recipe, program, ids = inputs.recipe, inputs.program, inputs.ids
+    for number, batch in enumerate(inputs.batches):
         if ids is not None:
-            replay(recipe, program.routers, batch, ids, step, program.device)
-        with program.accumulate(number == len(batches) - 1), program.loss_context():
-            losses, token_loss = compute_losses(recipe, program, batch, normalizers)
-            torch.autograd.backward(losses.total * program.scale)
-        yield Passed(batch, losses.detach(), token_loss)
+            replay(recipe, program.routers, batch, ids, inputs.step, program.device)
+        with program.accumulate(number == len(inputs.batches) - 1), program.loss_context():
+            losses, token_loss = compute_losses(recipe, program, batch, inputs.normalizers)
+            program.engine.backward(losses.total * program.scale)
+        yield MicroBatchResult(batch, losses.detach(), token_loss)
 
 
-def _observe_passes(
+def _observe_results(
     recipe: Recipe,
     program: Program,
     observer: Observer,
     step: int,
-    passed: Iterator[Passed],
+    results: Iterator[MicroBatchResult],
     ids: Source | None,
 ) -> list[Tensor]:
     """Return, for each router, how many valid tokens of this rank each expert got in this step, (E)."""
     counts: list[Tensor] = []
     totals: dict[str, Tensor] = {}
-    for part in passed:
+    for part in results:
         if part.losses is not None:
             for name, value in part.losses.named().items():
                 totals[name] = totals[name] + value if name in totals else value
         if part.token_loss is not None:
             region = part.batch.share.region(recipe.data)
-            observer.observe(step, "token_loss", "lm", part.token_loss, region)
+            observer.observe(step, Kind.TOKEN_LOSS, "lm", part.token_loss, region)
         seen = observe_routing(recipe, program, part.batch, observer, step, ids)
         counts = [old + new for old, new in zip(counts, seen, strict=True)] if counts else seen
     for name, value in totals.items():
-        observer.observe(step, "loss", name, program.sums.over_batch(value.to(torch.float64)), SCALAR)
+        observer.observe(step, Kind.LOSS, name, program.sums.over_batch(value.to(torch.float64)), SCALAR)
     return counts
 
 
-def _clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
-    counted = program.holdings if program.counted is None else program.counted
-    norm = gradient_norm(counted, program.sum_over_shards, program.sum_over_stages)
-    observer.observe(step, "gradient_norm", "total", norm, SCALAR)
+@seam
+def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+    """Scale the gradients by the recipe's clip; show the gradient norm and the coefficient to the observer."""
+    norm = program.engine.norm()
+    if norm is None:
+        norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)
+    observer.observe(step, Kind.GRADIENT_NORM, "total", norm, SCALAR)
     if recipe.optimizer.clip_norm is not None:
-        coefficient = clip_gradients(program.holdings, norm, recipe.optimizer.clip_norm)
-        observer.observe(step, "gradient_norm", "clip_coefficient", coefficient, SCALAR)
+        coefficient = program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)
+        observer.observe(step, Kind.GRADIENT_NORM, "clip_coefficient", coefficient, SCALAR)
 
 
 @torch.no_grad()
 def load_state(program: Program, optimizer: Optimizer, golden: Source, step: int) -> None:
     """Overwrite weights, buffers and optimizer state with the golden's after `step`, region by region."""
-    for held in program.holdings:
-        _load(held.local(), golden.read(step, "weight", held.name, held.region))
-    for held in program.buffers:
-        _load(held.local(), golden.read(step, "buffer", held.name, held.region))
-    for name, local, region in optimizer_state(optimizer, program.holdings):
-        _load(local, golden.read(step, "optimizer_state", name, region))
+    for shard in program.shards:
+        _load(shard.local(), golden.read(step, Kind.WEIGHT, shard.name, shard.region))
+    for shard in program.buffers:
+        _load(shard.local(), golden.read(step, Kind.BUFFER, shard.name, shard.region))
+    for name, local, region in optimizer_state(optimizer, program.shards):
+        _load(local, golden.read(step, Kind.OPTIMIZER_STATE, name, region))
 
 
 def _load(local: Tensor, values: Tensor | None) -> None:

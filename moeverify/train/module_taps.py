@@ -123,7 +123,7 @@ class Tap:
 
     def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
         if is_partial(tensor):
-            return  # an addend: what it will be summed to is read at the next end
+            return  # a partial sum: what it will be reduced to is read at the next end
         local = local_part(tensor.detach())
         if local.numel() > self._room:
             return

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moeverify.case.schema import MoE
 from moeverify.model.router import RouterStats
+from moeverify.seams import seam
 from moeverify.train.data import Batch
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -56,7 +57,7 @@ class Normalizers:
 
 @dataclass(frozen=True)
 class Losses:
-    """This rank's addends of the global losses, each ()."""
+    """This rank's part of each global loss, ()."""
 
     lm: Tensor
     balance: Tensor
@@ -64,15 +65,16 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
-        """Return the addend of the loss that is differentiated."""
+        """Return the part of the loss that is differentiated."""
         return self.lm + self.balance + self.z
 
     def detach(self) -> Losses:
         """Return the same numbers without their graph."""
         return Losses(self.lm.detach(), self.balance.detach(), self.z.detach())
 
+    @seam
     def named(self) -> dict[str, Tensor]:
-        """Return the detached addends by name, the total first."""
+        """Return the detached parts by name, the total first."""
         return {
             "total": self.total.detach(),
             "lm": self.lm.detach(),
@@ -81,19 +83,22 @@ class Losses:
         }
 
 
+@seam
 def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
     """Return the normalizers of a step from the micro-batches of this rank. Collective: all ranks of the loss."""
     local = torch.stack([batch.valid.sum() for batch in batches]).sum()
     return Normalizers(sums.over_batch(local), num_rows)
 
 
+@seam
 def router_losses(
     spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's addends of the balance and z losses, summed over the layers.
+    """Return this rank's part of the balance and z losses, summed over the layers.
 
     Collective: the ranks that `sums` reaches, once a layer.
     """
+    # In float64 whatever the model's dtype: terms of many layers are summed, and compared to 1e-10.
     balance = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
     z = torch.zeros_like(balance)
     for stats in routers:
@@ -103,11 +108,15 @@ def router_losses(
 
 
 def _balance(spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
+    # counts (M, E) and probability_sum (M, E) of this rank's tokens. The product of two sums over tokens is no sum
+    # over tokens; it becomes one because the counts, which carry no gradient, are first summed over the ranks that
+    # see other tokens of the same scope. Each rank then multiplies them by its own probabilities.
     weight, dtype = spec.num_experts / spec.top_k, stats.probability_sum.dtype
     if spec.balance_scope == "batch":
         counts = sums.over_batch(stats.counts.sum(dim=0)).to(dtype)
         share = counts / normalizers.num_valid
         return weight * (share * stats.probability_sum.sum(dim=0) / normalizers.num_valid).sum()
+    # (M, 1): all valid tokens of the row, also those whose positions other ranks see.
     length = batch.row_valid[:, None].to(dtype)
     share = sums.over_sequence(stats.counts).to(dtype) / length
     return weight * (share * stats.probability_sum / length).sum() / normalizers.num_rows

@@ -3,61 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
-
-_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "loop": {"foreach": False, "fused": False},
-}
+from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 
 
-def build_optimizer(spec: OptimizerSpec, holdings: Sequence[LocalShard], implementation: str) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: str) -> Optimizer:
     """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
 
     A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
     """
     by_kind: dict[tuple[bool, bool], list[Tensor]] = {}
-    for held in holdings:
-        is_matrix = len(held.region.shape) > 1
-        by_kind.setdefault((is_matrix, isinstance(held.tensor, DTensor)), []).append(held.tensor)
+    for shard in shards:
+        is_matrix = len(shard.region.shape) > 1
+        by_kind.setdefault((is_matrix, isinstance(shard.tensor, DTensor)), []).append(shard.tensor)
     groups = [
         {"params": tensors, "weight_decay": spec.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), tensors in by_kind.items()
     ]
-    chosen = _IMPLEMENTATIONS[implementation]
-    if spec.name == "sgd":
-        return SGD(groups, lr=spec.lr, momentum=spec.momentum, **chosen)
-    kind = Adam if spec.name == "adam" else AdamW
-    return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **chosen)
+    return OPTIMIZER.find(spec.name).build(groups, spec, OPTIMIZER_KERNELS.find(kernels).keywords)
 
 
 def optimizer_state(
-    optimizer: Optimizer, holdings: Sequence[LocalShard]
+    optimizer: Optimizer, shards: Sequence[LocalShard]
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) for every tensor of the optimizer's state.
 
     A moment has its parameter's region; a step counter is a logical scalar of its own.
     """
-    for held in holdings:
-        for key, value in sorted(optimizer.state.get(held.tensor, {}).items()):
+    for shard in shards:
+        for key, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
             if not isinstance(value, Tensor):
                 continue
-            local = held.local(value)
-            whole = local.ndim == 0 and held.region.local_shape != ()
-            yield f"{held.name}.{key}", local, Region.whole(()) if whole else held.region
-
-
-@torch.no_grad()
-def write_state(optimizer: Optimizer, held: LocalShard, key: str, values: Tensor) -> None:
-    """Overwrite one entry of the optimizer's state with local values in the parameter's region."""
-    held.local(optimizer.state[held.tensor][key]).copy_(values)
+            local = shard.local(value)
+            whole = local.ndim == 0 and shard.region.local_shape != ()
+            yield f"{shard.name}.{key}", local, Region.whole(()) if whole else shard.region

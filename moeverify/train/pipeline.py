@@ -8,56 +8,45 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Recipe, ReferenceModel
 from moeverify.model.router import RouterRecord, RouterStats
 from moeverify.parallel.pipeline import NUM_CARRIED, Stage
-from moeverify.train.data import Batch
+from moeverify.seams import seam
 from moeverify.train.forward import cross_entropy
-from moeverify.train.objective import Losses, Normalizers, router_losses
-from moeverify.train.program import Passed, Program, RouterView, Source
+from moeverify.train.objective import Losses, router_losses
+from moeverify.train.program import MicroBatchResult, StepInputs
+from moeverify.train.routers import RouterView
 from moeverify.train.routing import replay
 
 
-def run_pipeline(
-    recipe: Recipe,
-    program: Program,
-    batches: Sequence[Batch],
-    normalizers: Normalizers,
-    step: int,
-    ids: Source | None,
-) -> Iterator[Passed]:
+def run_pipeline(inputs: StepInputs) -> Iterator[MicroBatchResult]:
     """Run a step's micro-batches forward and backward, then yield what this rank saw of each.
 
     The losses are those of the ranks with the last stage; the others have none. When a micro-batch is yielded,
     the routers hold its records. Collective: all ranks.
     """
+    program, batches = inputs.program, inputs.batches
     assert program.pipeline is not None
-    work = StageWork(recipe, program, batches, normalizers, step, ids)
+    work = StageWork(**vars(inputs))
     with program.loss_context():
         program.pipeline.run(torch.cat([batch.tokens for batch in batches]), work)
     for number, batch in enumerate(batches):
         for router in program.routers:
             router.module.record = work.records[number, router.name]
         losses, token_loss = work.losses.get(number, (None, None))
-        yield Passed(batch, losses, token_loss)
+        yield MicroBatchResult(batch, losses, token_loss)
 
 
 @dataclass
-class StageWork:
+class StageWork(StepInputs):
     """What a step does at the stages of this rank; see `moeverify.parallel.pipeline.Work`.
 
     A schedule mixes the passes of several micro-batches, so what a router recorded is kept for each.
     """
 
-    recipe: Recipe
-    program: Program
-    batches: Sequence[Batch]
-    normalizers: Normalizers
-    step: int
-    ids: Source | None
     losses: dict[int, tuple[Losses, Tensor]] = field(default_factory=dict)
     records: dict[tuple[int, str], RouterRecord | None] = field(default_factory=dict)
 
+    @seam
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both."""
         batch = self.batches[micro_batch]
@@ -71,17 +60,17 @@ class StageWork:
         """Return the balance and z losses of all layers so far, (2,) float64."""
         for router in self._routers(stage):
             self.records[micro_batch, router.name] = router.module.record
-        model, batch = self.recipe.model, self.batches[micro_batch]
-        assert isinstance(model, ReferenceModel)
+        moe, batch = self.recipe.model.moe, self.batches[micro_batch]
         if carried is None:
             carried = torch.zeros(NUM_CARRIED, dtype=torch.float64, device=self.program.device)
-        if model.moe is None or not routers:
+        if moe is None or not routers:
             return carried + 0.0  # a stage must not return what it was given
-        own = router_losses(model.moe, routers, batch, self.normalizers, self.program.sums)
+        own = router_losses(moe, routers, batch, self.normalizers, self.program.sums)
         return carried + torch.stack(own)
 
+    @seam
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
-        """Return this rank's addend of the loss times the program's scale, and keep its parts."""
+        """Return this rank's part of the loss times the program's scale, and keep its terms."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)
         losses = Losses(token_loss.sum() / self.normalizers.num_valid, *carried.unbind())
         total = losses.total * self.program.scale

@@ -10,13 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from moeverify.case.schema import Recipe
 from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Indices, Region
-from moeverify.model.router import RouterSlot
+from moeverify.layout.region import Region
 from moeverify.parallel.pipeline import Pipeline
 from moeverify.train.clipping import SumOverShards
 from moeverify.train.data import Batch, Share
-from moeverify.train.objective import Losses, Sums
+from moeverify.train.engine import Engine, PlainEngine
+from moeverify.train.objective import Losses, Normalizers, Sums
+from moeverify.train.routers import RouterView
+from moeverify.train.subject import Subject
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -36,41 +39,21 @@ class Source(Protocol):
         """Return a region of a logical tensor, or None where there is no such tensor."""
 
 
-@dataclass(frozen=True)
-class RouterView:
-    """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
-
-    name: str
-    module: RouterSlot
-    positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
-
-
-@dataclass(frozen=True)
-class Passed:
-    """A micro-batch that has been through the model: this rank's addends of the losses, each token's (M, s).
-
-    None where a user's loss does not give them, and on ranks that see only a part of the model's layers.
-    """
-
-    batch: Batch
-    losses: Losses | None
-    token_loss: Tensor | None
-
-
 @dataclass
 class Program:
     """One rank's part of a training run.
 
     `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
     gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
-    the gradients after the last one. `own_router_losses` gives this rank's addends of balance and z loss
-    where the experts' package computes them. A `pipeline` runs the micro-batches in their place. `counted` are
-    the holdings whose gradients make the norm: all of them, unless two stages hold one tensor. The defaults are
-    those of a single device.
+    the gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part
+    of balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their
+    place. `counted` are the shards whose gradients make the norm, where that is not all of them: two stages may hold
+    one tensor. The defaults are those of a single device.
     """
 
+    subject: Subject
     model: nn.Module
-    holdings: Sequence[LocalShard]
+    shards: Sequence[LocalShard]
     buffers: Sequence[LocalShard]
     routers: Sequence[RouterView]
     share: Share
@@ -87,6 +70,39 @@ class Program:
     sum_over_stages: SumOverShards | None = None
     counted: Sequence[LocalShard] | None = None
     pipeline: Pipeline | None = None
+    engine: Engine = field(default_factory=PlainEngine)
+
+    @property
+    def in_norm(self) -> Sequence[LocalShard]:
+        """Return the shards whose gradients make the gradient norm."""
+        return self.shards if self.counted is None else self.counted
+
+
+@dataclass
+class StepInputs:
+    """What the micro-batches of one step run on, on this rank.
+
+    With `ids` the routers use the routing of a golden.
+    """
+
+    recipe: Recipe
+    program: Program
+    batches: Sequence[Batch]
+    normalizers: Normalizers
+    step: int
+    ids: Source | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """A micro-batch that has been through the model: this rank's part of the losses, each token's (M, s).
+
+    None where a user's loss does not give them, and on ranks that see only a part of the model's layers.
+    """
+
+    batch: Batch
+    losses: Losses | None
+    token_loss: Tensor | None
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -97,12 +113,3 @@ def dtype_of(precision: str) -> torch.dtype:
 def compute_dtype_of(precision: str) -> torch.dtype:
     """Return the torch dtype of the arithmetic, which only `mixed` has apart from that of the parameters."""
     return torch.bfloat16 if precision == "mixed" else _DTYPES[precision]
-
-
-def find_routers(model: nn.Module, name_of: Callable[[str], str]) -> list[RouterView]:
-    """Return the routers of the reference model in layer order."""
-    return [
-        RouterView(name_of(name), module)
-        for name, module in model.named_modules()
-        if isinstance(module, RouterSlot)
-    ]

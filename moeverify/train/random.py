@@ -35,11 +35,11 @@ def read_generators(rank: int, device: torch.device) -> list[LocalShard]:
 
 def write_generators(states: Sequence[LocalShard], device: torch.device) -> None:
     """Put states that `read_generators` returned, or a load has filled, into the generators."""
-    for held in states:
-        if held.name.endswith("/cuda"):
-            torch.cuda.set_rng_state(held.tensor, device)
+    for shard in states:
+        if shard.name.endswith("/cuda"):
+            torch.cuda.set_rng_state(shard.tensor, device)
         else:
-            torch.set_rng_state(held.tensor)
+            torch.set_rng_state(shard.tensor)
 
 
 def _hold(name: str, state: Tensor) -> LocalShard:

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import MoE, Recipe, ReferenceModel
+from moeverify.case.schema import MoE, Recipe
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Indices, Region
 from moeverify.model.router import RouterRecord
+from moeverify.results.checks import Kind
+from moeverify.seams import seam
 from moeverify.train.data import Batch
-from moeverify.train.program import Program, RouterView, Source
-
-
-def replays_routing(recipe: Recipe) -> bool:
-    """Return whether runs replay the golden's routing: where rounding could move a token to another expert."""
-    return recipe.precision != "float64" and isinstance(recipe.model, ReferenceModel)
+from moeverify.train.program import Program, Source
+from moeverify.train.routers import RouterView
 
 
 def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:
@@ -25,6 +23,7 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
     return Region.box(shape, (batch.share.rows, positions, range(top_k)))
 
 
+@seam
 def observe_routing(
     recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
 ) -> list[Tensor]:
@@ -42,12 +41,12 @@ def observe_routing(
         region = _region(recipe, batch, positions, record.ids.shape[-1])
         tokens = Region.box(region.shape[:-1], region.dims[:-1])
         if replayed is None:
-            observer.observe(step, "router_ids", router.name, record.ids, region)
-            observer.observe(step, "router_margin", router.name, record.margin, tokens)
+            observer.observe(step, Kind.ROUTER_IDS, router.name, record.ids, region)
+            observer.observe(step, Kind.ROUTER_MARGIN, router.name, record.margin, tokens)
         else:
             flips = _find_flips(record, replayed, router.name, step, region, tokens)
-            observer.observe(step, "router_flips", router.name, flips, tokens)
-        observer.observe(step, "router_weights", router.name, record.weights, region)
+            observer.observe(step, Kind.ROUTER_FLIPS, router.name, flips, tokens)
+        observer.observe(step, Kind.ROUTER_WEIGHTS, router.name, record.weights, region)
         counts.append(record.counts)
     return counts
 
@@ -55,8 +54,8 @@ def observe_routing(
 def _find_flips(
     record: RouterRecord, golden: Source, name: str, step: int, region: Region, tokens: Region
 ) -> Tensor:
-    expected = golden.read(step, "router_ids", name, region)
-    margin = golden.read(step, "router_margin", name, tokens)
+    expected = golden.read(step, Kind.ROUTER_IDS, name, region)
+    margin = golden.read(step, Kind.ROUTER_MARGIN, name, tokens)
     if expected is None or margin is None:
         raise KeyError(f"the golden has no routing of {name} at step {step}")
     expected, margin = (send(values, record.ids.device) for values in (expected, margin))
@@ -76,7 +75,7 @@ def replay(
     for router in routers:
         positions = router.positions(batch.share.positions)
         region = _region(recipe, batch, positions, router.module.spec.top_k)
-        ids = golden.read(step, "router_ids", router.name, region)
+        ids = golden.read(step, Kind.ROUTER_IDS, router.name, region)
         if ids is None:
             raise KeyError(f"the golden has no routing of {router.name} at step {step}")
         router.module.replay = send(ids, device)
@@ -89,6 +88,7 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+@seam
 @torch.no_grad()
 def update_selection_bias(
     moe: MoE, program: Program, counts: Sequence[Tensor], observer: Observer, step: int
@@ -100,11 +100,12 @@ def update_selection_bias(
     """
     for router, local in zip(program.routers, counts, strict=True):
         total = program.sums.over_tokens(local)
-        observer.observe(step, "router_counts", router.name, total, Region.whole(total.shape))
+        observer.observe(step, Kind.ROUTER_COUNTS, router.name, total, Region.whole(total.shape))
         if router.module.selection_bias is not None and moe.selection_bias_rate > 0:
             move_bias(router.module.selection_bias, total, moe.selection_bias_rate)
 
 
+@seam
 def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """Move a selection bias (E), in place, towards experts with less than the mean of the counts (E)."""
     load = counts.to(bias.dtype)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
+from moeverify.train.decay import RATE_SCHEDULE
 
 
 def build_schedule(spec: OptimizerSpec, optimizer: Optimizer, num_steps: int) -> LambdaLR:
@@ -24,7 +24,5 @@ def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
     """
     if step < spec.warmup_steps:
         return (step + 1) / (spec.warmup_steps + 1)
-    if spec.schedule == "constant":
-        return 1.0
     part = min(1.0, (step - spec.warmup_steps) / max(num_steps - spec.warmup_steps, 1))
-    return 0.5 * (1.0 + math.cos(math.pi * part)) if spec.schedule == "cosine" else 1.0 - part
+    return RATE_SCHEDULE.find(spec.schedule).factor(part)

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from moeverify.case.schema import Recipe
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
-from moeverify.train.optimizer import build_optimizer, optimizer_state
+from moeverify.seams import seam
+from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program
 from moeverify.train.schedule import build_schedule
 
@@ -40,17 +41,21 @@ class TrainingState:
     @classmethod
     def begin(cls, recipe: Recipe, program: Program) -> TrainingState:
         """Return the state before the first step."""
-        optimizer = build_optimizer(recipe.optimizer, program.holdings, program.optimizer_implementation)
+        optimizer = program.engine.begin(recipe.optimizer, program.shards, program.optimizer_implementation)
         return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))
 
+    @seam
     def tensors(self) -> list[LocalShard]:
-        """Return all that this rank holds: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
-        held = [LocalShard(f"weight/{held.name}", held.tensor, held.region) for held in self.program.holdings]
-        held += [LocalShard(f"buffer/{held.name}", held.tensor, held.region) for held in self.program.buffers]
-        return held + list(self._moments())
+        """Return this rank's shards of everything: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
+        program = self.program
+        return [
+            *(LocalShard(f"weight/{shard.name}", shard.tensor, shard.region) for shard in program.shards),
+            *(LocalShard(f"buffer/{shard.name}", shard.tensor, shard.region) for shard in program.buffers),
+            *self._moments(),
+        ]
 
     def _moments(self) -> Iterator[LocalShard]:
-        for name, local, region in optimizer_state(self.optimizer, self.program.holdings):
+        for name, local, region in optimizer_state(self.optimizer, self.program.shards):
             yield LocalShard(f"optimizer/{name}", local, region)
 
     def facts(self) -> dict[str, Any]:
@@ -69,15 +74,16 @@ class TrainingState:
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name of each parameter with its group."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
-        for held in self.program.holdings:
-            yield held.name, groups[id(held.tensor)]
+        for shard in self.program.shards:
+            yield shard.name, groups[id(shard.tensor)]
 
+    @seam
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over the facts of a checkpoint; its tensors have been loaded into `tensors()`.
 
         Raises: FormatError where a parameter of this rank has no options, or those of a group disagree.
         """
-        self._restore_groups(facts["by_name"])
+        self.restore_groups(facts["by_name"])
         rates = [group["initial_lr"] for group in self.optimizer.param_groups]
         now = [group["lr"] for group in self.optimizer.param_groups]
         epoch = facts["schedule"]
@@ -88,7 +94,12 @@ class TrainingState:
         self.step = facts["step"]
         self.position = facts["position"]
 
-    def _restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+    @seam
+    def restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give each group of the optimizer the options that its parameters were saved with, by name.
+
+        Raises: FormatError where a parameter has no options, or those of a group disagree.
+        """
         chosen: dict[int, tuple[str, Mapping[str, Any]]] = {}
         for name, group in self._groups():
             if name not in by_name:
@@ -116,14 +127,15 @@ class TrainingState:
             found[f"{name}: scheduled lr"] = float(rates[id(group)])
         return found
 
+    @seam
     def materialize(self) -> None:
         """Give a fresh optimizer the state that it makes in its first step, all zero, so that it can be loaded.
 
         The step is one without gradients, rate and decay: no weight moves.
         """
         options = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        for held in self.program.holdings:
-            held.tensor.grad = torch.zeros_like(held.tensor)
+        for shard in self.program.shards:
+            shard.tensor.grad = torch.zeros_like(shard.tensor)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
         # Not the method that the schedule has wrapped, which counts the steps.
@@ -131,8 +143,8 @@ class TrainingState:
         for group, (rate, decay) in zip(self.optimizer.param_groups, options, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
         self.optimizer.zero_grad(set_to_none=True)
-        for held in self._moments():
-            _clear(held.tensor)
+        for shard in self._moments():
+            _clear(shard.tensor)
 
     def advance(self) -> None:
         """Go on to the next step, after the optimizer's."""

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from moeverify.errors import FormatError
 from moeverify.weights.description import METADATA, Description
-from moeverify.weights.source import Piece, Read, Spec
-from moeverify.weights.tensor_mapping import Box, Shape, list_tensors
+from moeverify.weights.source import Chunk, Read, Spec
+from moeverify.weights.tensor_mapping import Ranges, Shape, list_tensors
 
 _SAFE = {
     "torch": {"Size"},
@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 class DcpSource:
     """The weights of a model in a distributed checkpoint; a `Source`.
 
-    The stored chunk that was read last is kept, so that reading the pieces of a large one loads it once.
+    The stored chunk that was read last is kept, so that reading the chunks of a large one loads it once.
 
     Raises: FormatError that names the file and the key.
     """
@@ -113,7 +113,7 @@ class DcpSource:
             if file.stat().st_size < end:
                 raise FormatError(f"{file}: it is cut off at {file.stat().st_size} of {end} bytes")
 
-    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+    def read(self, name: str, box: Ranges, out: Tensor) -> Tensor:
         """Fill `out` with a box of the tensor `name`; see `Source`."""
         for chunk in self._chunks[name]:
             shared = [
@@ -176,19 +176,19 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer each piece when it is about to be written.
+    """Gives torch's writer each chunk when it is about to be written.
 
-    The writer keeps every tensor until its file is closed: all of them may share one piece of memory.
+    The writer keeps every tensor until its file is closed: all of them may share one buffer.
     """
 
-    def __init__(self, pieces: Mapping[MetadataIndex, Piece], read: Read) -> None:
+    def __init__(self, chunks: Mapping[MetadataIndex, Chunk], read: Read) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._chunks = chunks
         self._read = read
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of one item of the plan."""
-        return self._read(self._pieces[write_item.index])
+        return self._read(self._chunks[write_item.index])
 
 
 class DcpSink:
@@ -197,39 +197,39 @@ class DcpSink:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, pieces: Sequence[Piece], read: Read) -> None:
-        """Write all pieces, one chunk each; see `Sink`."""
-        by_index = {_index(piece): piece for piece in pieces}
-        items = [_plan(index, piece) for index, piece in by_index.items()]
-        # Nothing is copied ahead: on a machine with a GPU that would hold several pieces.
+    def write(self, chunks: Sequence[Chunk], read: Read) -> None:
+        """Write all chunks, each as one of the checkpoint's; see `Sink`."""
+        by_index = {_index(chunk): chunk for chunk in chunks}
+        items = [_plan(index, chunk) for index, chunk in by_index.items()]
+        # Nothing is copied ahead: on a machine with a GPU that would hold several chunks.
         writer = FileSystemWriter(self._folder, thread_count=1, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(True)
         [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
         results = writer.write_data(plan, _Planner(by_index, read)).wait()
-        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        stored_chunks: dict[str, list[ChunkStorageMetadata]] = {}
         for item in items:
             assert item.tensor_data is not None
-            chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
+            stored_chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
         tensors = {
-            piece.name: TensorStorageMetadata(
-                TensorProperties(piece.spec.dtype), torch.Size(piece.spec.shape), chunks[piece.name]
+            chunk.name: TensorStorageMetadata(
+                TensorProperties(chunk.spec.dtype), torch.Size(chunk.spec.shape), stored_chunks[chunk.name]
             )
-            for piece in pieces
+            for chunk in chunks
         }
         writer.finish(Metadata(dict(tensors)), [results])
 
 
-def _index(piece: Piece) -> MetadataIndex:
-    offsets = torch.Size([piece.rows.start, *(0 for _ in piece.spec.shape[1:])])
-    return MetadataIndex(piece.name, offsets)
+def _index(chunk: Chunk) -> MetadataIndex:
+    offsets = torch.Size([chunk.rows.start, *(0 for _ in chunk.spec.shape[1:])])
+    return MetadataIndex(chunk.name, offsets)
 
 
-def _plan(index: MetadataIndex, piece: Piece) -> WriteItem:
+def _plan(index: MetadataIndex, chunk: Chunk) -> WriteItem:
     assert index.offset is not None
-    sizes = torch.Size([len(indices) for indices in piece.box])
+    sizes = torch.Size([len(indices) for indices in chunk.box])
     data = TensorWriteData(
         ChunkStorageMetadata(index.offset, sizes),
-        TensorProperties(piece.spec.dtype),
-        torch.Size(piece.spec.shape),
+        TensorProperties(chunk.spec.dtype),
+        torch.Size(chunk.spec.shape),
     )
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)

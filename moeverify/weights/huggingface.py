@@ -8,7 +8,7 @@ from pathlib import Path
 from moeverify.weights.description import Description
 from moeverify.weights.safetensors_files import SafetensorsSink, SafetensorsSource
 from moeverify.weights.source import Spec
-from moeverify.weights.tensor_mapping import Slabs, list_tensors, map_names
+from moeverify.weights.tensor_mapping import TensorMapping, list_tensors, map_names
 
 
 def open_huggingface(folder: Path, described: Description, drop: Sequence[str] = ()) -> SafetensorsSource:
@@ -31,6 +31,6 @@ def create_huggingface(
     return SafetensorsSink(folder, _map(described), specs, shard_bytes=shard_bytes, metadata=metadata)
 
 
-def _map(described: Description) -> Slabs:
+def _map(described: Description) -> TensorMapping:
     family = described.family
     return map_names(list_tensors(described.model), family.names, f"the family {family.model_type}")

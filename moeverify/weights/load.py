@@ -40,15 +40,17 @@ def load_weights(
 
     Raises: FormatError that names the file and the key.
     """
-    holdings = [*parameters(target), *buffers(target)] if isinstance(target, nn.Module) else target
+    shards = [*parameters(target), *buffers(target)] if isinstance(target, nn.Module) else target
     source = open_source(Path(folder), described, drop)
-    for held in holdings:
-        if held.name not in source.specs:
-            raise FormatError(f"{folder}: {held.name} is not there")
-        if source.specs[held.name].shape != held.region.shape:
-            stored = source.specs[held.name].shape
-            raise FormatError(f"{folder}: {held.name} has shape {stored}, and the model {held.region.shape}")
-    for held in holdings:
-        local = held.local()
-        local.copy_(read_region(source, held.name, held.region).view(local.shape))
-    return Loaded(len(holdings), source.num_bytes_read)
+    for shard in shards:
+        if shard.name not in source.specs:
+            raise FormatError(f"{folder}: {shard.name} is not there")
+        if source.specs[shard.name].shape != shard.region.shape:
+            stored = source.specs[shard.name].shape
+            raise FormatError(
+                f"{folder}: {shard.name} has shape {stored}, and the model {shard.region.shape}"
+            )
+    for shard in shards:
+        local = shard.local()
+        local.copy_(read_region(source, shard.name, shard.region).view(local.shape))
+    return Loaded(len(shards), source.num_bytes_read)

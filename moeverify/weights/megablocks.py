@@ -16,7 +16,7 @@ from moeverify.errors import FormatError
 from moeverify.weights.description import Description
 from moeverify.weights.safetensors_files import SafetensorsSink, SafetensorsSource
 from moeverify.weights.source import Spec
-from moeverify.weights.tensor_mapping import Form, Shape, Slab, Slabs, list_tensors
+from moeverify.weights.tensor_mapping import Form, MappedTensor, Shape, TensorMapping, list_tensors
 
 _EXPERTS: Mapping[str, tuple[str, Form]] = {
     ".moe.experts.gate": (".moe.experts.mlp.w1", "rows"),
@@ -42,23 +42,23 @@ def create_megablocks(
 
     Raises: FormatError for experts with biases, which megablocks' gated experts do not have.
     """
-    slabs = map_experts(list_tensors(described.model))
-    return SafetensorsSink(folder, slabs, specs, shard_bytes=shard_bytes, metadata={"format": "pt"})
+    mapping = map_experts(list_tensors(described.model))
+    return SafetensorsSink(folder, mapping, specs, shard_bytes=shard_bytes, metadata={"format": "pt"})
 
 
-def map_experts(shapes: Mapping[str, Shape]) -> Slabs:
-    """Return the slabs of a model's tensors in this layout."""
+def map_experts(shapes: Mapping[str, Shape]) -> TensorMapping:
+    """Return the mapping of a model's tensors in this layout."""
     return {name: (_map_one(name, shape),) for name, shape in shapes.items()}
 
 
-def _map_one(name: str, shape: Shape) -> Slab:
+def _map_one(name: str, shape: Shape) -> MappedTensor:
     for ours, (theirs, form) in _EXPERTS.items():
         if name.endswith(f"{ours}_bias"):
             raise FormatError(f"megablocks' gated experts have no biases, and {name} is one")
         if name.endswith(ours):
             num_experts, first, second = shape
             size, hidden = (first, second) if form == "rows" else (second, first)
-            return Slab(name.removesuffix(ours) + theirs, (num_experts * size, hidden), form, size)
+            return MappedTensor(name.removesuffix(ours) + theirs, (num_experts * size, hidden), form, size)
     if name.endswith(_ROUTER[0]):
-        return Slab(name.removesuffix(_ROUTER[0]) + _ROUTER[1], shape)
-    return Slab(name, shape)
+        return MappedTensor(name.removesuffix(_ROUTER[0]) + _ROUTER[1], shape)
+    return MappedTensor(name, shape)

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: any box of them read, and large ones written piece by piece.
+"""Folders of safetensors files: any box of them read, and large ones written chunk by chunk.
 
 Reading goes through the library, which checks a file's header against its size. Its writer takes all tensors of
 a file at once, so files are written here: 8 bytes with the length of the header, the header as JSON, the tensors.
@@ -19,11 +19,11 @@ from torch import Tensor
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import FormatError
 from moeverify.weights.safetensors_index import INDEX, SINGLE, read_index
-from moeverify.weights.source import PIECE_BYTES, Piece, Read, Spec
-from moeverify.weights.tensor_mapping import Box, Shape, Slabs, find_windows
+from moeverify.weights.source import CHUNK_BYTES, Chunk, Read, Spec
+from moeverify.weights.tensor_mapping import Ranges, Shape, TensorMapping, find_windows
 
 # How much is read through one mapping of a file: its pages count as this process's memory until it is closed.
-_MAPPED_BYTES = PIECE_BYTES
+_MAPPED_BYTES = CHUNK_BYTES
 
 
 class SafetensorsSource:
@@ -36,28 +36,30 @@ class SafetensorsSource:
     """
 
     def __init__(
-        self, folder: Path, slabs: Slabs, shapes: Mapping[str, Shape], drop: Sequence[str] = ()
+        self, folder: Path, mapping: TensorMapping, shapes: Mapping[str, Shape], drop: Sequence[str] = ()
     ) -> None:
-        self._slabs = slabs
-        self._places = read_index(folder, slabs, drop)
-        self.specs: Mapping[str, Spec] = {name: Spec(shapes[name], self._find_dtype(name)) for name in slabs}
+        self._mapping = mapping
+        self._places = read_index(folder, mapping, drop)
+        self.specs: Mapping[str, Spec] = {
+            name: Spec(shapes[name], self._find_dtype(name)) for name in mapping
+        }
         self.num_bytes_read = 0
         self._open: tuple[Path, Any] | None = None
         self._num_mapped = 0
 
     def _find_dtype(self, name: str) -> torch.dtype:
-        places = [self._places[slab.key] for slab in self._slabs[name]]
-        for slab, place in zip(self._slabs[name], places, strict=True):
+        places = [self._places[mapped.key] for mapped in self._mapping[name]]
+        for mapped, place in zip(self._mapping[name], places, strict=True):
             if place.dtype != places[0].dtype:
                 raise FormatError(
-                    f"{place.file}: {slab.key} is {place.dtype}, and {self._slabs[name][0].key} of the same "
+                    f"{place.file}: {mapped.key} is {place.dtype}, and {self._mapping[name][0].key} of the same "
                     f"stack {places[0].dtype}"
                 )
         return places[0].dtype
 
-    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+    def read(self, name: str, box: Ranges, out: Tensor) -> Tensor:
         """Fill `out` with a box of the tensor `name`; see `Source`."""
-        for window in find_windows(self._slabs[name], box):
+        for window in find_windows(self._mapping[name], box):
             stored = self._read_stored(window.key, window.stored)
             part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target is 1 long
             target = tuple(
@@ -67,7 +69,7 @@ class SafetensorsSource:
             out[target] = part
         return out
 
-    def _read_stored(self, key: str, box: Box) -> Tensor:
+    def _read_stored(self, key: str, box: Ranges) -> Tensor:
         path = self._places[key].file
         if self._open is None or self._open[0] != path or self._num_mapped > _MAPPED_BYTES:
             self._open = None
@@ -92,30 +94,32 @@ class SafetensorsSink:
     def __init__(
         self,
         folder: Path,
-        slabs: Slabs,
+        mapping: TensorMapping,
         specs: Mapping[str, Spec],
         *,
         shard_bytes: int,
         metadata: Mapping[str, str],
     ) -> None:
         self._folder = folder
-        self._slabs = slabs
+        self._mapping = mapping
         self._metadata = metadata
-        stored = {slab.key: Spec(slab.shape, specs[name].dtype) for name in slabs for slab in slabs[name]}
+        stored = {
+            mapped.key: Spec(mapped.shape, specs[name].dtype) for name in mapping for mapped in mapping[name]
+        }
         self._stored = stored
         self._shards = _fill_shards(stored, shard_bytes)
         self._offsets: dict[str, tuple[int, int]] = {}
 
-    def write(self, pieces: Sequence[Piece], read: Read) -> None:
-        """Write all pieces; see `Sink`."""
+    def write(self, chunks: Sequence[Chunk], read: Read) -> None:
+        """Write all chunks; see `Sink`."""
         files: list[int] = []
         try:
             names = self._name_files()
             for number, (name, keys) in enumerate(zip(names, self._shards, strict=True)):
                 files.append(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
                 self._begin(files[-1], number, keys)
-            for piece in pieces:
-                self._write_piece(files, piece, read(piece))
+            for chunk in chunks:
+                self._write_chunk(files, chunk, read(chunk))
             for file in files:
                 os.fsync(file)
         finally:
@@ -146,10 +150,10 @@ class SafetensorsSink:
             self._offsets[key] = number, 8 + len(text) + header[key]["data_offsets"][0]
         os.ftruncate(file, 8 + len(text) + at)
 
-    def _write_piece(self, files: Sequence[int], piece: Piece, values: Tensor) -> None:
-        for window in find_windows(self._slabs[piece.name], piece.box):
+    def _write_chunk(self, files: Sequence[int], chunk: Chunk, values: Tensor) -> None:
+        for window in find_windows(self._mapping[chunk.name], chunk.box):
             rows = window.target[0]
-            part = values[rows.start - piece.rows.start : rows.stop - piece.rows.start]
+            part = values[rows.start - chunk.rows.start : rows.stop - chunk.rows.start]
             if window.is_transposed:
                 part = part.squeeze(0).T
             number, start = self._offsets[window.key]

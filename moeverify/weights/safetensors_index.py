@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
-from moeverify.weights.tensor_mapping import Shape, Slabs
+from moeverify.weights.tensor_mapping import Shape, TensorMapping
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,12 +31,12 @@ class Place:
     dtype: torch.dtype
 
 
-def read_index(folder: Path, slabs: Slabs, drop: Sequence[str]) -> dict[str, Place]:
-    """Return the place of every stored tensor of `slabs`; those that match `drop` may be there too.
+def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dict[str, Place]:
+    """Return the place of every stored tensor of `mapping`; those that match `drop` may be there too.
 
     Raises: FormatError that names the file and the key.
     """
-    shapes = {slab.key: slab.shape for parts in slabs.values() for slab in parts}
+    shapes = {mapped.key: mapped.shape for parts in mapping.values() for mapped in parts}
     places: dict[str, Place] = {}
     for path, listed in _list_files(folder).items():
         found = _read_headers(path)

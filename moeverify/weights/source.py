@@ -1,4 +1,4 @@
-"""What weights are read from and written to: any box of any tensor in, pieces in order out."""
+"""What weights are read from and written to: any box of any tensor in, chunks in order out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moeverify.layout.region import Indices, Region
-from moeverify.weights.tensor_mapping import Box, Shape
+from moeverify.weights.tensor_mapping import Ranges, Shape
 
-PIECE_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 """How much of a tensor is in memory at a time, unless one row of it (of a stack: one expert) is larger."""
 
 
@@ -33,7 +33,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Consecutive indices of dim 0 of the tensor `name`."""
 
     name: str
@@ -41,33 +41,33 @@ class Piece:
     spec: Spec
 
     @property
-    def box(self) -> Box:
-        """Return the piece as a box."""
+    def box(self) -> Ranges:
+        """Return the chunk as a box."""
         return (self.rows, *(range(size) for size in self.spec.shape[1:]))
 
     @property
     def num_bytes(self) -> int:
-        """Return how large the piece is."""
+        """Return how large the chunk is."""
         return len(self.rows) * math.prod(self.spec.shape[1:]) * self.spec.dtype.itemsize
 
 
-Read = Callable[[Piece], Tensor]
-"""The values of a piece, which are good until the next piece is read."""
+Read = Callable[[Chunk], Tensor]
+"""The values of a chunk, which are good until the next chunk is read."""
 
 
 class Buffer:
-    """Memory that every piece is read into in its turn.
+    """Memory that every chunk is read into in its turn.
 
-    Not from the allocator: its heap would grow by a piece now and then, and a large model has many.
+    Not from the allocator: its heap would grow by a chunk now and then, and a large model has many.
     """
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._memory = mmap.mmap(-1, max((piece.num_bytes for piece in pieces), default=0) or 1)
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._memory = mmap.mmap(-1, max((chunk.num_bytes for chunk in chunks), default=0) or 1)
 
-    def place(self, piece: Piece) -> Tensor:
-        """Return a tensor for a piece; the one before it is no longer good."""
-        shape = [len(indices) for indices in piece.box]
-        return torch.frombuffer(self._memory, dtype=piece.spec.dtype, count=math.prod(shape)).view(shape)
+    def place(self, chunk: Chunk) -> Tensor:
+        """Return a tensor for a chunk; the one before it is no longer good."""
+        shape = [len(indices) for indices in chunk.box]
+        return torch.frombuffer(self._memory, dtype=chunk.spec.dtype, count=math.prod(shape)).view(shape)
 
 
 class Source(Protocol):
@@ -76,7 +76,7 @@ class Source(Protocol):
     specs: Mapping[str, Spec]
     num_bytes_read: int
 
-    def read(self, name: str, box: Box, out: Tensor) -> Tensor:
+    def read(self, name: str, box: Ranges, out: Tensor) -> Tensor:
         """Fill `out` with the box of the tensor `name`, in its stored dtype, and return it."""
         ...
 
@@ -84,20 +84,20 @@ class Source(Protocol):
 class Sink(Protocol):
     """A place for weights."""
 
-    def write(self, pieces: Sequence[Piece], read: Read) -> None:
-        """Write all pieces, each read when its turn comes."""
+    def write(self, chunks: Sequence[Chunk], read: Read) -> None:
+        """Write all chunks, each read when its turn comes."""
         ...
 
 
-def cut(specs: Mapping[str, Spec]) -> list[Piece]:
-    """Return all tensors cut into pieces of about `PIECE_BYTES`, each at least one row."""
-    pieces = []
+def cut(specs: Mapping[str, Spec]) -> list[Chunk]:
+    """Return all tensors cut into chunks of about `CHUNK_BYTES`, each at least one row."""
+    chunks = []
     for name, spec in specs.items():
         size = spec.shape[0]
         row = max(math.prod(spec.shape[1:]) * spec.dtype.itemsize, 1)
-        step = max(PIECE_BYTES // row, 1)
-        pieces += [Piece(name, range(at, min(at + step, size)), spec) for at in range(0, size, step)]
-    return pieces
+        step = max(CHUNK_BYTES // row, 1)
+        chunks += [Chunk(name, range(at, min(at + step, size)), spec) for at in range(0, size, step)]
+    return chunks
 
 
 def read_region(source: Source, name: str, region: Region) -> Tensor:
@@ -124,9 +124,9 @@ def _read_run(source: Source, name: str, region: Region) -> Tensor:
     return source.read(name, box, rows).flatten()[run.start - first * row : run.stop - first * row]
 
 
-def _cut_region(region: Region) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+def _cut_region(region: Region) -> Iterator[tuple[Ranges, tuple[slice, ...]]]:
     """Yield the boxes of consecutive indices that make a region, with where each lies in its local tensor."""
-    parts: list[tuple[Box, tuple[slice, ...]]] = [((), ())]
+    parts: list[tuple[Ranges, tuple[slice, ...]]] = [((), ())]
     for indices in region.dims:
         runs = list(_find_runs(indices))
         parts = [((*box, run), (*target, at)) for box, target in parts for run, at in runs]

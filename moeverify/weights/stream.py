@@ -1,4 +1,4 @@
-"""Weights from one format into another, piece by piece."""
+"""Weights from one format into another, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.weights.description import Description, Kind, find_kind, read_des
 from moeverify.weights.folder import check_room, make_folder
 from moeverify.weights.huggingface import create_huggingface, open_huggingface
 from moeverify.weights.megablocks import create_megablocks, open_megablocks
-from moeverify.weights.source import Buffer, Piece, Sink, Source, Spec, cut
+from moeverify.weights.source import Buffer, Chunk, Sink, Source, Spec, cut
 
 SHARD_BYTES = 5 * 10**9
 
@@ -56,7 +56,7 @@ def convert(
 ) -> Conversion:
     """Write the weights of the folder `source` in another format to the folder `destination`, bit for bit.
 
-    About one piece of 64 MiB, or one expert's matrix if that is larger, is in memory at a time; the stored tensor
+    About one chunk of 64 MiB, or one expert's matrix if that is larger, is in memory at a time; the stored tensor
     of a foreign distributed checkpoint is read whole. The destination appears when it is complete.
 
     Raises: FormatError that names file and key of what is wrong with the source; CaseError where the destination
@@ -65,22 +65,22 @@ def convert(
     kind = find_kind(source)
     described = described or read_description(source)
     weights = open_source(source, described, drop)
-    pieces = cut(weights.specs)
-    buffer = Buffer(pieces)
+    chunks = cut(weights.specs)
+    buffer = Buffer(chunks)
     total = sum(spec.num_bytes for spec in weights.specs.values())
     done = 0
 
-    def read(piece: Piece) -> Tensor:
+    def read(chunk: Chunk) -> Tensor:
         nonlocal done
-        on_progress(piece.name, done, total)
-        values = weights.read(piece.name, piece.box, buffer.place(piece))
-        done += piece.num_bytes
+        on_progress(chunk.name, done, total)
+        values = weights.read(chunk.name, chunk.box, buffer.place(chunk))
+        done += chunk.num_bytes
         return values
 
     with make_folder(destination) as folder:
         check_room(destination, total)
         write_description(folder, to, described, _name_dtype(weights.specs))
-        _create(folder, to, described, weights.specs, shard_bytes).write(pieces, read)
+        _create(folder, to, described, weights.specs, shard_bytes).write(chunks, read)
         num_files = sum(path.suffix in {".safetensors", ".distcp"} for path in folder.iterdir())
         on_progress("", done, total)
     return Conversion(kind, len(weights.specs), total, num_files)

@@ -16,12 +16,12 @@ from moeverify.model.transformer import Transformer
 from moeverify.weights.names import Names
 
 Shape = tuple[int, ...]
-Box = tuple[range, ...]
+Ranges = tuple[range, ...]
 Form = Literal["same", "row", "rows", "columns"]
 
 
 @dataclass(frozen=True)
-class Slab:
+class MappedTensor:
     """The stored tensor `key` of `shape`, and what it is of one of ours.
 
     `same`: all of it. `row`: what is at `number` of dim 0. `rows`: ours of (E, F, H) as (E * F, H), with
@@ -39,12 +39,12 @@ class Window:
     """A box of the stored tensor `key`; `target` is the box of our tensor that it is, transposed or not."""
 
     key: str
-    stored: Box
-    target: Box
+    stored: Ranges
+    target: Ranges
     is_transposed: bool = False
 
 
-Slabs = Mapping[str, Sequence[Slab]]
+TensorMapping = Mapping[str, Sequence[MappedTensor]]
 """For each tensor of our model the stored ones that together are it."""
 
 
@@ -54,12 +54,12 @@ def list_tensors(model: ReferenceModel) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in built.state_dict(keep_vars=True).items()}
 
 
-def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> Slabs:
-    """Return the slabs of a model's tensors under a table of names; `what` names the format in an error.
+def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> TensorMapping:
+    """Return the mapping of a model's tensors under a table of names; `what` names the format in an error.
 
     Raises: FormatError with the first tensor that the table does not have.
     """
-    slabs: dict[str, tuple[Slab, ...]] = {}
+    mapping: dict[str, tuple[MappedTensor, ...]] = {}
     for name, shape in shapes.items():
         layer = re.search(r"(?<=^layers\.)\d+", name)
         theirs = names.get(re.sub(r"^layers\.\d+", "layers.{layer}", name))
@@ -67,32 +67,32 @@ def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> Slabs:
             raise FormatError(f"{what} has no name for {name}")
         theirs = theirs.replace("{layer}", layer[0] if layer else "")
         if "{expert}" in theirs:
-            slabs[name] = tuple(
-                Slab(theirs.replace("{expert}", str(expert)), shape[1:], "row", expert)
+            mapping[name] = tuple(
+                MappedTensor(theirs.replace("{expert}", str(expert)), shape[1:], "row", expert)
                 for expert in range(shape[0])
             )
         else:
-            slabs[name] = (Slab(theirs, shape),)
-    return slabs
+            mapping[name] = (MappedTensor(theirs, shape),)
+    return mapping
 
 
-def find_windows(slabs: Sequence[Slab], box: Box) -> Iterator[Window]:
+def find_windows(mapping: Sequence[MappedTensor], box: Ranges) -> Iterator[Window]:
     """Yield the windows that together are `box` of our tensor, in the order of its dim 0."""
-    form = slabs[0].form
+    form = mapping[0].form
     if form == "same":
-        yield Window(slabs[0].key, box, box)
+        yield Window(mapping[0].key, box, box)
     elif form == "row":
-        for slab in slabs[box[0].start : box[0].stop]:
-            yield Window(slab.key, box[1:], (range(slab.number, slab.number + 1), *box[1:]))
+        for mapped in mapping[box[0].start : box[0].stop]:
+            yield Window(mapped.key, box[1:], (range(mapped.number, mapped.number + 1), *box[1:]))
     else:
-        yield from _cut_stack(slabs[0], box)
+        yield from _cut_stack(mapping[0], box)
 
 
-def _cut_stack(slab: Slab, box: Box) -> Iterator[Window]:
-    is_transposed = slab.form == "columns"
+def _cut_stack(mapped: MappedTensor, box: Ranges) -> Iterator[Window]:
+    is_transposed = mapped.form == "columns"
     experts, first, second = box
     inner, outer = (second, first) if is_transposed else (first, second)
     for expert in experts:
-        rows = range(expert * slab.number + inner.start, expert * slab.number + inner.stop)
+        rows = range(expert * mapped.number + inner.start, expert * mapped.number + inner.stop)
         target = (range(expert, expert + 1), first, second)
-        yield Window(slab.key, (rows, outer), target, is_transposed)
+        yield Window(mapped.key, (rows, outer), target, is_transposed)

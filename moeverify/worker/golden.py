@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.case.schema import Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.jobs import GoldenJob, GoldenOrder, GoldenResult, GoldenSummary, Refusal
@@ -49,9 +49,9 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:
-        if not isinstance(recipe.model, CustomModel):
+        if not recipe.model.functions:
             raise
-        text = f"one device cannot train `{recipe.model.factory}`: {describe_error(error)}"
+        text = f"one device cannot train `{recipe.model.title}`: {describe_error(error)}"
         return _note_error(folder, text)
 
 

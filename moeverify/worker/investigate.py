@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
 from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case, CustomModel, Recipe
+from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
 from moeverify.checks.registry import CHECKS
 from moeverify.collectives.trace import CollectiveTrace
@@ -154,7 +154,7 @@ def _rerun(
     )
     observer = _StepTap(capture, tap, step)
     recipe, stop = case.recipe, max(step, 0) + 1
-    low = recipe.precision != "float64" and not isinstance(recipe.model, CustomModel)
+    low = recipe.precision != "float64" and program.subject.can_replay
     forced = case.checks.steps == "forced"
     train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
     observer.close()
@@ -217,7 +217,7 @@ def _make_inputs(
     precision = compute_dtype_of(case.recipe.precision)
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
-    clip = read((step, "gradient_norm", "clip_coefficient")) if step >= 0 else None
+    clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
         axes=_make_axes(case),
@@ -241,9 +241,9 @@ def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, T
     step, kind, name = key
     if step < 0:
         return {}
-    initial = read((INITIAL, "initial_buffer", name)) if kind == "buffer" else None
+    initial = read((INITIAL, Kind.INITIAL_BUFFER, name)) if kind == Kind.BUFFER else None
     before = initial if step == 0 else read((step - 1, kind, name))
-    return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == "buffer" and step > 0 else {})
+    return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == Kind.BUFFER and step > 0 else {})
 
 
 def _find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str) -> Issued:
@@ -268,7 +268,7 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
 def _component_source(
     case: Case, golden: StoredGolden, step: int, device: torch.device
 ) -> Callable[[], Components] | None:
-    if isinstance(case.recipe.model, CustomModel) or step < 0:
+    if step < 0:
         return None
     return cache(lambda: make_components(case, golden, step, device))
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from moeverify.bench.measure import measure_case
-from moeverify.case.schema import CustomModel
 from moeverify.errors import CaseError
+from moeverify.faults.injection import find_fault
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.jobs import (
     BenchJob,
@@ -96,6 +96,8 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
             make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
         for target, path in _list_targets(job):
             resolve(target, path)
+        if job.fault is not None:
+            find_fault(job.fault)
     except CaseError as error:
         return str(error)
     return ""
@@ -103,15 +105,9 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
 
 def _list_targets(job: CaseJob) -> Iterator[tuple[str, str]]:
     """Yield the functions that a case names, each with the path of its field."""
-    model = job.case.recipe.model
-    if isinstance(model, CustomModel):
-        yield model.factory, "recipe.model.factory"
-        if model.loss is not None:
-            yield model.loss, "recipe.model.loss"
+    yield from ((target, path) for path, target in job.case.recipe.model.functions.items())
     if job.case.layout.parallelize is not None:
         yield job.case.layout.parallelize, "layout.parallelize"
-    if job.fault is not None:
-        yield job.fault, "--fault"
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _gather_inputs(
 def _read_earlier(golden: StoredGolden, step: int, name: str) -> Tensor | None:
     """Return what one device had a step before the save."""
     kind, _, rest = name.partition("/")
-    kinds = {"weight": "weight", "buffer": "buffer", "optimizer": "optimizer_state"}
+    kinds = {"weight": Kind.WEIGHT, "buffer": Kind.BUFFER, "optimizer": Kind.OPTIMIZER_STATE}
     if step < 0 or kind not in kinds:
         return None
     return _read(golden, step, kinds[kind], rest)

@@ -29,7 +29,7 @@ from moeverify.compare.assembled import Key, assemble
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.gather import gather_on_first
 from moeverify.errors import FormatError
-from moeverify.faults.restore import restored
+from moeverify.faults.injection import injected
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.jobs import Refusal, VerifyResult
 from moeverify.launch.plan import write_atomically
@@ -42,9 +42,8 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train_step
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
-from moeverify.train.routing import replays_routing
 from moeverify.train.state import TrainingState
-from moeverify.train.target import resolve
+from moeverify.train.subjects import replays_routing
 from moeverify.worker.reload import explain_load
 from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_losses, list_names
 
@@ -64,9 +63,7 @@ def save_case(
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         seed_generators(case.recipe.seed, 0, dist.get_rank())
         state = _begin(case, device)
         recorder = BitRecorder()
@@ -126,10 +123,10 @@ def list_state(
 
     A list of its own: what a checkpoint's list forgets is missed here.
     """
-    for kind, listed in (("weight", state.program.holdings), ("buffer", state.program.buffers)):
+    for kind, listed in (("weight", state.program.shards), ("buffer", state.program.buffers)):
         for shard in listed:
             yield f"{kind}/{shard.name}", shard.local(), shard.region
-    for name, local, region in optimizer_state(state.optimizer, state.program.holdings):
+    for name, local, region in optimizer_state(state.optimizer, state.program.shards):
         yield f"optimizer/{name}", local, region
     for shard in generators:
         yield shard.name, shard.local(), shard.region
@@ -191,9 +188,7 @@ def load_case(
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     rank, saved_step = dist.get_rank(), case.checkpoint.after - 1
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
         state.materialize()
         _spoil(state)

@@ -21,7 +21,7 @@ from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.assembled import assemble
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.compare.gather import gather_on_first
-from moeverify.faults.restore import restored
+from moeverify.faults.injection import injected
 from moeverify.golden.store import StoredGolden
 from moeverify.jobs import VerifyResult
 from moeverify.layout.observer import INITIAL, Observer
@@ -31,8 +31,7 @@ from moeverify.results.finding import Finding
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
-from moeverify.train.routing import replays_routing
-from moeverify.train.target import resolve
+from moeverify.train.subjects import replays_routing
 from moeverify.worker.investigate import explain_findings, gather_evidence
 
 Reports = Mapping[str, Any]  # by the name of the check
@@ -53,9 +52,7 @@ def verify_case(
     diagnosis needs, and the verdict must not be. Collective: all ranks of the default process group, which has as
     many ranks as the layout.
     """
-    with restored():
-        if fault is not None:
-            resolve(fault, "--fault")()
+    with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
         assemble_program = _Assembly(case, device, build_meshes(case.layout, device.type))
         observed = _observe(case, golden, assemble_program, trace)

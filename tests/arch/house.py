@@ -23,6 +23,7 @@ FLOORS: Mapping[str, int] = {
     "diagnose": 7,
     "checks": 6,
     "launch": 6,
+    "validation": 5,
     "faults": 5,
     "collectives": 5,
     "train": 4,
@@ -40,13 +41,24 @@ FLOORS: Mapping[str, int] = {
     "results": 0,
     # Beneath the house: they import nothing of ours.
     "dtype_names": -1,
+    "seams": -1,
     "errors": -1,
     "hashing": -1,
     "multiprocessing_pdb": -1,
 }
 
 # The process that a user starts: none of this, and nothing that it imports, may need torch.
-WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "jobs", "report", "results", "case", "axes")
+WITHOUT_TORCH = (
+    "cli",
+    "pytest_plugin",
+    "controller",
+    "jobs",
+    "report",
+    "results",
+    "case",
+    "axes",
+    "validation",
+)
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
 READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "controller.machine")

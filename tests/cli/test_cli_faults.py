@@ -17,6 +17,7 @@ def flat(text: str) -> str:
     [
         (["run", "Z99", "QQ"], ["2 problems", "no fault `Z99`", "no fault `QQ`", UNKNOWN]),
         (["run", "a1"], ["no fault `a1`", "did you mean `A"]),
+        (["run", "expert-gradient"], ["no fault `expert-gradient`", "did you mean `expert_gradients`?"]),
         (["show", "Z99"], ["no fault `Z99`", UNKNOWN]),
         (["list", "Z99"], ["no fault `Z99`", UNKNOWN]),
         (["run", "A", "-k", "no-such-word"], ["no fault of ", "matches `no-such-word`", UNKNOWN]),
@@ -43,7 +44,10 @@ def test_faults_are_chosen_by_number_by_class_and_by_words(invoke: Any) -> None:
 
     assert len(numbers()) >= 100
     assert numbers("m") == ["M01", "M02", "M03", "M04", "M05"]
+    assert numbers("precision") == numbers("Precision") == numbers("m")
+    assert numbers("expert_gradients", "optimizer") == [*numbers("A"), "N02"]
     assert numbers("b01", "M02") == ["B01", "M02"]
+    assert numbers("-k", "expert_gradients and fsdp2") == ["A05"]
     assert "B01" in numbers("-k", "router and tp")
     assert "B05" not in numbers("-k", "router and tp")
     assert set(numbers("B", "-k", "router")) < set(numbers("B"))
@@ -69,3 +73,11 @@ def test_a_function_that_is_not_there(
     assert result.exit_code == 2
     assert result.stdout == ""
     assert text in flat(result.stderr)
+
+
+def test_a_list_names_the_class_of_each_fault_and_show_says_what_it_is(invoke: Any) -> None:
+    lines = invoke("faults", "list", "gradient_norm").stdout.splitlines()
+    assert all(line.split()[1] == "gradient_norm" for line in lines)
+    shown = invoke("faults", "show", "H03").stdout
+    assert "class      H, gradient_norm: " in shown
+    assert "--fault moeverify.faults.catalogue.gradient_norm.h03_norm_of_local_shard:inject\n" in shown

@@ -13,7 +13,6 @@ import pytest
 import typer
 
 from moeverify.case.expectation import find_sections
-from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, Section
 from moeverify.cli import app
@@ -21,6 +20,7 @@ from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
 from moeverify.results.trial import Trial
+from moeverify.validation.load import load_cases
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

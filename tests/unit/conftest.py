@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case, Tolerance
 from moeverify.checks.base import Judgement, Shown
 from moeverify.checks.bounds import Bounds
@@ -19,6 +18,7 @@ from moeverify.compare.assembled import Assembled, Key, assemble
 from moeverify.compare.comparison import Comparison, Entry
 from moeverify.layout.region import Region
 from moeverify.report.words.run import word_finding
+from moeverify.validation.load import build_case
 
 Names = Mapping[int, set[tuple[str, str]]]
 CASE: Case = build_case({"name": "hand", "recipe": {"model": {"preset": "tiny-gpt"}}, "layout": {}})

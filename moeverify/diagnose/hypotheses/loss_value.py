@@ -8,6 +8,7 @@ from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, expla
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import ScalarValues
 from moeverify.results.operation import Altered
@@ -30,7 +31,9 @@ class LossValue(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look at the losses."""
         losses = [
-            loss for loss in inputs.of_quantity(Quantity.LOSS) if loss.key[1] == "loss" and loss.name != TOTAL
+            loss
+            for loss in inputs.of_quantity(Quantity.LOSS)
+            if loss.key[1] == Kind.LOSS and loss.name != TOTAL
         ]
         if not losses:
             return self.refuse(reason=Reason.LOSSES_MATCH)

@@ -1,1 +1,63 @@
-"""One file a fault, named after its number in the catalogue of real bugs; each holds one `FAULT`."""
+"""The catalogue of real bugs: one folder a class of bugs, and in it one file a fault, named after its number.
+
+A file holds one `FAULT`. Nothing here imports torch before a fault is injected, so that a list of them is there at
+once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from moeverify.faults.fault import Fault
+
+_FAULT_FILE = re.compile(r"[a-o]\d\d_\w+")
+
+
+@dataclass(frozen=True)
+class FaultClass:
+    """A class of bugs: its letter, which its faults' numbers begin with, its name, what it is, and its faults."""
+
+    letter: str
+    name: str
+    title: str
+    faults: tuple[Fault, ...]
+
+
+@cache
+def load_classes() -> tuple[FaultClass, ...]:
+    """Return all classes in the order of their letters, each with its faults in the order of their numbers."""
+    folders = [info.name for info in pkgutil.iter_modules(__path__) if info.ispkg]
+    return tuple(sorted((_load_class(name) for name in folders), key=lambda found: found.letter))
+
+
+def _load_class(name: str) -> FaultClass:
+    """Import a folder of the catalogue: its `LETTER`, the first line of what it says, and its faults."""
+    folder: Any = importlib.import_module(f"{__name__}.{name}")
+    files = sorted(info.name for info in pkgutil.iter_modules(folder.__path__))
+    modules: list[Any] = [
+        importlib.import_module(f"{folder.__name__}.{file}") for file in files if _FAULT_FILE.fullmatch(file)
+    ]
+    title = (folder.__doc__ or name).splitlines()[0].removesuffix(".")
+    return FaultClass(folder.LETTER, name, title, tuple(module.FAULT for module in modules))
+
+
+@cache
+def load_faults() -> dict[str, Fault]:
+    """Return all faults by number, sorted.
+
+    Raises: ValueError where two have one number, or one is in the folder of another class.
+    """
+    found: dict[str, Fault] = {}
+    for each in load_classes():
+        for fault in each.faults:
+            if fault.number in found:
+                raise ValueError(f"two faults have the number {fault.number}")
+            if fault.bug_class != each.letter:
+                raise ValueError(f"{fault.number} is in `{each.name}`, the folder of class {each.letter}")
+            found[fault.number] = fault
+    return found

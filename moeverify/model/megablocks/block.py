@@ -15,12 +15,12 @@ import torch
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.dmoe import ParallelDroplessMLP, dMoE
 from megablocks.layers.router import LearnedRouter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from moeverify.case.schema import MoE as MoESpec
-from moeverify.model.experts import ExpertHolder
+from moeverify.model.experts import DividesExperts, ExpertHolder
 from moeverify.model.precision import Factory
 from moeverify.model.router import RouterRecord, RouterSlot, RouterStats, summarize
 
@@ -128,7 +128,7 @@ class DroplessExperts(ParallelDroplessMLP, ExpertHolder):  # type: ignore[misc]
         self.gradient_share = 1.0 if scale is None else float(scale)
 
 
-class DroplessMoE(dMoE):  # type: ignore[misc]
+class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
     """dMoE of megablocks, called as `moeverify.model.moe.MoE` is.
 
     Parameters of `experts.mlp`, per rank: w1 (gate) and v1 (up) (e * f, H), w2 (down) (e * f, H).
@@ -148,11 +148,16 @@ class DroplessMoE(dMoE):  # type: ignore[misc]
     def _init_experts_mlp(self, args: Any) -> DroplessExperts:
         return DroplessExperts(args)
 
-    def divide_experts(self, group: ProcessGroup) -> None:
-        """Replace the experts by those that the package gives to this rank of the group, on the same device."""
+    def divide_experts(self, group: ProcessGroup) -> nn.Module:
+        """Replace the experts by those that the package gives to this rank of the group, on the same device.
+
+        Returns the module of w1, v1 and w2. Source: megablocks 0.10.0, layers/moe.py (parallel_forward_once).
+        """
         self.args = make_arguments(self.hidden, self.spec, self.factory, group)
         self.experts = DroplessExperts(self.args).to(self.factory["dtype"])
         self.router.args = self.args
+        weights: nn.Module = self.experts.mlp
+        return weights
 
     @property
     def stored_as(self) -> Mapping[str, StorageLayout]:

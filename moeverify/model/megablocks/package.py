@@ -18,9 +18,9 @@ import torch
 
 from moeverify.errors import CaseError, Problem
 from moeverify.model.megablocks import grouped_gemm, ops
+from moeverify.model.megablocks.requirements import NEEDED
 
 STAND_INS = {"megablocks_ops": ops, "grouped_gemm": grouped_gemm}
-NEEDED = ("megablocks", "stk", "triton")
 _PATH = "layout.experts"
 
 

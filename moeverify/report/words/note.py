@@ -13,17 +13,9 @@ from moeverify.results.obstacle import (
     Obstacle,
     RankLimit,
     TooFewRanks,
-    Unsupported,
     UnsupportedHere,
 )
 from moeverify.results.run import Declared
-
-_UNSUPPORTED = {
-    Unsupported.CONTEXT_PARALLEL_ON_CPU: "torch's context_parallel has no kernel for the CPU",
-    Unsupported.MEGABLOCKS_FLOAT64_ON_CUDA: (
-        "megablocks' compiled kernels copy rows in float32; only interpreted, on a CPU, they take float64"
-    ),
-}
 
 
 @singledispatch
@@ -45,7 +37,7 @@ def _(obstacle: MissingPackages) -> str:
 
 @describe_obstacle.register
 def _(obstacle: UnsupportedHere) -> str:
-    return _UNSUPPORTED[obstacle.what]
+    return obstacle.why
 
 
 def describe_limit(limit: RankLimit) -> str:

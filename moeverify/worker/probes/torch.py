@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeverify.launch.runner import RankContext
-from moeverify.model.megablocks.package import NEEDED, STAND_INS, import_package
+from moeverify.model.megablocks.package import STAND_INS, import_package
+from moeverify.model.megablocks.requirements import NEEDED
 from moeverify.results.probe import Answer, Outcome
 
 

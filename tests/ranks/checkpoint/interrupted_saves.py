@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from moeverify.checkpoint import writer
 from moeverify.checkpoint.load import load
-from moeverify.checkpoint.save import list_checkpoints, save, save_async
+from moeverify.checkpoint.manifest import MANIFEST
+from moeverify.checkpoint.save import save, save_async
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
@@ -158,7 +159,8 @@ def try_out(
 
     ended = run_ranks(begin_and_act, work)
     same = hash_files(folder / OLD) == (work / "hash").read_text()
-    listed = [path.name for path in list_checkpoints(folder)]
+    # The manifest is written last: an interrupted save has none.
+    listed = [path.parent.name for path in folder.glob(f"[!.]*/{MANIFEST}")]
     free()
     seen = run_ranks(look, work)
     left = sorted(path.name for path in folder.iterdir())

@@ -13,110 +13,104 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_plain
 
-from moeverify.checkpoint import save as saving
-from moeverify.checkpoint import writer
+from moeverify.checkpoint.save import HostCopy, Saving, save
+from moeverify.checkpoint.writer import write_boxes
 from moeverify.errors import FormatError
+from moeverify.faults.patch import Original, Patch
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
+from moeverify.train.random import write_generators
 from moeverify.train.state import TrainingState
-from moeverify.worker import reshard as resharding
+from moeverify.worker.reshard import resume
 
 DATA = "rank-00001.safetensors"
 
 
-def write_late() -> None:
+def write_late(patch: Patch) -> None:
     """Write what is saved in the background when training is over, as a slow disk would."""
     is_over = threading.Event()
-    write, wait = writer.write_boxes, saving.Saving.wait
 
-    def write_boxes(*args: Any) -> Any:
+    @patch.wrap(write_boxes)
+    def write_at_the_end(original: Original[Any], *arguments: Any, **named: Any) -> Any:
         assert is_over.wait(100)
-        return write(*args)
+        return original(*arguments, **named)
 
-    def wait_for(self: saving.Saving) -> None:
+    @patch.wrap(Saving.wait)
+    def let_write(original: Original[None], self: Saving) -> None:
         is_over.set()
-        wait(self)
-
-    writer.write_boxes = write_boxes
-    saving.Saving.wait = wait_for  # type: ignore[method-assign]
+        original(self)
 
 
-def leak() -> None:
+def leak(patch: Patch) -> None:
     """Write late what training goes on to change."""
-    write_late()
-    saving.HostCopy.stage = lambda self, state_dict: state_dict  # type: ignore[method-assign]
+    write_late(patch)
+    patch.replace(HostCopy.stage)(lambda self, state_dict: state_dict)
 
 
-def forget_options() -> None:
+def forget_options(patch: Patch) -> None:
     """Leave the groups of the optimizer as they are."""
-    TrainingState._restore_groups = lambda self, by_name: None  # type: ignore[method-assign]
+    patch.replace(TrainingState.restore_groups)(lambda self, by_name: None)
 
 
-def forget_decay() -> None:
+def forget_decay(patch: Patch) -> None:
     """Leave the weight decay of each group as it is."""
-    original = TrainingState._restore_groups
 
-    def restore(self: TrainingState, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+    @patch.wrap(TrainingState.restore_groups)
+    def restore(
+        original: Original[None], self: TrainingState, by_name: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         kept = [group["weight_decay"] for group in self.optimizer.param_groups]
         original(self, by_name)
         for group, decay in zip(self.optimizer.param_groups, kept, strict=True):
             group["weight_decay"] = decay
 
-    TrainingState._restore_groups = restore  # type: ignore[method-assign]
 
-
-def forget_generators() -> None:
+def forget_generators(patch: Patch) -> None:
     """Leave the random generators as they are."""
-    resharding.write_generators = lambda states, device: None
+    patch.replace(write_generators)(lambda states, device: None)
 
 
-def exchange_experts() -> None:
+def exchange_experts(patch: Patch) -> None:
     """Load the first two experts of each stack into each other's place."""
-    original = resharding.resume
 
-    def resume(state: TrainingState, *args: Any) -> Any:
-        found = original(state, *args)
-        for held in state.tensors():
-            if held.name.startswith("weight/") and ".experts." in held.name and len(held.local()) > 1:
-                local = held.local()
+    @patch.wrap(resume)
+    def resume_exchanged(original: Original[Any], state: TrainingState, *arguments: Any, **named: Any) -> Any:
+        found = original(state, *arguments, **named)
+        for shard in state.tensors():
+            local = shard.local()
+            if shard.name.startswith("weight/") and ".experts." in shard.name and len(local) > 1:
                 local[:2] = local[:2].flip(0).clone()
         return found
 
-    resharding.resume = resume
 
-
-def _guard_state() -> None:
+def _guard_state(patch: Patch) -> None:
     """Let a load that refuses show whether it has changed anything before."""
-    original = resharding.resume
 
-    def resume(state: TrainingState, *args: Any) -> Any:
-        before = [(held.name, held.local().clone()) for held in state.tensors()]
+    @patch.wrap(resume)
+    def resume_guarded(original: Original[Any], state: TrainingState, *arguments: Any, **named: Any) -> Any:
+        before = [(shard.name, shard.local().clone()) for shard in state.tensors()]
         numbers = state.numbers()
         try:
-            return original(state, *args)
+            return original(state, *arguments, **named)
         except FormatError:
-            now = {held.name: held.local() for held in state.tensors()}
+            now = {shard.name: shard.local() for shard in state.tensors()}
             assert all(torch.equal(now[name], local) for name, local in before), "half loaded"
             assert state.numbers() == numbers, "half restored"
             raise
 
-    resharding.resume = resume
 
-
-def _change_after_save(change: Callable[[Path], object]) -> None:
-    original = resharding.save
-
-    def save(folder: Path, *args: Any) -> None:
-        original(folder, *args)
+def _change_after_save(patch: Patch, change: Callable[[Path], object]) -> None:
+    @patch.wrap(save)
+    def save_and_change(original: Original[None], folder: Path, *arguments: Any, **named: Any) -> None:
+        original(folder, *arguments, **named)
         if dist.get_rank() == 0:
             change(folder)
         dist.barrier()
 
-    resharding.save = save
-    _guard_state()
+    _guard_state(patch)
 
 
-def flip_a_bit() -> None:
+def flip_a_bit(patch: Patch) -> None:
     """Change one bit of the last value in the file of rank 1."""
 
     def change(folder: Path) -> None:
@@ -124,65 +118,74 @@ def flip_a_bit() -> None:
         content[-1] ^= 1
         (folder / DATA).write_bytes(content)
 
-    _change_after_save(change)
+    _change_after_save(patch, change)
 
 
-def cut_off() -> None:
+def cut_off(patch: Patch) -> None:
     """Take the last bytes of the file of rank 1."""
-    _change_after_save(lambda folder: (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-100]))
+    _change_after_save(patch, lambda folder: (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-100]))
 
 
-def remove_file() -> None:
+def remove_file(patch: Patch) -> None:
     """Take the whole file of rank 1."""
-    _change_after_save(lambda folder: (folder / DATA).unlink())
+    _change_after_save(patch, lambda folder: (folder / DATA).unlink())
 
 
-def remove_manifest() -> None:
+def remove_manifest(patch: Patch) -> None:
     """Leave a folder as an older tool would that writes its files in place and was killed."""
-    _change_after_save(lambda folder: (folder / "checkpoint.json").unlink())
+    _change_after_save(patch, lambda folder: (folder / "checkpoint.json").unlink())
 
 
-def put_foreign() -> None:
+def put_plain_checkpoint(patch: Patch) -> None:
     """Put a checkpoint of torch alone in its place, with a pickle."""
 
     def change(folder: Path) -> None:
         shutil.rmtree(folder)
         save_plain({"w": torch.ones(2)}, storage_writer=FileSystemWriter(folder), no_dist=True)
 
-    _change_after_save(change)
+    _change_after_save(patch, change)
 
 
-def _save_other(change: Callable[[Sequence[LocalShard]], list[LocalShard]]) -> None:
-    original = resharding.save
+def _save_other(patch: Patch, change: Callable[[Sequence[LocalShard]], list[LocalShard]]) -> None:
+    @patch.wrap(save)
+    def save_changed(
+        original: Original[None], folder: Path, tensors: Sequence[LocalShard], *arguments: Any, **named: Any
+    ) -> None:
+        original(folder, change(tensors), *arguments, **named)
 
-    def save(folder: Path, tensors: Sequence[LocalShard], *args: Any) -> None:
-        original(folder, change(tensors), *args)
-
-    resharding.save = save
-    _guard_state()
+    _guard_state(patch)
 
 
-def lose_a_key() -> None:
+def lose_a_key(patch: Patch) -> None:
     """Save everything but one bias."""
-    _save_other(lambda tensors: [held for held in tensors if held.name != "weight/layers.1.moe.router.bias"])
+    _save_other(
+        patch,
+        lambda tensors: [shard for shard in tensors if shard.name != "weight/layers.1.moe.router.bias"],
+    )
 
 
-def save_another_shape() -> None:
+def save_another_shape(patch: Patch) -> None:
     """Save a norm that is longer by one."""
 
     def change(tensors: Sequence[LocalShard]) -> list[LocalShard]:
         longer = LocalShard("weight/norm.weight", torch.ones(33, dtype=torch.float64), Region.whole((33,)))
-        return [longer if held.name == longer.name else held for held in tensors]
+        return [longer if shard.name == longer.name else shard for shard in tensors]
 
-    _save_other(change)
+    _save_other(patch, change)
 
 
-def save_of_another_recipe() -> None:
+def save_of_another_recipe(patch: Patch) -> None:
     """Say that the state is that of another recipe."""
-    original = resharding.save
 
-    def save(folder: Path, tensors: Sequence[LocalShard], facts: Mapping[str, Any]) -> None:
-        original(folder, tensors, {**facts, "recipe": "0123456789abcdef"})
+    @patch.wrap(save)
+    def save_renamed(
+        original: Original[None],
+        folder: Path,
+        tensors: Sequence[LocalShard],
+        facts: Mapping[str, Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
+        original(folder, tensors, {**facts, "recipe": "0123456789abcdef"}, *arguments, **named)
 
-    resharding.save = save
-    _guard_state()
+    _guard_state(patch)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, make_pairs, run_pairs
 from moeverify.results.cause import Cause
 from moeverify.results.run import CaseResult
+from moeverify.validation.load import build_case
 
 pytestmark = pytest.mark.timeout(900)  # many jobs of two ranks, on a machine that may be busy
 
@@ -40,7 +40,7 @@ REFUSALS = {
     "cut_off": ("rank-00001.safetensors", "was cut off"),
     "remove_file": ("rank-00001.safetensors", "missing"),
     "remove_manifest": ("checkpoint.json", "never ended"),
-    "put_foreign": (".metadata", "pickle", "was not read"),
+    "put_plain_checkpoint": (".metadata", "pickle", "was not read"),
     "lose_a_key": ("has no `weight/layers.1.moe.router.bias`",),
     "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
     "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),

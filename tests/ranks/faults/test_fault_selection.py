@@ -6,7 +6,7 @@ import pytest
 
 from moeverify.controller.fault_benchmark import run_faults
 from moeverify.controller.options import RunOptions
-from moeverify.faults.fault import load_faults
+from moeverify.faults.catalogue import load_faults
 
 FAULTS = load_faults()
 # Of every class at least one, and of every way in which a diagnosis names a cause; all on two ranks.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event
+from moeverify.validation.load import load_cases
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[3] / "examples"

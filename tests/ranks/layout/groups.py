@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeverify.axes.mesh import EXPERT_AXES
+from moeverify.axes.registry import EXPERT_AXES
 from moeverify.case.schema import Layout
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import RankContext, serve

@@ -18,7 +18,6 @@ from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel, assemble_single
 from moeverify.train.loop import make_batches, train
-from moeverify.train.optimizer import build_optimizer
 from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
@@ -83,22 +82,22 @@ def check(layout: Layout, recipe: Recipe, expected: Record, rank: int) -> dict[s
     """Return what is wrong on this rank and which tensors it has shown."""
     program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
     actual = run(recipe, program)
-    embed = [held.local() for held in program.holdings if held.name == "embed.weight"]
+    embed = [held.local() for held in program.shards if held.name == "embed.weight"]
     return {
         "wrong": compare(expected, actual),
         "shown": sorted({f"{kind}/{name}" for _, kind, name in actual.pieces}),
         "embed": [held.tolist() for held in embed],
-        "layers": sorted({held.name.split(".")[1] for held in program.holdings if "layers." in held.name}),
+        "layers": sorted({held.name.split(".")[1] for held in program.shards if "layers." in held.name}),
     }
 
 
 def take_one_step(layout: Layout, recipe: Recipe, expected: Record) -> list[str]:
     """Return which weights of this rank are wrong after a step that nobody watches."""
     program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
-    optimizer = build_optimizer(recipe.optimizer, program.holdings, "foreach")
-    take_step(recipe, program, optimizer, make_batches(recipe, program, 0))
+    program.engine.begin(recipe.optimizer, program.shards, "foreach")
+    take_step(recipe, program, make_batches(recipe, program, 0))
     actual = Record()
-    for held in program.holdings:
+    for held in program.shards:
         actual.observe(0, "weight", held.name, held.local(), held.region)
     return compare(expected, actual)
 

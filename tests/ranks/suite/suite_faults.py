@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from moeverify.diagnose import diagnosis
+from moeverify.faults.patch import Original, Patch
 from moeverify.model.transformer import Transformer
-from moeverify.train import state
+from moeverify.train.assemble import assemble_parallel
+from moeverify.train.optimizer import build_optimizer
 from moeverify.worker import investigate
-from moeverify.worker import verify as verification
 
 
 def act() -> None:
@@ -35,33 +36,30 @@ def act() -> None:
         time.sleep(600)
 
 
-def stray_from_step_0() -> None:
+def stray_from_step_0(patch: Patch) -> None:
     """Make every update depend on when it was made, far inside the bound."""
-    _stray(0)
+    _stray(patch, 0)
 
 
-def stray_from_step_1() -> None:
+def stray_from_step_1(patch: Patch) -> None:
     """The same, but for the first update of a run."""
-    _stray(1)
+    _stray(patch, 1)
 
 
-def count_models() -> None:
+def count_models(patch: Patch) -> None:
     """Fail where the model of an earlier run is still there when another is made."""
-    inner = verification.assemble_parallel
 
-    def assemble(*arguments: Any) -> Any:
+    @patch.wrap(assemble_parallel)
+    def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
         if any(isinstance(thing, Transformer) for thing in gc.get_objects()):
             raise RuntimeError("the model of the run before is still there")
-        return inner(*arguments)
-
-    verification.assemble_parallel = assemble
+        return original(*arguments, **named)
 
 
-def _stray(first: int) -> None:
-    inner = state.build_optimizer
-
-    def build(*arguments: Any) -> Any:
-        optimizer, calls = inner(*arguments), itertools.count()
+def _stray(patch: Patch, first: int) -> None:
+    @patch.wrap(build_optimizer)
+    def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        optimizer, calls = original(*arguments, **named), itertools.count()
 
         def add(*_: Any) -> None:
             if next(calls) >= first:
@@ -72,15 +70,13 @@ def _stray(first: int) -> None:
         optimizer.register_step_post_hook(add)
         return optimizer
 
-    state.build_optimizer = build
-
 
 _STRAYS = itertools.count(1)
 
 
-def fail_to_diagnose() -> None:
+def fail_to_diagnose(patch: Patch) -> None:
     """Train wrong, and let the search for causes raise on rank 0."""
-    _change_weights()
+    _change_weights(patch)
 
     def explain_tensors(*_: Any) -> Any:
         raise ZeroDivisionError("planted in the diagnosis")
@@ -88,9 +84,9 @@ def fail_to_diagnose() -> None:
     diagnosis.explain_tensors = explain_tensors
 
 
-def die_in_diagnosis() -> None:
+def die_in_diagnosis(patch: Patch) -> None:
     """Train wrong, and lose rank 1 in the second run that a diagnosis needs."""
-    _change_weights()
+    _change_weights(patch)
     if dist.get_rank() == 1:
 
         def run_again(*_: Any) -> Any:
@@ -99,12 +95,12 @@ def die_in_diagnosis() -> None:
         investigate._rerun = run_again  # type: ignore[assignment]
 
 
-def _change_weights() -> None:
+def _change_weights(patch: Patch) -> None:
     """Let every update be too large by a hundredth of the weight."""
-    inner = state.build_optimizer
 
-    def build(*arguments: Any) -> Any:
-        optimizer = inner(*arguments)
+    @patch.wrap(build_optimizer)
+    def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        optimizer = original(*arguments, **named)
 
         def change(*_: Any) -> None:
             for group in optimizer.param_groups:
@@ -113,8 +109,6 @@ def _change_weights() -> None:
 
         optimizer.register_step_post_hook(change)
         return optimizer
-
-    state.build_optimizer = build
 
 
 def reduce_other_shapes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from moeverify.controller.follow_up import follow_up
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
-from moeverify.faults.fault import load_faults
+from moeverify.faults.catalogue import load_faults
 from moeverify.results.factor import Product
 
 pytestmark = pytest.mark.timeout(900)

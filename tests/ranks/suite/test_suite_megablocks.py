@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.results.run import CaseResult
+from moeverify.validation.load import load_cases
 
 pytestmark = [
     pytest.mark.skipif(

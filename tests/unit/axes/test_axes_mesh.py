@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moeverify.axes.mesh import MeshPlan, View
-from moeverify.axes.split import split_positions, split_rows
+from moeverify.axes.split import split_rows
 from moeverify.case.schema import Layout
+from moeverify.parallel.context_parallel import split_positions
 
 LAYOUTS = {
     "hsdp-cp-ep": Layout(dp_replicate=2, dp_shard=2, cp=2, ep=4),

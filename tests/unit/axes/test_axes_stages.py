@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.axes.stages import end_ranks, split_layers, stages_of
-from moeverify.case.pipeline import split_evenly
+from moeverify.axes.stages import count_stages, end_ranks, split_evenly, split_layers, stages_of
 from moeverify.case.schema import Layout
 
 
@@ -31,7 +30,7 @@ def test_stages_of_each_rank(schedule: str, virtual: int | None, expected: list[
     assert [stages_of(layout, rank) for rank in range(3)] == expected
     first, last = end_ranks(layout)
     assert 0 in expected[first]
-    assert layout.num_stages - 1 in expected[last]
+    assert count_stages(layout) - 1 in expected[last]
 
 
 @pytest.mark.parametrize(

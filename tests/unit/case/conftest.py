@@ -8,8 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.errors import CaseError, Problem
+from moeverify.validation.load import load_cases
 
 Write = Callable[[str, str], Path]
 FindProblems = Callable[..., list[Problem]]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case, Layout, ReferenceModel
 from moeverify.golden.file import golden_path, read_golden
+from moeverify.validation.load import load_cases
 
 ROOT = Path(__file__).parents[3]
 SCHEDULES = ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]

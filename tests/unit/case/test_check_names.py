@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.results.checks import CheckName
+from moeverify.validation.load import load_cases
 
 CASE = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {%s}\n"
 

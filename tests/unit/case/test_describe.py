@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.case.describe import describe_layout, describe_recipe
-from moeverify.case.load import load_cases
+from moeverify.axes.describe import describe_layout
+from moeverify.case.describe import describe_recipe
 from moeverify.case.schema import Layout
+from moeverify.validation.load import load_cases
 
 
 @pytest.mark.parametrize(

@@ -45,4 +45,9 @@ def test_packages_are_walked_without_an_import(tmp_path):
 def test_what_is_not_written_in_python_is_believed():
     assert examine_function("math:sqrt", [], "--fault") is None
     assert examine_function("sys:exit", [], "--fault") is None
-    assert examine_function("moeverify.faults.catalogue.a01_ddp_expert_scale:inject", [], "--fault") is None
+    assert (
+        examine_function(
+            "moeverify.faults.catalogue.expert_gradients.a01_ddp_expert_scale:inject", [], "--fault"
+        )
+        is None
+    )

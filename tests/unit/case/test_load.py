@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Case, CustomModel, Layout, ReferenceModel
 from moeverify.errors import CaseError
+from moeverify.validation.load import load_cases
 
 OWN = """
 model: {preset: stress}
@@ -313,7 +313,7 @@ def test_error_text_holds_one_problem_a_line(write):
 def test_loading_imports_no_torch(write):
     file = write("a.yaml", "recipe: {model: {preset: stress}}\n")
     code = (
-        "import sys, pathlib; from moeverify.case.load import load_cases; import moeverify.case.describe;"
+        "import sys, pathlib; from moeverify.validation.load import load_cases; import moeverify.case.describe;"
         "load_cases([pathlib.Path(sys.argv[1])]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(file)], check=False).returncode == 0

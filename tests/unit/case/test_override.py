@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import CustomModel, ReferenceModel
+from moeverify.validation.load import load_cases
 
 OWN = "model: {preset: stress}\nseed: 7\n"
 INLINE = "recipe: {model: {preset: stress}, seed: 7}\nlayout: {dp_shard: 2, ep: 2}\n"

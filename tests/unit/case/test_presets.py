@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from moeverify.case.load import load_cases
+from moeverify.axes.borrowed import count_lent
+from moeverify.axes.stages import count_stages
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import Layout, MoE, ReferenceModel
+from moeverify.validation.load import load_cases
 
 FAMILIES = [name for name in PRESETS if f"tiny-{name}" in PRESETS]
 
@@ -128,7 +130,7 @@ def test_stress_tied_is_what_stress_cannot_be():
 )
 def test_resolved_degrees(fields, expert_tp, lent, world):
     layout = Layout(**fields)
-    assert (layout.expert_tp, layout.expert_mesh_size, layout.world_size) == (expert_tp, lent, world)
+    assert (layout.expert_tp, count_lent(layout), layout.world_size) == (expert_tp, lent, world)
     assert layout.data_ranks == layout.dp_replicate * layout.dp_shard
 
 
@@ -156,4 +158,4 @@ def test_positions_are_cut_where_tp_does_not_cut_experts(fields, slices):
     ],
 )
 def test_number_of_stages(fields, num_stages):
-    assert Layout(**fields).num_stages == num_stages
+    assert count_stages(Layout(**fields)) == num_stages

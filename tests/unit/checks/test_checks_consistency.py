@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeverify.axes.claim import Claim
+from moeverify.axes.claims import Claim
 from moeverify.checks.base import Check, Outcome, Shown
 from moeverify.checks.coverage import Coverage
 from moeverify.checks.repeat import BitRecorder, Repeat, find_other_bits

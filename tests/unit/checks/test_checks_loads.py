@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case
 from moeverify.checks.base import RankLoad
 from moeverify.checks.experts import Experts, hash_state, judge_experts, merge_hashes
@@ -21,6 +20,7 @@ from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.layout.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import BitFacts, ExpertFacts
+from moeverify.validation.load import build_case
 
 STEP = 0  # saved after one step
 WHOLE = Region.whole((3,))

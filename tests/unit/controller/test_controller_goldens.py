@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.options import RunOptions
 from moeverify.golden.file import GoldenFile, golden_path, write_golden
 from moeverify.jobs import GoldenOrder, GoldenSummary, Refusal
 from moeverify.report.words.note import describe_golden, describe_nearness
 from moeverify.results.golden import GoldenState
+from moeverify.validation.load import load_cases
 
 CASE = Path(__file__).parents[3] / "cases" / "ddp.yaml"
 LOSSES = {"0/loss/lm": 2.0}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from moeverify.axes.groups import axis_affects
-from moeverify.case.load import build_case
 from moeverify.case.schema import Case
 from moeverify.controller.mesh import make_picture
+from moeverify.validation.load import build_case
 
 DENSE, EXPERTS = "tiny-gpt", "stress"
 

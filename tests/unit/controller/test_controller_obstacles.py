@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.controller import obstacles
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
@@ -17,6 +16,7 @@ from moeverify.results.obstacle import (
     Unsupported,
     UnsupportedHere,
 )
+from moeverify.validation.load import load_cases
 
 CASES = Path(__file__).parents[3] / "cases"
 LIMIT = RankLimit(most=8, by="processes")

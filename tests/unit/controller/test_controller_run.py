@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import Case
 from moeverify.controller import tasks
 from moeverify.controller.options import RunOptions
@@ -33,6 +32,7 @@ from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.run import CaseResult, Event, RankReport
+from moeverify.validation.load import load_cases
 
 CASES = Path(__file__).parents[3] / "cases"
 SUMMARY = GoldenSummary(losses={}, tensors={})

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
-from moeverify.case.rules import validate
 from moeverify.controller.follow_up import find_left, merge
 from moeverify.controller.separation import change_layout, count_apart, separate, suggest_layout
 from moeverify.faults.setting import make_case
@@ -19,6 +18,7 @@ from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult
+from moeverify.validation.rules import validate
 
 DDP = {"dp_replicate": 2, "data_parallel": "ddp", "ep": 2}
 EP, REPLICATE = Product(times=("ep",)), Product(times=("dp_replicate",))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from moeverify.case.load import load_cases
 from moeverify.jobs import (
     BenchJob,
     BenchResult,
@@ -36,6 +35,7 @@ from moeverify.results.facts import ComparedFacts, DtypeFacts, NumCollectives, U
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.measurement import Measurement, Roofline
 from moeverify.results.probe import Answer, Outcome
+from moeverify.validation.load import load_cases
 
 CASE = load_cases([Path(__file__).parents[3] / "cases" / "pp.yaml"])[0]
 CUSTOM = load_cases([Path(__file__).parents[3] / "examples" / "my_gpt"])[0]

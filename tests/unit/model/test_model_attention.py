@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from moeverify.model.attention import Attention, attend, causal_core, fused_core
+from moeverify.model.attention import Attention, attend, causal_core
+from moeverify.model.attention_cores.fused import fused_core
 from moeverify.model.init import initial_values
 from moeverify.model.rope import compute_rotation, rotate
 

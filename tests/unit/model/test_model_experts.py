@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from moeverify.errors import CaseError
-from moeverify.model.experts import BACKENDS, Experts
+from moeverify.model.experts import Experts
 
 E, H, F = 5, 16, 8
 
@@ -60,7 +60,7 @@ def test_grouped_equals_loop(dtype, tolerance, bias, counts) -> None:
         assert difference <= tolerance * value.double().norm(), name
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
 def test_an_expert_without_tokens_has_a_zero_gradient(backend) -> None:
     result = run(make_experts(backend, dtype=torch.float32), [3, 4, 0, 1, 6])
     for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
@@ -68,7 +68,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(backend) -> None:
         assert (result[name][0] != 0).any(), name
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
 def test_no_tokens_at_all(backend) -> None:
     result = run(make_experts(backend, dtype=torch.float32), [0] * E)
     assert result["y"].shape == (0, H)

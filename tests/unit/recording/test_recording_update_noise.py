@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.load import load_cases
 from moeverify.case.schema import CustomModel, Optimizer, Recipe, Tolerance
 from moeverify.checks.bounds import FLOOR, Bounds, Criterion
 from moeverify.golden.noise import noise_key, sign_flip_key, update_drift_key
@@ -19,6 +18,7 @@ from moeverify.layout.region import Region
 from moeverify.recording.update_noise import MAX_SIGN_FLIPS, GradientNoise, is_adaptive, propagate, push
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
+from moeverify.validation.load import load_cases
 
 CASES = Path(__file__).parents[3] / "cases"
 CPU = torch.device("cpu")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeverify.axes.split import split_positions, split_rows
+from moeverify.axes.split import split_rows
 from moeverify.case.schema import Data
+from moeverify.parallel.context_parallel import split_positions
 from moeverify.train.data import IGNORED, Batch, Share, make_batch, whole_share
 
 DATA = Data(batch=8, seq_len=16, min_valid=0.4)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.load import build_case
 from moeverify.case.schema import Recipe
 from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import make_batches
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.validation.load import build_case
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_forward_is_that_of_a_bfloat16_model_with_the_rounded_weights(preset: st
     mixed = assemble_single(recipe, CPU)
     narrow = assemble_single(make_recipe(preset, "bfloat16"), CPU)
     assert isinstance(mixed.model, Narrowed)
-    for wide, other in zip(mixed.holdings, narrow.holdings, strict=True):
+    for wide, other in zip(mixed.shards, narrow.shards, strict=True):
         assert wide.name == other.name
         other.local().copy_(wide.local().to(torch.bfloat16))
     for expected, actual in zip(tensors(run(recipe, narrow)), tensors(run(recipe, mixed)), strict=True):
@@ -55,11 +55,11 @@ def test_forward_is_that_of_a_bfloat16_model_with_the_rounded_weights(preset: st
 def test_gradients_are_those_of_the_bfloat16_model_in_float32(preset: str) -> None:
     recipe = make_recipe(preset)
     mixed, narrow = assemble_single(recipe, CPU), assemble_single(make_recipe(preset, "bfloat16"), CPU)
-    for wide, other in zip(mixed.holdings, narrow.holdings, strict=True):
+    for wide, other in zip(mixed.shards, narrow.shards, strict=True):
         other.local().copy_(wide.local().to(torch.bfloat16))
     for program in (mixed, narrow):
         torch.autograd.backward(run(recipe, program).logits.float().square().mean())
-    for wide, other in zip(mixed.holdings, narrow.holdings, strict=True):
+    for wide, other in zip(mixed.shards, narrow.shards, strict=True):
         expected, actual = other.tensor.grad, wide.tensor.grad
         assert expected is not None, other.name
         assert actual is not None, wide.name
@@ -80,7 +80,7 @@ def test_parameters_hold_the_float32_values_and_buffers_stay() -> None:
     recipe = make_recipe()
     mixed, single = assemble_single(recipe, CPU), assemble_single(make_recipe(precision="float32"), CPU)
     pairs = [
-        *zip(mixed.holdings, single.holdings, strict=True),
+        *zip(mixed.shards, single.shards, strict=True),
         *zip(mixed.buffers, single.buffers, strict=True),
     ]
     for ours, theirs in pairs:
@@ -91,7 +91,7 @@ def test_parameters_hold_the_float32_values_and_buffers_stay() -> None:
 def test_golden_of_a_mixed_recipe_is_in_float64_at_values_of_float32() -> None:
     golden = assemble_single(make_recipe(), CPU, compute="float64")
     assert not isinstance(golden.model, Narrowed)
-    for held in golden.holdings:
+    for held in golden.shards:
         assert held.local().dtype == torch.float64
         assert torch.equal(held.local(), held.local().float().double())
 

@@ -1,4 +1,4 @@
-"""Run by a test: convert with pieces of a given size, and print by how many bytes memory grew at its peak."""
+"""Run by a test: convert with chunks of a given size, and print by how many bytes memory grew at its peak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_memory(key: str) -> int:
 
 def main() -> None:
     start, to, piece_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    source.PIECE_BYTES = safetensors_files._MAPPED_BYTES = piece_bytes
+    source.CHUNK_BYTES = safetensors_files._MAPPED_BYTES = piece_bytes
     # Where it is installed, some modules of torch import it at their first use.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")

@@ -49,8 +49,8 @@ def assert_equal(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors too: most into several pieces of a few rows."""
-    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    """Cut tiny tensors too: most into several chunks of a few rows."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
 
 
 @pytest.mark.parametrize("preset", HF_PRESETS)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_plain
 
 from moeverify.checkpoint.load import load, read_facts
 from moeverify.checkpoint.manifest import MANIFEST
-from moeverify.checkpoint.save import list_checkpoints, save
+from moeverify.checkpoint.save import save
 from moeverify.errors import FormatError
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
@@ -50,7 +50,7 @@ def test_everything_comes_back_bit_for_bit(saved: Path) -> None:
     for held, wanted in zip(tensors, make_tensors(), strict=True):
         assert torch.equal(held.tensor, wanted.tensor)
     assert read_facts(saved) == FACTS
-    assert list_checkpoints(saved.parent) == [saved]
+    assert [path.parent for path in saved.parent.glob(f"*/{MANIFEST}")] == [saved]
 
 
 def test_the_data_is_safetensors_that_others_read(saved: Path) -> None:
@@ -216,10 +216,10 @@ def test_a_plain_checkpoint_with_a_trap_is_refused_unread(tmp_path: Path) -> Non
         {"files": {"../rank-00000.safetensors": {"size": 1, "header": 0, "checksum": 0}}},
         {
             "tensors": {
-                "w": {"dtype": "F32", "shape": [2], "pieces": [[[0], [1], "rank-00000.safetensors", 0, 0]]}
+                "w": {"dtype": "F32", "shape": [2], "chunks": [[[0], [1], "rank-00000.safetensors", 0, 0]]}
             }
         },
-        {"tensors": {"w": {"dtype": "OBJECT", "shape": [2], "pieces": []}}},
+        {"tensors": {"w": {"dtype": "OBJECT", "shape": [2], "chunks": []}}},
         {"facts": []},
         {"tensors": 3},
     ],

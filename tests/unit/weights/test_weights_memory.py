@@ -1,4 +1,4 @@
-"""A conversion holds a few pieces in memory, whatever the size of the tensors and of the model."""
+"""A conversion holds a few chunks in memory, whatever the size of the tensors and of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from moeverify.case.schema import MoE, ReferenceModel
 from moeverify.weights import source
 from moeverify.weights.description import Description, write_description
-from moeverify.weights.source import Piece, Spec, cut
+from moeverify.weights.source import Chunk, Spec, cut
 from moeverify.weights.stream import _create, convert
 from moeverify.weights.tensor_mapping import list_tensors
 
@@ -39,8 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert sum(spec.num_bytes for spec in specs.values()) > 230e6
     assert max(spec.num_bytes for spec in specs.values()) > 8 * PIECE - 1
 
-    def read(piece: Piece) -> torch.Tensor:
-        return torch.full([len(indices) for indices in piece.box], 0.5, dtype=torch.bfloat16)
+    def read(chunk: Chunk) -> torch.Tensor:
+        return torch.full([len(indices) for indices in chunk.box], 0.5, dtype=torch.bfloat16)
 
     described = Description(MODEL)
     (root / "hf").mkdir()
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     _create(root / "hf", "hf", described, specs, 10**9).write(cut(specs), read)
     convert(root / "hf", root / "megablocks", "megablocks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "PIECE_BYTES", PIECE)
+        patch.setattr(source, "CHUNK_BYTES", PIECE)
         convert(root / "hf", root / "dcp", "dcp")
     return {kind: root / kind for kind in ("hf", "megablocks", "dcp")}
 
@@ -62,6 +62,6 @@ def test_memory_is_bounded_by_pieces(kind: str, to: str, folders: dict[str, Path
     script = Path(__file__).with_name("measure_peak.py")
     command = [sys.executable, str(script), str(start), to, str(PIECE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # A piece, what it is made of (mapped, or the stored chunk), and what a writer may copy of it; what is
+    # A chunk, what it is made of (mapped, or the stored chunk), and what a writer may copy of it; what is
     # imported and made at the first use takes 27 MB.
     assert int(done.stdout) < 4 * PIECE + 40e6

@@ -1,0 +1,16 @@
+"""The axis of data-parallel shards: its ranks see other rows, and with cp they are the axis fsdp."""
+
+from __future__ import annotations
+
+from moeverify.axes.axis import Axis, Divided
+
+AXIS = Axis(
+    name="dp_shard",
+    degree="dp_shard",
+    size=lambda layout: layout.dp_shard,
+    views=lambda _: ("data",),
+    batch_dim="rows",
+    divides=Divided("token_loss"),
+    custom_models="wrapped",
+    is_varied=True,
+)

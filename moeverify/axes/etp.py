@@ -1,0 +1,21 @@
+"""The axis of expert tensor parallelism: its ranks hold shards of the hidden units of the same experts.
+
+Its ranks are those of tp, or borrowed like those of ep. Left out, `etp` is `tp` where there is no ep, else 1.
+"""
+
+from __future__ import annotations
+
+from moeverify.axes.axis import Axis, Divided, Size, in_experts
+from moeverify.axes.borrowed import has_experts, needs_experts
+
+AXIS = Axis(
+    name="etp",
+    degree="etp",
+    size=lambda layout: layout.expert_tp,
+    views=lambda _: ("sparse",),
+    divides=Divided("initial_weight", "experts", has_experts),
+    sizes=(Size("model.moe.expert_hidden", "the width of an expert"),),
+    places_experts=True,
+    rules=(needs_experts("etp"),),
+    affects=in_experts,
+)

@@ -1,0 +1,36 @@
+"""The axis of tensor parallelism: its ranks see the same tokens and hold shards of the matrices but the experts'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.axes.axis import Axis, Divided, Size
+from moeverify.case.rule import blame, reading
+from moeverify.case.schema import Case
+from moeverify.errors import Problem
+
+
+@reading("layout.sequence_parallel", "layout.loss_parallel", "layout.tp")
+def parts_of_tensor_parallelism(case: Case) -> Iterator[Problem]:
+    """Sequence and loss parallelism are parts of tensor parallelism."""
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(case.layout, name) and case.layout.tp == 1:
+            yield blame(f"layout.{name}", f"{name} needs tp above 1", f"set tp, or remove {name}")
+
+
+AXIS = Axis(
+    name="tp",
+    degree="tp",
+    size=lambda layout: layout.tp,
+    views=lambda _: ("data", "dense", "loss"),
+    divides=Divided("initial_weight", "others"),
+    sizes=(
+        Size("model.num_heads", "attention heads"),
+        Size("model.num_kv_heads", "key and value heads"),
+        Size("model.ffn_hidden", "the width of a dense MLP"),
+        Size("model.moe.shared_hidden", "the width of the shared expert"),
+        Size("model.vocab_size", "rows of the embedding and the head"),
+    ),
+    rules=(parts_of_tensor_parallelism,),
+    is_varied=True,
+)

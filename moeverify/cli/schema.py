@@ -1,0 +1,28 @@
+"""`moeverify schema`: the fields of a case file, for editors and for readers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.context import open_context
+
+
+def schema(
+    *,
+    page: Annotated[
+        bool, typer.Option("--page", help="Print the reference page (Markdown) instead.")
+    ] = False,
+) -> None:
+    """Print the JSON schema of a case file.
+
+    An editor completes and explains the fields with it: `moeverify schema > case.schema.json`.
+    """
+    with open_context() as door:
+        import json
+
+        from moeverify.validation.reference import make_json_schema, render_page
+
+        text = render_page() if page else json.dumps(make_json_schema(), indent=2) + "\n"
+        door.out.print(text, end="", markup=False, highlight=False, soft_wrap=True)

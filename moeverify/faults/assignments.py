@@ -1,0 +1,66 @@
+"""Puts back what a function without a patch has assigned: `plan.parallelize = own` in a fault of an older style."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+Holder = ModuleType | type
+Change = tuple[Holder, str, Any]
+
+_ABSENT: Any = object()
+
+
+@contextmanager
+def assignments_undone(function: Callable[[], object]) -> Iterator[None]:
+    """Call a function, and when the block ends put back what it has assigned to modules and classes.
+
+    Python tells nobody of an assignment to a module, so all loaded modules and their classes are compared before
+    and after the call (0.1 s with torch loaded). Only the call counts: what training itself sets later stays.
+    """
+    before = [(holder, dict(vars(holder))) for holder in _list_holders()]
+    changes: list[Change] = []
+    try:
+        try:
+            function()
+        finally:
+            changes += _find_changes(before)
+        yield
+    finally:
+        for holder, name, value in changes:
+            if value is _ABSENT:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
+
+
+def _list_holders() -> Iterator[Holder]:
+    """Yield every loaded module, and every class in the module that defines it."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            yield module
+            for value in list(vars(module).values()):
+                # Not isinstance: torch has values that warn when they are asked for their class.
+                if issubclass(type(value), type) and value.__module__ == module.__name__:
+                    yield value
+
+
+def _find_changes(before: list[tuple[Holder, dict[str, Any]]]) -> Iterator[Change]:
+    for holder, attributes in before:
+        now = dict(vars(holder))
+        for name in attributes.keys() | now.keys():
+            old, new = attributes.get(name, _ABSENT), now.get(name, _ABSENT)
+            if old is not new and _is_assignment(holder, new):
+                yield holder, name, old
+
+
+def _is_assignment(holder: Holder, value: Any) -> bool:
+    """Return whether a fault has set this, and no import on the way: those leave modules, caches and counters."""
+    if isinstance(holder, ModuleType):
+        is_ours = f"{holder.__name__}.".startswith("moeverify.")
+    else:
+        is_ours = holder.__module__.startswith("moeverify.")
+    return (is_ours or callable(value)) and not isinstance(value, ModuleType)

@@ -1,0 +1,49 @@
+"""The squared norms of shards are summed over the replicas too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moeverify.faults.fault import Expected, Fault
+from moeverify.faults.patch import Original, Patch
+from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
+from moeverify.results.cause import Cause
+from moeverify.results.place import Stage
+
+
+def inject(patch: Patch) -> None:
+    """Sum the squares over all data ranks, which in the case are all ranks, instead of those of one replica."""
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import get_total_norm
+
+    from moeverify.layout.placement import local_part
+    from moeverify.parallel.collectives import sum_over
+    from moeverify.train import clipping
+
+    @patch.wrap(get_total_norm, used_by=clipping)
+    def sum_over_all(
+        original: Original[Tensor], tensors: Iterable[Tensor], *args: Any, **named: Any
+    ) -> Tensor:
+        gradients = list(tensors)
+        norm = original([local_part(gradient) for gradient in gradients], *args, **named)
+        if not any(isinstance(gradient, DTensor) for gradient in gradients):
+            return norm
+        assert dist.group.WORLD is not None
+        return sum_over(norm.square(), dist.group.WORLD).sqrt()
+
+
+FAULT = Fault(
+    number="H05",
+    title="the gradient norm of HSDP counts every replica",
+    source="ByteDance-Seed/VeOmni #184",
+    mechanism="squares are summed over replicas and shards instead of the shards alone: sqrt(replicas)",
+    trigger="HSDP",
+    case=make_case("h05", preset="tiny-gpt", dp_replicate=2, dp_shard=2),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
+    inject=inject,
+    is_moe=False,
+)

@@ -1,0 +1,62 @@
+"""What faults of this class share: a norm of other gradients, or summed over other ranks, than it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moeverify.faults.patch import Original, Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from moeverify.layout.local_shard import LocalShard
+
+
+def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
+    """Take the norm of what `change` makes of each gradient; the gradients themselves stay as they are."""
+    from torch.nn.utils import get_total_norm
+
+    from moeverify.train import clipping
+
+    @patch.wrap(get_total_norm, used_by=clipping)
+    def measure_changed(
+        original: Original[Tensor], tensors: Iterable[Tensor], *args: Any, **named: Any
+    ) -> Tensor:
+        return original([change(gradient) for gradient in tensors], *args, **named)
+
+
+def expert_mesh(gradient: Tensor) -> DeviceMesh | None:
+    """Return the mesh over which a gradient is sharded if one of its axes is ep, None if not."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(gradient, DTensor):
+        return None
+    mesh = gradient.device_mesh
+    return mesh if "ep" in (mesh.mesh_dim_names or ()) else None
+
+
+def sum_squares_over_world(patch: Patch, applies: Callable[[Sequence[LocalShard], bool], bool]) -> None:
+    """Sum the squares of gradients that are no DTensors over all ranks.
+
+    Where `applies` says so, of the shards and of whether their squares are summed over some ranks anyway.
+    """
+    from functools import partial
+
+    import torch.distributed as dist
+
+    from moeverify.parallel.collectives import sum_over
+    from moeverify.train.clipping import SumOverShards, gradient_norm
+
+    @patch.wrap(gradient_norm)
+    def sum_over_world(
+        original: Original[Tensor],
+        shards: Sequence[LocalShard],
+        sum_over_shards: SumOverShards | None = None,
+        sum_over_stages: SumOverShards | None = None,
+    ) -> Tensor:
+        if applies(shards, sum_over_shards is not None):
+            assert dist.group.WORLD is not None
+            sum_over_shards = partial(sum_over, group=dist.group.WORLD)
+        return original(shards, sum_over_shards, sum_over_stages)

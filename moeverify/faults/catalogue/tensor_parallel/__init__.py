@@ -1,0 +1,7 @@
+"""Tensor and sequence parallelism: gradients of replicated parameters, and of what is gathered.
+
+Class J. A norm that sees a slice of positions or of heads has a partial gradient; a gather may be one too
+many in backward.
+"""
+
+LETTER = "J"

@@ -1,0 +1,124 @@
+"""The grouped matrix product of torch, which has no float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from moeverify.case.rule import blame, experts, own_model, reading, round_up
+from moeverify.case.schema import Case
+from moeverify.errors import CaseError, Problem
+from moeverify.model.expert_backends import ExpertBackend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moeverify.model.expert_backends import Multiply
+    from moeverify.model.expert_weights import ExpertWeights
+
+_ROW_BYTES = 16  # rows of a grouped product are a multiple of it
+_BYTES = {"bfloat16": 2, "float32": 4, "mixed": 2}
+
+
+@reading("layout.experts", "recipe.precision", "recipe.model.moe")
+def narrow_precision(case: Case) -> Iterator[Problem]:
+    """The grouped matmul of torch has no float64."""
+    if case.recipe.precision == "float64" and experts(case) is not None:
+        remedy = "write `experts: loop`, or set recipe.precision to float32 or bfloat16"
+        yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
+
+
+@reading(
+    *(f"layout.{name}" for name in ("experts", "etp", "tp", "ep", "parallelize")),
+    "recipe.precision",
+    "recipe.model.hidden",
+    "recipe.model.moe.expert_hidden",
+)
+def aligned_rows(case: Case) -> Iterator[Problem]:
+    """The grouped matmul of torch takes rows of a multiple of 16 bytes."""
+    moe, model = experts(case), own_model(case)
+    if moe is None or model is None or case.recipe.precision == "float64":
+        return
+    unit = _ROW_BYTES // _BYTES[case.recipe.precision]
+    for name, value, shares in (
+        ("model.hidden", model.hidden, 1),
+        ("model.moe.expert_hidden", moe.expert_hidden, case.layout.expert_tp),
+    ):
+        if value % shares == 0 and (value // shares) % unit:
+            per_rank = f" / etp {shares}" if shares > 1 else ""
+            message = (
+                f"grouped_mm needs rows of a multiple of 16 bytes, and recipe.{name} {value}{per_rank} is not"
+            )
+            remedy = f"set it to a multiple of {unit * shares}, such as {round_up(value, unit * shares)}"
+            yield blame("layout.experts", message, remedy)
+
+
+def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
+    """Return what `swiglu_loop` does, with torch's grouped matrix product.
+
+    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to M; returns (M, H).
+    Raises: CaseError for float64 and for rows that are no multiple of 16 bytes.
+    """
+    import torch
+    from torch.nn import functional
+
+    check_grouped(x.dtype, hidden=x.shape[-1], expert_hidden=weights.gate.shape[-2])
+    offsets = counts.cumsum(0).to(torch.int32)
+    owner = None if weights.gate_bias is None else _find_owner(counts, len(x))
+
+    def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        product = functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=offsets)
+        return product if bias is None or owner is None else product + owner.to(bias.dtype) @ bias
+
+    gated = functional.silu(multiply(x, weights.gate, weights.gate_bias))
+    inner = gated * multiply(x, weights.up, weights.up_bias)
+    return multiply(inner, weights.down, weights.down_bias)
+
+
+def _find_owner(counts: Tensor, num_rows: int) -> Tensor:
+    """Return the one-hot owner (M, E) of each row.
+
+    The grouped product takes no bias yet. A product with the owner adds each row's own, and its backward sums
+    in a fixed order where that of an index would use atomics.
+    """
+    import torch
+
+    experts = torch.arange(len(counts), device=counts.device)
+    return experts.repeat_interleave(counts, output_size=num_rows).unsqueeze(-1) == experts
+
+
+def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:
+    """Raise CaseError with everything that keeps the grouped product from taking this dtype and sizes."""
+    import torch
+
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        message = f"grouped_mm cannot multiply {dtype} tensors"
+        raise CaseError([Problem(message, path="layout.experts", remedy="use the loop backend")])
+    step = _ROW_BYTES // dtype.itemsize
+    sizes = {"hidden": hidden, "expert_hidden (local)": expert_hidden}
+    problems = [
+        Problem(
+            f"grouped_mm needs {name} to be a multiple of {step} in {dtype}, not {size}",
+            path="layout.experts",
+            remedy="use the loop backend or another size",
+        )
+        for name, size in sizes.items()
+        if size % step
+    ]
+    if problems:
+        raise CaseError(problems)
+
+
+class _GroupedMm(ExpertBackend):
+    rules = (narrow_precision, aligned_rows)
+
+    @property
+    def multiply(self) -> Multiply:
+        return swiglu_grouped
+
+    def check(self, dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:
+        check_grouped(dtype, hidden=hidden, expert_hidden=expert_hidden)
+
+
+IMPLEMENTATION = _GroupedMm()

@@ -1,0 +1,21 @@
+"""The weights of routed experts as a backend gets them.
+
+Letters: E (local) experts, H hidden, F expert hidden (local).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """gate and up (E, F, H), down (E, H, F), gate_bias and up_bias (E, F), down_bias (E, H), or no biases."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None

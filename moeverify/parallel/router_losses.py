@@ -1,0 +1,69 @@
+"""Who computes the balance and z losses of the routers: the training loop, or the package of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeverify.case.choice import Row, Table
+from moeverify.case.rule import blame, experts, reading
+from moeverify.case.schema import Case
+from moeverify.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeverify.model.transformer import Transformer
+
+Collect = Callable[[], "tuple[Tensor, Tensor]"]
+"""Gives this rank's part of the balance and the z loss, () both, of the last forward pass."""
+
+
+@reading(
+    "layout.router_losses", "layout.experts", "layout.recompute", "recipe.data.min_valid", "recipe.model.moe"
+)
+def losses_of_a_list(case: Case) -> Iterator[Problem]:
+    """Megablocks' own losses are means over the tokens of a rank, kept in a list of the process."""
+    layout, path = case.layout, "layout.router_losses"
+    if experts(case) is None:
+        return
+    if layout.experts != "megablocks":
+        yield blame(path, "megablocks' own losses need its experts", "write `experts: megablocks`")
+    if layout.recompute:
+        yield blame("layout.recompute", "megablocks counts its losses again in a recomputation", "remove one")
+    if case.recipe.data.min_valid < 1.0:
+        message = "megablocks' own losses count padding too"
+        yield blame(path, message, "set recipe.data.min_valid to 1.0")
+
+
+def _collect_of_megablocks(model: Transformer, num_shares: int) -> Collect | None:
+    if model.spec.moe is None:
+        return None
+    from moeverify.parallel.megablocks import collect_own_losses  # an optional package
+
+    return collect_own_losses(model, model.spec.moe, num_shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLossesKind(Row):
+    """Who computes the losses: `collect` makes a function that asks the experts' package, None asks the loop.
+
+    It is given the model and how many micro-batches of all ranks a mean is taken over.
+    """
+
+    collect: Callable[[Transformer, int], Collect | None] = lambda model, num_shares: None
+
+
+ROUTER_LOSSES: Table[RouterLossesKind] = Table(
+    path="layout.router_losses",
+    home=__name__,
+    rows={
+        "global": RouterLossesKind(meaning="Those of the global batch, whatever the layout."),
+        "megablocks": RouterLossesKind(
+            meaning="Those of the package: means over the tokens of one rank and micro-batch.",
+            rules=(losses_of_a_list,),
+            collect=_collect_of_megablocks,
+        ),
+    },
+)

@@ -1,0 +1,157 @@
+"""A user's own model as the subject of a run: a factory that makes it, and a loss of its own if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moeverify.case.schema import CustomModel, Recipe
+from moeverify.errors import CaseError, Problem
+from moeverify.train.data import IGNORED, Batch, Share, make_batch
+from moeverify.train.forward import cross_entropy
+from moeverify.train.gradient_parts import differentiate
+from moeverify.train.objective import Losses, Normalizers
+from moeverify.train.program import dtype_of
+from moeverify.train.routers import RouterView, find_routers
+from moeverify.train.subject import Run, Vector
+from moeverify.train.target import describe_error, resolve
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.bfloat16: torch.complex64}
+
+
+class CustomSubject:
+    """A model by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
+
+    Nothing is known of its modules, so nothing of its routing is replayed.
+    """
+
+    can_replay = False
+
+    def __init__(self, recipe: Recipe, model: CustomModel) -> None:
+        self.recipe = recipe
+        self.model = model
+
+    def build(self, device: torch.device, dtype: torch.dtype, *, experts: str = "loop") -> nn.Module:
+        """Return the model as its factory makes it under the seed, rounded to the recipe's precision.
+
+        Raises: CaseError where the factory raises, or makes no module.
+        """
+        factory = resolve(self.model.factory, "recipe.model.factory")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.seed)
+            try:
+                built = factory(**self.model.arguments)
+            except Exception as error:
+                message = f"`{self.model.factory}` failed: {describe_error(error)}"
+                raise CaseError([Problem(message, path="recipe.model.factory")]) from error
+        if not isinstance(built, nn.Module):
+            message = f"`{self.model.factory}` returned {type(built).__name__} and not a module"
+            raise CaseError([Problem(message, path="recipe.model.factory", remedy="return the model")])
+        rounded = cast(built.to(device), dtype_of(self.recipe.precision)).train()
+        return cast(rounded, dtype)
+
+    def find_routers(self, model: nn.Module) -> list[RouterView]:
+        """Return the routers of our own make that a user's model may have."""
+        return find_routers(model)
+
+    def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
+        """Return a share of the synthetic batch."""
+        return make_batch(self.recipe.data, self.model.vocab_size, self.recipe.seed, step, share, device)
+
+    def compute_losses(
+        self, run: Run, batch: Batch, normalizers: Normalizers
+    ) -> tuple[Losses, Tensor | None]:
+        """Return the user's loss as `lm`, and that of each token where the model gives it."""
+        found = self.compute_own_loss(run, batch, batch.targets)
+        lm = found.sum() / normalizers.num_valid
+        zero = torch.zeros_like(lm)
+        by_token = found.shape == batch.targets.shape
+        return Losses(lm, zero, zero), found.detach() if by_token else None
+
+    def count_experts(self, name: str, shape: Sequence[int]) -> int:
+        """Return 0: what a user's model calls its experts is not known."""
+        return 0
+
+    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> CustomParts:
+        """Return the parts of the gradient, for the one term `lm`."""
+        return CustomParts(self, run, batch, unmasked)
+
+    def compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
+        """Return the loss of each token (M, s), or their sum over the valid ones, ()."""
+        if self.model.loss is None:
+            logits = _read_logits(run.model(batch.tokens), batch)
+            if isinstance(logits, DTensor) and run.loss_context is nullcontext:
+                logits = (
+                    logits.full_tensor()
+                )  # torch takes a sharded vocabulary only within its loss_parallel
+            return cross_entropy(logits, targets)
+        found = resolve(self.model.loss, "recipe.model.loss")(run.model, batch.tokens, targets)
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+        if found.shape != targets.shape and found.numel() != 1:
+            message = f"`{self.model.loss}` returned shape {tuple(found.shape)}"
+            raise _shape_error(message, "return a sum, or a loss a token")
+        loss: Tensor = found
+        return loss
+
+
+class CustomParts:
+    """The parts of a custom model's gradient; see `moeverify.train.subject.GradientParts`."""
+
+    def __init__(self, subject: CustomSubject, run: Run, batch: Batch, unmasked: Tensor) -> None:
+        self.subject = subject
+        self.run = run
+        self.batch = batch
+        self.unmasked = unmasked
+
+    def gradients(self, mask: Tensor) -> dict[str, Vector]:
+        """Return the gradient of the loss over the tokens of a mask (B, S)."""
+        lm = self._zeros()
+        if bool(mask.any()):  # a user's loss need not be made for no token at all
+            found = self.subject.compute_own_loss(
+                self.run, self.batch, self.unmasked.masked_fill(~mask, IGNORED)
+            )
+            lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.shards)
+        return {"lm": lm, "balance": self._zeros(), "z": self._zeros()}
+
+    def balance_with_padding(self) -> Vector:
+        """Return zero: a user's loss has no balance term that is known."""
+        return self._zeros()
+
+    def _zeros(self) -> Vector:
+        shards = self.run.shards
+        return {shard.name: torch.zeros_like(shard.tensor, device="cpu").detach() for shard in shards}
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the model with its numbers of any precision in `dtype`; complex ones stay complex."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(_COMPLEX[dtype])
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    converted: nn.Module = model._apply(convert)  # type: ignore[no-untyped-call]  # `to` drops imaginary parts
+    return converted
+
+
+def _read_logits(output: Any, batch: Batch) -> Tensor:
+    """Return the logits (M, s, V) of what a user's model returned: itself, or its `logits`."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        message = f"the model returned {type(output).__name__}, which is no tensor and has no `logits`"
+        raise _shape_error(message, "return logits, or name a function with `loss`")
+    if logits.ndim != 3 or logits.shape[:2] != batch.targets.shape:
+        rows, positions = batch.targets.shape
+        message = f"the model returned shape {tuple(logits.shape)} for {rows} rows of {positions} tokens"
+        raise _shape_error(message, f"return logits of shape ({rows}, {positions}, vocab_size)")
+    return logits
+
+
+def _shape_error(message: str, remedy: str) -> CaseError:
+    return CaseError([Problem(message, path="recipe.model", remedy=remedy)])

@@ -1,0 +1,29 @@
+"""The decays of the learning rate after the warmup, as functions of how much of the decay is over. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeverify.case.choice import Row, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay(Row):
+    """A decay: `factor` of the part that is over, from 0 to 1, multiplies the learning rate."""
+
+    factor: Callable[[float], float]
+
+
+RATE_SCHEDULE: Table[Decay] = Table(
+    path="recipe.optimizer.schedule",
+    home=__name__,
+    rows={
+        "constant": Decay(meaning="The rate stays.", factor=lambda part: 1.0),
+        "cosine": Decay(
+            meaning="Half a cosine down to 0.", factor=lambda part: 0.5 * (1.0 + math.cos(math.pi * part))
+        ),
+        "linear": Decay(meaning="A line down to 0.", factor=lambda part: 1.0 - part),
+    },
+)

@@ -1,0 +1,84 @@
+"""The gradient of a batch on one device, taken apart by loss term and by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import MoE
+from moeverify.layout.local_shard import LocalShard
+from moeverify.model.router import RouterStats
+from moeverify.model.transformer import ModelOutput
+from moeverify.train.data import IGNORED, Batch
+from moeverify.train.forward import cross_entropy
+from moeverify.train.objective import Normalizers, Sums, router_losses
+from moeverify.train.subject import Run, Vector
+
+
+def differentiate(loss: Tensor, shards: Sequence[LocalShard]) -> Vector:
+    """Return the gradient of a loss () by the names of parameters; zero for those that it does not depend on."""
+    if not loss.requires_grad:
+        return {shard.name: _bring(torch.zeros_like(shard.tensor)) for shard in shards}
+    parameters = [shard.tensor for shard in shards]
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    return {
+        shard.name: _bring(torch.zeros_like(shard.tensor) if gradient is None else gradient)
+        for shard, gradient in zip(shards, gradients, strict=True)
+    }
+
+
+def _bring(tensor: Tensor) -> Tensor:
+    """Return a tensor where the shards of the ranks are: a fit takes both together."""
+    return tensor.detach().to("cpu", torch.float64)
+
+
+class ReferenceParts:
+    """The parts of the reference model's gradient; see `moeverify.train.subject.GradientParts`.
+
+    Shapes: masks, `unmasked` (B, S); the batch is whole.
+    """
+
+    def __init__(self, run: Run, moe: MoE | None, batch: Batch, unmasked: Tensor, num_rows: int) -> None:
+        self.run = run
+        self.moe = moe
+        self.batch = batch
+        self.unmasked = unmasked
+        self.normalizers = Normalizers(batch.valid.sum(), num_rows)
+        # The counts of the balance loss are those of the whole batch whatever part is looked at: they carry no
+        # gradient, and a rank that computes its share is given their sum.
+        with torch.no_grad():
+            self.counts = [stats.counts for stats in self._forward(batch.valid).routers]
+
+    def gradients(self, mask: Tensor) -> dict[str, Vector]:
+        """Return the gradient of each term's sum over the tokens of a mask (B, S)."""
+        output = self._forward(mask)
+        loss = cross_entropy(output.logits, self.unmasked.masked_fill(~mask, IGNORED))
+        found = {"lm": differentiate(loss.sum() / self.normalizers.num_valid, self.run.shards)}
+        zero = {name: torch.zeros_like(value) for name, value in found["lm"].items()}
+        if self.moe is None:
+            return found | {"balance": zero, "z": zero}
+        stats = [
+            RouterStats(part.probability_sum, counts, part.z_sum)
+            for part, counts in zip(output.routers, self.counts, strict=True)
+        ]
+        balance, z = router_losses(self.moe, stats, self.batch, self.normalizers, Sums())
+        terms = {"balance": balance, "z": z}
+        return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
+
+    def balance_with_padding(self) -> Vector:
+        """Return the gradient of the balance loss as it would be if padding counted."""
+        assert self.moe is not None
+        everything = torch.ones_like(self.batch.valid)
+        output = self._forward(everything)
+        length = torch.full_like(self.batch.row_valid, everything.shape[1])
+        batch = self.batch
+        padded = Batch(batch.share, batch.tokens, self.unmasked, batch.positions, everything, length)
+        normalizers = Normalizers(everything.sum(), self.normalizers.num_rows)
+        balance, _ = router_losses(self.moe, output.routers, padded, normalizers, Sums())
+        return differentiate(balance, self.run.shards)
+
+    def _forward(self, mask: Tensor) -> ModelOutput:
+        output: ModelOutput = self.run.model(self.batch.tokens, self.batch.positions, mask)
+        return output

@@ -1,0 +1,30 @@
+"""The routers of a model as the training loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.region import Indices
+from moeverify.model.router import RouterSlot
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
+
+    name: str
+    module: RouterSlot
+    positions: Callable[[Indices], Indices] = field(default=lambda positions: positions)
+
+
+def find_routers(model: nn.Module) -> list[RouterView]:
+    """Return the routers of a model that can be seen and replayed, in layer order."""
+    return [
+        RouterView(logical_name(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, RouterSlot)
+    ]

@@ -1,0 +1,22 @@
+"""The subjects that there are, by the section of the schema that describes each."""
+
+from __future__ import annotations
+
+from moeverify.case.schema import CustomModel, Recipe, ReferenceModel
+from moeverify.train.custom_subject import CustomSubject
+from moeverify.train.reference_subject import ReferenceSubject
+from moeverify.train.subject import Subject
+
+
+def subject_of(recipe: Recipe) -> Subject:
+    """Return the model under test of a recipe."""
+    match recipe.model:
+        case ReferenceModel() as model:
+            return ReferenceSubject(recipe, model)
+        case CustomModel() as model:
+            return CustomSubject(recipe, model)
+
+
+def replays_routing(recipe: Recipe) -> bool:
+    """Return whether runs replay the golden's routing: where rounding could move a token to another expert."""
+    return recipe.precision != "float64" and subject_of(recipe).can_replay

@@ -1,0 +1,62 @@
+"""What must hold among the checks of a case: known names, reasons for differences, numbers that have an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.case.rule import Rule, blame, reading
+from moeverify.case.schema import Case, Tolerance
+from moeverify.case.suggest import suggest
+from moeverify.errors import Problem
+from moeverify.results.checks import CheckName
+
+
+@reading("checks.skip", "checks.differs", "checks.also")
+def known_checks(case: Case) -> Iterator[Problem]:
+    """A check that is skipped, declared to differ, or asked for, is one; and only optional ones are asked for."""
+    for field in ("skip", "differs", "also"):
+        for name in getattr(case.checks, field):
+            if name not in set(CheckName):
+                yield blame(f"checks.{field}", f"there is no check `{name}`", suggest(name, CheckName))
+    for name in set(CheckName).intersection(case.checks.also):
+        if not CheckName(name).is_optional:
+            yield blame("checks.also", f"`{name}` is checked in any case", "remove it")
+
+
+@reading("checks.differs", "checks.because", "checks.skip")
+def declared_differences(case: Case) -> Iterator[Problem]:
+    """Who declares that something differs says why."""
+    if bool(case.checks.differs) != bool(case.checks.because):
+        yield blame("checks.differs", "`differs` and `because` go together", "say what differs, and why")
+    for name in case.checks.differs:
+        if name in case.checks.skip:
+            yield blame("checks.differs", f"`{name}` cannot be both declared to differ and skipped")
+
+
+def _fixed_by(name: str) -> Rule:
+    """Return the rule that the number `name` belongs to a fixed tolerance, and is needed there."""
+
+    @reading(f"checks.tolerance.{name}", "checks.tolerance.kind")
+    def rule(case: Case) -> Iterator[Problem]:
+        tolerance = case.checks.tolerance
+        is_given = getattr(tolerance, name) is not None
+        if is_given and tolerance.kind != "fixed":
+            message = f"`{name}` has no effect on the tolerance `{tolerance.kind}`"
+            yield blame(f"checks.tolerance.{name}", message, "write `kind: fixed`, or remove it")
+        elif tolerance.kind == "fixed" and not is_given:
+            message = f"the tolerance `fixed` needs `{name}`"
+            yield blame("checks.tolerance.kind", message, f"write `{name}: 0.0` or more")
+
+    return rule
+
+
+@reading("checks.tolerance.factor", "checks.tolerance.kind")
+def tolerance_factor(case: Case) -> Iterator[Problem]:
+    """Only measured noise is multiplied."""
+    tolerance = case.checks.tolerance
+    if tolerance.kind != "calibrated" and tolerance.factor != Tolerance().factor:
+        message = f"`factor` has no effect on the tolerance `{tolerance.kind}`"
+        yield blame("checks.tolerance.factor", message, "write `kind: calibrated`, or remove it")
+
+
+CHECK_RULES = (known_checks, declared_differences, _fixed_by("rtol"), _fixed_by("atol"), tolerance_factor)

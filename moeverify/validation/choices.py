@@ -1,0 +1,52 @@
+"""All choices between implementations, one line each, with the rules that hold whatever is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moeverify.axes.schedules import PIPELINE_SCHEDULE
+from moeverify.case.choice import Choice, Implementation, chosen_option
+from moeverify.case.rule import Rule
+from moeverify.case.schema import Case
+from moeverify.model.attention_cores import ATTENTION
+from moeverify.model.expert_backends import EXPERT_RULES, EXPERTS
+from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, POSITION_RULES
+from moeverify.parallel.data_parallel import DATA_PARALLEL, DATA_RULES
+from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
+from moeverify.parallel.router_losses import ROUTER_LOSSES
+from moeverify.results.obstacle import Obstacle
+from moeverify.train.decay import RATE_SCHEDULE
+from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS, OPTIMIZER_RULES
+
+CHOICES: tuple[Choice[Implementation], ...] = (
+    DATA_PARALLEL,
+    FSDP1_STRATEGY,
+    CONTEXT_PARALLEL,
+    ATTENTION,
+    EXPERTS,
+    ROUTER_LOSSES,
+    PIPELINE_SCHEDULE,
+    OPTIMIZER_KERNELS,
+    OPTIMIZER,
+    RATE_SCHEDULE,
+)
+
+CHOICE_RULES: tuple[Rule, ...] = (*POSITION_RULES, *DATA_RULES, *EXPERT_RULES, *OPTIMIZER_RULES)
+
+
+def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:
+    """Yield each choice with the implementation that a case chooses, where there is one."""
+    for choice in CHOICES:
+        option = chosen_option(case, choice)
+        if choice.has(option):
+            yield choice, choice.find(option)
+
+
+def find_obstacle(case: Case, device: str) -> Obstacle | None:
+    """Return why a valid case cannot run on this device of this machine, or nothing."""
+    for _, chosen in list_chosen(case):
+        obstacle = chosen.find_obstacle(case, device)
+        if obstacle is not None:
+            return obstacle
+    return None

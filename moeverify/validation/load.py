@@ -1,0 +1,228 @@
+"""Paths in, valid cases out, or one error that holds everything that is wrong with all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moeverify.case.document import Report, read_document
+from moeverify.case.entry import Entry, Place, build_entry, merge, show
+from moeverify.case.override import Override, parse_overrides
+from moeverify.case.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
+from moeverify.case.schema import Case, Checkpoint, Checks, Layout, Recipe, Section
+from moeverify.case.section import Ledger, build_section, report_unknown
+from moeverify.case.select import Match, PatternError, compile_pattern
+from moeverify.case.suggest import enumerate_names
+from moeverify.errors import CaseError, Problem
+from moeverify.validation.rules import validate
+
+S = TypeVar("S", bound=Section)
+
+_FIELDS = ("name", "description", "recipe", "layout", "checks", "checkpoint")
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A case that was read, whether or not it is valid, with the tree that knows its lines."""
+
+    case: Case
+    tree: Entry
+    is_valid: bool
+
+
+def load_cases(
+    paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
+) -> list[Case]:
+    """Return the cases of `paths`, in their order: files, and folders for all `*.yaml` directly in them.
+
+    `overrides` are texts such as `layout.tp=2`, put over each chosen case; `pattern` chooses cases by words
+    in their names (`fsdp and not cp`). Files that are not chosen must be valid too, as they are written.
+
+    Raises: CaseError, with all problems of all files.
+    """
+    ledger = Ledger()
+    changes = parse_overrides(overrides, ledger.report)
+    match = _read_pattern(pattern, ledger.report)
+    documents = [(path, read_document(path, ledger.report)) for path in find_files(paths, ledger.report)]
+    trees = [(path, tree) for path, tree in documents if tree is not None]
+    chosen = [(path, tree, match(_name_of(path, tree))) for path, tree in trees]
+    if trees and not any(is_chosen for _, _, is_chosen in chosen):
+        names = enumerate_names(_name_of(path, tree) for path, tree in trees)
+        ledger.report(Problem(f"no case matches `{pattern}`", "-k", remedy=f"the cases are {names}"))
+    built = [
+        _build_case(path, tree, changes if is_chosen else [], ledger) for path, tree, is_chosen in chosen
+    ]
+    _report_same_names(built, ledger)
+    _report_same_recipes(built, ledger)
+    if ledger.problems:
+        raise CaseError(_order(ledger.problems))
+    return [item.case for item, (_, _, is_chosen) in zip(built, chosen, strict=True) if is_chosen]
+
+
+def build_case(fields: Mapping[str, Any]) -> Case:
+    """Return the case that a file with these fields would state; its `file` is empty.
+
+    Raises: CaseError, with all problems.
+    """
+    ledger = Ledger()
+    built = _build_case(Path("case"), build_entry(dict(fields), Place()), [], ledger)
+    if ledger.problems:
+        raise CaseError(ledger.problems)
+    return built.case.model_copy(update={"file": ""})
+
+
+def find_files(paths: Sequence[Path], report: Report) -> list[Path]:
+    """Return the case files that `paths` mean, each once; a folder stands for the `*.yaml` directly in it."""
+    files: dict[Path, Path] = {}
+    for path in paths:
+        found = sorted(path.glob("*.yaml"), key=lambda file: file.stem) if path.is_dir() else [path]
+        if not found:
+            has_others = any(path.glob("*.yml"))
+            remedy = (
+                "rename `.yml` files to `.yaml`"
+                if has_others
+                else "give a folder with `*.yaml` files, or a file"
+            )
+            report(Problem("there is no case in this folder", str(path), remedy=remedy))
+        for file in found:
+            files.setdefault(file.resolve(), file)
+    if not paths:
+        report(Problem("no case was given", remedy="give files, or a folder such as `cases`"))
+    return list(files.values())
+
+
+def _order(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of each file together, in the order of its lines."""
+    files = list(dict.fromkeys(problem.file for problem in problems))
+    return sorted(problems, key=lambda problem: (files.index(problem.file), problem.line or 0))
+
+
+def _read_pattern(pattern: str | None, report: Report) -> Match:
+    if pattern is None:
+        return lambda name: True
+    try:
+        return compile_pattern(pattern)
+    except PatternError as error:
+        report(
+            Problem(
+                f"`{pattern}` cannot be read: {error}",
+                "-k",
+                remedy="write for example `fsdp and not (cp or tp)`",
+            )
+        )
+        return lambda name: True
+
+
+def _name_of(path: Path, tree: Entry) -> str:
+    """Return the name of the case in `path`: its field `name`, or else the file's stem."""
+    field = tree.fields.get("name")
+    return field.content if field is not None and isinstance(field.content, str) else path.stem
+
+
+def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: Ledger) -> _Built:
+    """Return the case of one file, whose problems are put into `ledger`."""
+    own = Ledger()
+    before = tree.fields.get("recipe")
+    tree = _override(tree, overrides)
+    report_unknown(tree, _FIELDS, "", own)
+    name = _read_name(path, tree, own)
+    recipe, recipe_tree = _build_recipe(path, tree, before, name, own)
+    case = Case(
+        name=name,
+        description=_read_description(tree, own),
+        file=str(path),
+        recipe=recipe,
+        layout=_build_optional(Layout, "layout", tree, own),
+        checks=_build_optional(Checks, "checks", tree, own),
+        checkpoint=_build_optional(Checkpoint, "checkpoint", tree, own),
+    )
+    whole = Entry({**tree.fields, "recipe": recipe_tree}, dataclasses.replace(tree.place, line=None))
+    own.broken.update(path for path in own.meant if not whole.has(path.split(".")))
+    for problem in validate(case, is_broken=own.is_broken):
+        place = whole.locate(problem.path.split("."))
+        own.report(dataclasses.replace(problem, file=place.file, line=place.line))
+    for problem in own.problems:
+        ledger.report(problem)
+    return _Built(case, whole, not own.problems)
+
+
+def _build_optional(section: type[S], name: str, tree: Entry, ledger: Ledger) -> S:
+    return build_section(section, tree.fields[name], name, ledger) if name in tree.fields else section()
+
+
+def _override(tree: Entry, overrides: Sequence[Override]) -> Entry:
+    for override in overrides:
+        change = override.entry
+        if "recipe" in change.fields:
+            recipe = override_recipe(tree.fields.get("recipe"), change.fields["recipe"])
+            tree = Entry({**tree.fields, "recipe": recipe}, tree.place)
+        else:
+            tree = merge(tree, Entry(change.content, tree.place))
+    return tree
+
+
+def _read_name(path: Path, tree: Entry, ledger: Ledger) -> str:
+    field = tree.fields.get("name")
+    if field is None:
+        if not NAME.fullmatch(path.stem):
+            message = f"the file's stem `{path.stem}` cannot name a case, which takes {NAME_WORDS}"
+            ledger.report(Problem(message, str(path), remedy="rename the file, or write `name:`"))
+        return path.stem
+    if not isinstance(field.content, str) or not NAME.fullmatch(field.content):
+        ledger.reject(field, "name", f"expected a name of {NAME_WORDS}, got {show(field)}")
+        return path.stem
+    return field.content
+
+
+def _read_description(tree: Entry, ledger: Ledger) -> str:
+    field = tree.fields.get("description")
+    if field is None:
+        return ""
+    if not isinstance(field.content, str):
+        ledger.reject(field, "description", f"expected text, got {show(field)}", "put it in quotes")
+        return ""
+    return field.content
+
+
+def _build_recipe(
+    path: Path, tree: Entry, before: Entry | None, case_name: str, ledger: Ledger
+) -> tuple[Recipe, Entry]:
+    """Return the recipe of the case, and its fields with their places."""
+    written = tree.fields.get("recipe")
+    if written is None:
+        remedy = "name a file of `recipes/`, or write the fields"
+        ledger.report(Problem("missing field `recipe`", tree.place.file, tree.place.line, "recipe", remedy))
+        ledger.broken.add("recipe")
+        written = Entry({}, tree.place)
+    return build_recipe(resolve_recipe(written, before, case_name, path.parent, ledger), ledger)
+
+
+def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> None:
+    """Report each case whose name an earlier file has."""
+    first: dict[str, _Built] = {}
+    for item in built:
+        other = first.setdefault(item.case.name, item)
+        if other is not item:
+            field = item.tree.fields.get("name")
+            line = field.place.line if field is not None else None
+            message = f"the name `{item.case.name}` is also that of {other.case.file}"
+            ledger.report(Problem(message, item.case.file, line, "name", "give one of them another `name:`"))
+
+
+def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> None:
+    """Report each recipe that is called like another one: both would claim the same golden."""
+    first: dict[str, _Built] = {}
+    for item in built:
+        recipe = item.case.recipe
+        if not item.is_valid:
+            continue
+        other = first.setdefault(recipe.name, item)
+        if other.case.recipe.fingerprint() != recipe.fingerprint():
+            place = item.tree.fields["recipe"].place
+            message = f"this recipe is called `{recipe.name}` like the different one of {other.case.file}"
+            ledger.report(
+                Problem(message, place.file, place.line, "recipe", "give one of them another `name:`")
+            )

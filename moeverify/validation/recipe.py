@@ -1,0 +1,187 @@
+"""What must hold inside a recipe, and what of it no layout could keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.case.rule import blame, experts, reading, reference_model
+from moeverify.case.schema import Case
+from moeverify.errors import Problem
+
+_MODEL = "recipe.model"
+_MOE = "recipe.model.moe"
+
+
+@reading(f"{_MODEL}.head_dim")
+def head_width(case: Case) -> Iterator[Problem]:
+    """RoPE rotates pairs of a head's elements."""
+    model = reference_model(case)
+    if model is not None and model.head_dim % 2:
+        remedy = f"write an even number, such as {model.head_dim + 1}"
+        yield blame(f"{_MODEL}.head_dim", f"head_dim {model.head_dim} is odd, and RoPE rotates pairs", remedy)
+
+
+@reading(*(f"{_MODEL}.{name}" for name in ("mla", "num_heads", "num_kv_heads", "head_dim")))
+def latent_heads(case: Case) -> Iterator[Problem]:
+    """Under latent attention every head has keys of its own, of the two widths that make a head."""
+    model = reference_model(case)
+    if model is None or model.mla is None:
+        return
+    mla = model.mla
+    if mla.qk_rope % 2:
+        message = f"qk_rope {mla.qk_rope} is odd, and RoPE rotates pairs"
+        yield blame(f"{_MODEL}.mla.qk_rope", message, f"write an even number, such as {mla.qk_rope + 1}")
+    if model.head_dim != mla.qk_nope + mla.qk_rope:
+        message = f"head_dim {model.head_dim} is not qk_nope {mla.qk_nope} + qk_rope {mla.qk_rope} of mla"
+        yield blame(f"{_MODEL}.head_dim", message, f"write {mla.qk_nope + mla.qk_rope}")
+    if model.num_kv_heads != model.num_heads:
+        message = f"num_kv_heads {model.num_kv_heads} is not num_heads {model.num_heads}, as mla needs"
+        yield blame(f"{_MODEL}.num_kv_heads", message, f"write {model.num_heads}")
+
+
+@reading(*(f"{_MODEL}.{name}" for name in ("mla", "qk_norm", "qk_norm_scope")))
+def query_norms(case: Case) -> Iterator[Problem]:
+    """Latent attention has norms of its own, and a scope of norms needs norms."""
+    model = reference_model(case)
+    if model is None:
+        return
+    if model.mla is not None and model.qk_norm:
+        yield blame(f"{_MODEL}.qk_norm", "qk_norm has no effect on mla", "remove one of them")
+    elif model.qk_norm_scope != "head" and not model.qk_norm:
+        message = f"qk_norm_scope `{model.qk_norm_scope}` has no effect without qk_norm"
+        yield blame(f"{_MODEL}.qk_norm_scope", message, "write `qk_norm: true`, or remove it")
+
+
+@reading(f"{_MODEL}.attention_bias", f"{_MODEL}.attention_bias_scope")
+def attention_biases(case: Case) -> Iterator[Problem]:
+    """A scope of biases needs biases."""
+    model = reference_model(case)
+    if model is not None and model.attention_bias_scope != "all" and not model.attention_bias:
+        message = f"attention_bias_scope `{model.attention_bias_scope}` has no effect without attention_bias"
+        remedy = "write `attention_bias: true`, or remove it"
+        yield blame(f"{_MODEL}.attention_bias_scope", message, remedy)
+
+
+@reading(f"{_MODEL}.yarn.beta_fast", f"{_MODEL}.yarn.beta_slow")
+def yarn_turns(case: Case) -> Iterator[Problem]:
+    """Frequencies that turn often are kept and those that turn seldom are stretched, so the order is fixed."""
+    model = reference_model(case)
+    if model is not None and model.yarn is not None and model.yarn.beta_fast <= model.yarn.beta_slow:
+        message = f"beta_fast {model.yarn.beta_fast:g} is not above beta_slow {model.yarn.beta_slow:g}"
+        yield blame(f"{_MODEL}.yarn.beta_fast", message, "write a number above beta_slow, such as 32")
+
+
+@reading(f"{_MODEL}.num_heads", f"{_MODEL}.num_kv_heads")
+def grouped_queries(case: Case) -> Iterator[Problem]:
+    """Each kv head serves the same number of heads."""
+    model = reference_model(case)
+    if model is not None and model.num_heads % model.num_kv_heads:
+        message = f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
+        yield blame(f"{_MODEL}.num_kv_heads", message, f"write a divisor of {model.num_heads}")
+
+
+@reading(f"{_MODEL}.num_dense_layers", f"{_MODEL}.num_layers")
+def dense_layers(case: Case) -> Iterator[Problem]:
+    """The dense layers are the first of all layers."""
+    model = reference_model(case)
+    if model is not None and model.num_dense_layers > model.num_layers:
+        message = f"num_dense_layers {model.num_dense_layers} is above num_layers {model.num_layers}"
+        yield blame(f"{_MODEL}.num_dense_layers", message, f"write at most {model.num_layers}")
+
+
+@reading(f"{_MOE}.top_k", f"{_MOE}.num_experts", f"{_MOE}.idle_experts", _MODEL + ".num_layers")
+def reachable_experts(case: Case) -> Iterator[Problem]:
+    """A token needs top_k experts that may be chosen."""
+    moe = experts(case)
+    if moe is None or moe.top_k <= moe.num_experts - moe.idle_experts:
+        return
+    idle = f" less idle_experts {moe.idle_experts}" if moe.idle_experts else ""
+    message = f"top_k {moe.top_k} is above num_experts {moe.num_experts}{idle}"
+    if moe.idle_experts >= moe.num_experts:
+        yield blame(f"{_MOE}.idle_experts", message, f"leave at least {moe.top_k} experts that get tokens")
+    else:
+        yield blame(f"{_MOE}.top_k", message, f"write at most {moe.num_experts - moe.idle_experts}")
+
+
+@reading(f"{_MOE}.num_groups", f"{_MOE}.top_groups", f"{_MOE}.num_experts")
+def expert_groups(case: Case) -> Iterator[Problem]:
+    """Groups are of one size, and at most all of them are kept."""
+    moe = experts(case)
+    if moe is None:
+        return
+    if moe.num_experts % moe.num_groups:
+        message = f"num_experts {moe.num_experts} is not divisible by num_groups {moe.num_groups}"
+        yield blame(f"{_MOE}.num_groups", message, f"write a divisor of {moe.num_experts}")
+    if moe.top_groups > moe.num_groups:
+        message = f"top_groups {moe.top_groups} is above num_groups {moe.num_groups}"
+        yield blame(f"{_MOE}.top_groups", message, f"write at most {moe.num_groups}, or set num_groups")
+
+
+@reading(*(f"{_MOE}.{name}" for name in ("num_groups", "top_groups", "num_experts", "top_k", "idle_experts")))
+def reachable_in_groups(case: Case) -> Iterator[Problem]:
+    """The kept groups hold top_k experts that may be chosen, even if all idle ones are among them."""
+    moe = experts(case)
+    if moe is None or moe.num_experts % moe.num_groups or not 1 < moe.num_groups > moe.top_groups:
+        return
+    kept = moe.num_experts // moe.num_groups * moe.top_groups
+    if kept - moe.idle_experts < moe.top_k <= moe.num_experts - moe.idle_experts:
+        idle = f", of which {moe.idle_experts} may be idle" if moe.idle_experts else ""
+        message = f"top_groups {moe.top_groups} keep {kept} experts{idle}, too few for top_k {moe.top_k}"
+        yield blame(
+            f"{_MOE}.top_k", message, f"write at most {max(kept - moe.idle_experts, 0)}, or raise top_groups"
+        )
+
+
+@reading(f"{_MOE}.group_score", f"{_MOE}.num_groups", f"{_MOE}.num_experts")
+def group_scores(case: Case) -> Iterator[Problem]:
+    """A sum of two scores needs two experts in a group."""
+    moe = experts(case)
+    if moe is not None and moe.group_score == "top2_sum" and moe.num_groups > 1:
+        size = moe.num_experts // moe.num_groups
+        if size < 2:
+            message = f"group_score `top2_sum` needs 2 experts a group, and there are {size}"
+            yield blame(f"{_MOE}.group_score", message, "write `max`, or fewer groups")
+
+
+@reading(f"{_MOE}.shared_gate", f"{_MOE}.shared_hidden")
+def shared_gates(case: Case) -> Iterator[Problem]:
+    """A gate needs a shared expert behind it."""
+    moe = experts(case)
+    if moe is not None and moe.shared_gate and not moe.shared_hidden:
+        yield blame(
+            f"{_MOE}.shared_gate", "shared_gate needs a shared expert", "set shared_hidden, or remove it"
+        )
+
+
+@reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
+def balance_of_parts(case: Case) -> Iterator[Problem]:
+    """A balancing loss over the batch is no sum over its micro-batches, so no layout could be right."""
+    moe = experts(case)
+    if (
+        moe is None
+        or moe.balance_scope != "batch"
+        or moe.balance_coef == 0.0
+        or case.layout.micro_batches == 1
+    ):
+        return
+    message = "with balance_scope `batch` the loss is not the sum over micro_batches"
+    yield blame(
+        "layout.micro_batches", message, "write 1, or set recipe.model.moe.balance_scope to `sequence`"
+    )
+
+
+RECIPE_RULES = (
+    head_width,
+    latent_heads,
+    query_norms,
+    attention_biases,
+    yarn_turns,
+    grouped_queries,
+    dense_layers,
+    reachable_experts,
+    expert_groups,
+    reachable_in_groups,
+    group_scores,
+    shared_gates,
+    balance_of_parts,
+)

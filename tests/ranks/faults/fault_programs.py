@@ -1,0 +1,40 @@
+"""One fault written in three ways, for `--fault fault_programs:NAME`: expert gradients that nothing divides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from moeverify.case.schema import Layout
+from moeverify.faults.patch import Original, Patch
+from moeverify.parallel import plan
+from moeverify.parallel.gradients import Reduction
+from moeverify.parallel.meshes import Meshes
+
+
+def wrap(patch: Patch) -> None:
+    """By the patch of the case."""
+
+    @patch.wrap(plan.expert_reductions)
+    def undivided(
+        original: Original[list[Reduction]], experts: Sequence[Tensor], layout: Layout, meshes: Meshes
+    ) -> list[Reduction]:
+        return [replace(item, divisor=1.0) for item in original(experts, layout, meshes)]
+
+
+def assign() -> None:
+    """By an assignment to a module, twice as far off each time that it is left behind."""
+    original = plan.expert_reductions
+
+    def undivided(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
+        return [replace(item, divisor=item.divisor / 2.0) for item in original(experts, layout, meshes)]
+
+    plan.expert_reductions = undivided
+
+
+def fail_half_way(patch: Patch) -> None:
+    """By the patch, and then an error."""
+    wrap(patch)
+    raise ZeroDivisionError("planted after the first wrapper")

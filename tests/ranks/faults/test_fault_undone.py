@@ -1,0 +1,61 @@
+"""Ranks serve many cases: a fault holds for its own case, however it is written, and the next one is clean."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moeverify.case.schema import Case
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.faults.catalogue import load_faults
+
+# Two ranks; the answer is the factor by which expert gradients are off, 1.0 where nothing is.
+CASES = {
+    "wrapped": ("wrap", 2.0),
+    "clean after a wrapper": (None, 1.0),
+    "assigned": ("assign", 2.0),
+    "assigned again": ("assign", 2.0),
+    "clean after an assignment": (None, 1.0),
+    "failed": ("fail_half_way", None),
+    "clean after an error": (None, 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    )
+    base = load_faults()["A01"].case
+    cases: list[Case] = [base.model_copy(update={"name": name}) for name in CASES]
+    options = RunOptions(
+        device="cpu",
+        cache_folder=tmp_path_factory.mktemp("cache"),
+        golden_folder=Path("no", "goldens"),
+        require_goldens=False,
+        case_faults={name: f"fault_programs:{fault}" for name, (fault, _) in CASES.items() if fault},
+    )
+    try:
+        return {case.name: case for case in run_cases(cases, options, lambda event: None).cases}
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("name", [name for name, (_, factor) in CASES.items() if factor is not None])
+def test_expert_gradients_are_off_by_the_fault_of_their_own_case_alone(results, name):
+    factor, result = CASES[name][1], results[name]
+    if factor == 1.0:
+        assert (result.verdict, list(result.findings)) == ("pass", [])
+        return
+    first = next(finding for finding in result.findings if not finding.follows)
+    assert first.code == "scale", first
+    assert "moe.experts" in first.tensor
+    assert first.scale == pytest.approx(factor)
+
+
+def test_an_error_in_a_fault_is_told_as_one(results):
+    failed = results["failed"]
+    assert failed.verdict == "error"
+    assert "planted after the first wrapper" in failed.reason

@@ -1,0 +1,138 @@
+"""What every fault of the catalogue keeps to: declared seams, its class, and no torch before it is injected."""
+
+import gc
+import re
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+from types import FrameType, ModuleType
+
+import pytest
+
+import moeverify.worker.main  # everything that runs on a rank  # noqa: F401
+from moeverify.faults import catalogue
+from moeverify.faults.catalogue import load_classes, load_faults
+from moeverify.faults.null import reverse_reductions
+from moeverify.faults.patch import Patch
+from moeverify.seams import SEAMS
+
+FAULTS = load_faults()
+
+
+def name_of(function):
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def snapshot():
+    """Return what the modules and classes hold that faults change: ours, and those of torch.distributed."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(("moeverify.", "torch.distributed")) and isinstance(module, ModuleType)
+    ]
+    classes = [
+        value
+        for module in modules
+        for value in list(vars(module).values())
+        if issubclass(type(value), type) and value.__module__ == module.__name__
+    ]
+    return [(holder, dict(vars(holder))) for holder in (*modules, *classes)]
+
+
+def differences(before):
+    return [
+        f"{holder.__name__}.{name}"
+        for holder, names in before
+        for name, value in names.items()
+        if vars(holder).get(name) is not value
+    ]
+
+
+@pytest.mark.parametrize("number", FAULTS)
+def test_a_fault_wraps_declared_seams_and_functions_of_torch_alone_and_is_undone(number):
+    with Patch() as patch:
+        FAULTS[number].inject(patch)
+        names = [name_of(function) for function in patch.functions]
+    assert names
+    assert [name for name in names if name not in SEAMS and not name.startswith("torch.")] == []
+    before = snapshot()  # now that all that the fault imports is there
+    with Patch() as patch:
+        FAULTS[number].inject(patch)
+        assert differences(before) != []
+    assert differences(before) == []
+
+
+def test_the_null_fault_wraps_a_seam_and_is_undone():
+    before = snapshot()
+    with Patch() as patch:
+        reverse_reductions(patch)
+        assert [name_of(function) for function in patch.functions] == [
+            "moeverify.parallel.collectives.sum_over"
+        ]
+        assert differences(before) == ["moeverify.parallel.collectives.sum_over"]
+    assert differences(before) == []
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_seam_is_public_and_stands_under_its_own_name(name):
+    function = SEAMS[name]
+    path = function.__qualname__.split(".")
+    assert [part for part in path if part[0] == "_" and not part.endswith("__")] == []
+    assert reduce(getattr, path, sys.modules[function.__module__]) is function
+
+
+def test_seams_are_known_to_modules_and_classes_alone():
+    # A patch looks for a function in modules and in its class: in a table, or a default, it would not find it.
+    gc.collect()
+    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    seams = list(SEAMS.values())
+    for function in seams:
+        for place in gc.get_referrers(function):
+            if id(place) in namespaces or place is seams or place is SEAMS or isinstance(place, FrameType):
+                continue
+            is_class = isinstance(place, dict) and place.get("__module__") == function.__module__
+            assert is_class, f"a patch would miss calls of {name_of(function)} by {str(place)[:100]}"
+
+
+def test_every_class_of_bugs_is_there_under_a_name_of_its_own():
+    classes = load_classes()
+    assert "".join(each.letter for each in classes) == "ABCDEFGHIJKLMNO"
+    assert {fault.bug_class for fault in FAULTS.values()} == set("ABCDEFGHIJKLMNO")
+    assert all(each.faults and each.title for each in classes)
+    assert list(FAULTS) == sorted(FAULTS)
+    assert sum(fault.is_moe for fault in FAULTS.values()) >= 45
+    assert sum(fault.saver is not None for fault in FAULTS.values()) >= 10
+
+
+def test_every_file_with_a_fault_is_found():
+    files = [path for path in Path(catalogue.__file__).parent.rglob("*.py") if "FAULT = " in path.read_text()]
+    assert len(files) == len(FAULTS) >= 100
+
+
+def test_a_file_is_named_after_its_fault_and_stands_in_the_folder_of_its_class():
+    for each in load_classes():
+        for fault in each.faults:
+            package, _, file = fault.inject.__module__.rpartition(".")
+            assert package.endswith(f".catalogue.{each.name}")
+            assert file.startswith(f"{fault.number.lower()}_")
+
+
+def test_a_list_of_all_faults_needs_no_torch():
+    program = (
+        "import sys\n"
+        "from moeverify.faults.choice import choose_faults, describe\n"
+        "lines = [describe(fault) for fault in choose_faults([])]\n"
+        "assert len(lines) >= 100\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_page_on_faults_names_seams_and_classes_that_are_there():
+    page = (Path(__file__).parents[3] / "docs" / "diagnosis.md").read_text()
+    named = re.findall(r"`((?:model|parallel|train|checkpoint)(?:\.\w+)+)`", page)
+    assert len(named) > 20
+    assert [name for name in named if f"moeverify.{name}" not in SEAMS] == []
+    classes = re.findall(r"^\| ([A-O]) `(\w+)` \|", page, re.MULTILINE)
+    assert classes == [(each.letter, each.name) for each in load_classes()]
