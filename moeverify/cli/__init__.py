@@ -15,6 +15,7 @@ from moeverify.cli.explain import explain
 from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
 from moeverify.cli.mesh import mesh
+from moeverify.cli.place import place
 from moeverify.cli.report import report
 from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
@@ -52,7 +53,7 @@ def _main(
     """Verify that a distributed Mixture-of-Experts training run computes what a single device computes."""
 
 
-_COMMANDS = (run, reshard, check, golden, mesh, bench, convert, doctor, report, explain, diff)
+_COMMANDS = (run, reshard, check, golden, mesh, place, bench, convert, doctor, report, explain, diff)
 for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(faults, name="faults")

@@ -35,6 +35,7 @@ FLOORS: Mapping[str, int] = {
     "axes": 2,
     "report": 2,
     "case": 1,
+    "placement": 0,
     "results": 0,
     # Beneath the house: they import nothing of ours.
     "dtype_names": -1,
@@ -44,7 +45,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # The process that a user starts: none of this, and nothing that it imports, may need torch.
-WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "report", "results", "case", "axes")
+WITHOUT_TORCH = ("cli", "pytest_plugin", "controller", "report", "results", "case", "axes", "placement")
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
 READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "controller.machine")

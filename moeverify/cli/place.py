@@ -1,0 +1,103 @@
+"""`moeverify place`: from a load trace to a placement of experts on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.arguments import JsonFile
+from moeverify.cli.context import open_context
+
+if TYPE_CHECKING:
+    from moeverify.placement.plan import Plan
+
+
+def place(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="A load trace, or an array of numpy (.npy).", show_default=False
+        ),
+    ],
+    *,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Ranks that share the experts.", show_default=False)
+    ],
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
+    ],
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are on, in order.")] = 1,
+    current: Annotated[
+        Path | None,
+        typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")] = False,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds that --exact may take.")
+    ] = 60.0,
+    max_moves: Annotated[
+        int | None,
+        typer.Option(
+            "--max-moves",
+            min=0,
+            metavar="N",
+            help="Send at most N experts, and no more than 95 % of the gain takes.",
+        ),
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--last", min=1, metavar="N", help="Use the last N steps of the trace alone."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Place experts where the load is, with replicas of hot ones in spare slots.
+
+    Prints the loads before and after, a bound that no placement can go below, and the placement.
+    """
+    with open_context() as context:
+        from moeverify.placement.cluster import Cluster
+        from moeverify.placement.placement_file import read_placement
+        from moeverify.placement.plan import make_plan
+        from moeverify.placement.text import print_plan
+        from moeverify.placement.trace_file import read_trace
+        from moeverify.report.files import check_writable
+
+        check_writable([file for file in (out, svg, json_file) if file is not None])
+        plan = make_plan(
+            read_trace(trace, last=last),
+            Cluster(ranks, nodes),
+            slots,
+            current=None if current is None else read_placement(current),
+            exact_seconds=time_limit if exact else None,
+            max_moves=max_moves,
+        )
+        print_plan(plan, context.out, name=str(trace))
+        _write_files(plan, out, svg, json_file)
+
+
+def _write_files(plan: Plan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
+    """Write the files that were asked for."""
+    import json
+
+    from moeverify.placement.picture import draw_plan
+    from moeverify.placement.placement_file import format_placement, placement_to_dict
+    from moeverify.placement.plan import plan_to_dict
+    from moeverify.report.files import write_atomically
+
+    placement = plan.after.placement
+    if out is not None:
+        is_json = out.suffix == ".json"
+        text = json.dumps(placement_to_dict(placement)) if is_json else format_placement(placement)
+        write_atomically(out, text)
+    if svg is not None:
+        write_atomically(svg, draw_plan(plan))
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(plan_to_dict(plan)))
