@@ -14,48 +14,56 @@ if TYPE_CHECKING:
     from moeverify.placement.plan import Plan
 
 
+_Trace = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help="A load trace, or an array of numpy (.npy).", show_default=False),
+]
+_Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, help="Ranks that share the experts.", show_default=False)
+]
+_Slots = Annotated[
+    int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
+]
+_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are on, in order.")]
+_Current = Annotated[
+    Path | None,
+    typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
+]
+_Exact = Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")]
+_TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds that --exact may take.")
+]
+_MaxMoves = Annotated[
+    int | None,
+    typer.Option(
+        "--max-moves",
+        min=0,
+        metavar="N",
+        help="Send as few experts as 95 % of the gain takes, and at most N.",
+    ),
+]
+_Last = Annotated[
+    int | None, typer.Option("--last", min=1, metavar="N", help="Use the last N steps of the trace alone.")
+]
+_Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
+]
+_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")]
+
+
 def place(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE", help="A load trace, or an array of numpy (.npy).", show_default=False
-        ),
-    ],
+    trace: _Trace,
     *,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Ranks that share the experts.", show_default=False)
-    ],
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
-    ],
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are on, in order.")] = 1,
-    current: Annotated[
-        Path | None,
-        typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
-    ] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")] = False,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds that --exact may take.")
-    ] = 60.0,
-    max_moves: Annotated[
-        int | None,
-        typer.Option(
-            "--max-moves",
-            min=0,
-            metavar="N",
-            help="Send at most N experts, and no more than 95 % of the gain takes.",
-        ),
-    ] = None,
-    last: Annotated[
-        int | None,
-        typer.Option("--last", min=1, metavar="N", help="Use the last N steps of the trace alone."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")
-    ] = None,
+    ranks: _Ranks,
+    slots: _Slots,
+    nodes: _Nodes = 1,
+    current: _Current = None,
+    exact: _Exact = False,
+    time_limit: _TimeLimit = 60.0,
+    max_moves: _MaxMoves = None,
+    last: _Last = None,
+    out: _Out = None,
+    svg: _Svg = None,
     json_file: JsonFile = None,
 ) -> None:
     """Place experts where the load is, with replicas of hot ones in spare slots.
@@ -65,17 +73,23 @@ def place(
     with open_context() as context:
         from moeverify.placement.cluster import Cluster
         from moeverify.placement.placement_file import read_placement
-        from moeverify.placement.plan import make_plan
+        from moeverify.placement.plan import collect, make_plan
         from moeverify.placement.text import print_plan
         from moeverify.placement.trace_file import read_trace
         from moeverify.report.files import check_writable
 
         check_writable([file for file in (out, svg, json_file) if file is not None])
+        load_trace, cluster, placement = collect(
+            lambda: read_trace(trace, last=last),
+            lambda: Cluster(ranks, nodes),
+            lambda: None if current is None else read_placement(current),
+        )
         plan = make_plan(
-            read_trace(trace, last=last),
-            Cluster(ranks, nodes),
+            load_trace,
+            cluster,
             slots,
-            current=None if current is None else read_placement(current),
+            current=placement,
+            current_file="" if current is None else str(current),
             exact_seconds=time_limit if exact else None,
             max_moves=max_moves,
         )

@@ -238,7 +238,8 @@ def _solve_nodes(
     hottest = np.argsort(-load, axis=1, kind="stable")[:, :num_everywhere]
     np.put_along_axis(counts, hottest, num_nodes, axis=1)
     packing = pack(load, counts, num_nodes, -(-int(counts.sum(1).max()) // num_nodes))
-    on_node = mark_slots(_swap(packing, load, search.rounds).slots, num_experts).transpose(0, 2, 1)
+    node_slots = _fill_ranks(_swap(packing, load, search.rounds).slots, load)
+    on_node = mark_slots(node_slots, num_experts).transpose(0, 2, 1)
     share = load / on_node.sum(1)
     slots = np.full((num_layers, num_nodes, cluster.ranks_per_node, num_slots), EMPTY)
     numbers = on_node.sum(2)

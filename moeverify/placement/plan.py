@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,19 +76,22 @@ def make_plan(
     num_slots: int,
     *,
     current: Placement | None = None,
+    current_file: str = "",
     exact_seconds: float | None = None,
     max_moves: int | None = None,
 ) -> Plan:
     """Return a better placement for a trace, never one whose heaviest rank has more to do in any layer.
 
-    `current` is the placement in use, by default equal blocks. `exact_seconds` is the time for the exact solver,
-    None for the heuristic alone. With `max_moves`, the fewest experts are sent that reach 95 % of the possible
-    gain, and at most so many.
+    `current` is the placement in use, by default equal blocks; `current_file` names it in messages.
+    `exact_seconds` is the time for the exact solver, None for the heuristic alone. With `max_moves`, the fewest
+    experts are sent that reach 95 % of the possible gain, and at most so many.
 
     Raises: CaseError with everything that does not fit together; MachineError without SciPy.
     """
     header = trace.header
-    problems = list(_check(trace, cluster, num_slots, current, max_moves))
+    problems = list(_check(trace, cluster, num_slots, max_moves))
+    if current is not None:
+        problems += _check_current(current, trace, cluster, num_slots, current_file)
     if problems:
         raise CaseError(problems)
     num_slots = min(num_slots, header.num_experts)
@@ -141,9 +144,23 @@ def _keep_better(old: BoolArray, new: BoolArray, load: TokenLoad, cluster: Clust
     return np.where(is_better[:, None, None], new, old)
 
 
-def _check(
-    trace: LoadTrace, cluster: Cluster, num_slots: int, current: Placement | None, max_moves: int | None
-) -> Iterator[Problem]:
+def collect(*makers: Callable[[], Any]) -> list[Any]:
+    """Return what each of several inputs is, or raise what is wrong with all of them together.
+
+    Raises: CaseError.
+    """
+    results, problems = [], []
+    for make in makers:
+        try:
+            results.append(make())
+        except CaseError as error:
+            problems += error.problems
+    if problems:
+        raise CaseError(problems)
+    return results
+
+
+def _check(trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | None) -> Iterator[Problem]:
     """Yield what does not fit together."""
     num_experts = trace.header.num_experts
     least = -(-num_experts // cluster.num_ranks)
@@ -158,14 +175,23 @@ def _check(
         yield Problem(f"expected at least 0 moves, got {max_moves}", path="max_moves")
     if not trace.copies.any():
         yield Problem("this trace holds no token", remedy="record it while experts get tokens")
-    if current is None:
-        return
+
+
+def _check_current(
+    current: Placement, trace: LoadTrace, cluster: Cluster, num_slots: int, file: str
+) -> Iterator[Problem]:
+    """Yield how the placement in use does not fit to the trace, the ranks and their slots."""
     yield from check_fit(
-        current, num_experts=num_experts, num_ranks=cluster.num_ranks, layers=trace.header.layers
+        current,
+        num_experts=trace.header.num_experts,
+        num_ranks=cluster.num_ranks,
+        layers=trace.header.layers,
+        file=file,
     )
     if current.num_slots > num_slots:
         yield Problem(
-            f"the current placement has {current.num_slots} experts on a rank, and there are {num_slots} slots",
+            f"a rank holds {current.num_slots} experts, and there are {num_slots} slots",
+            file,
             path="slots",
             remedy=f"give at least {current.num_slots} slots a rank",
         )

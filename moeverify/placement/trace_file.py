@@ -1,8 +1,8 @@
 """The file of a load trace: appended to while a run goes on, and readable after a crash.
 
-One line of JSON (`TraceHeader` and the version of the format), then a record for each step: 24 bytes of head
-(magic, bytes of an integer, length of the body, CRC-32, step), then the body, zlib over unsigned little-endian
-integers (L, E, R). Whatever a crash leaves of the last record is cut off by the next writer. A step that is
+One line of JSON (`TraceHeader` and the version of the format), then a record for each step: 28 bytes of head
+(magic, bytes of an integer, step, length of the body, CRC-32 of the body, CRC-32 of the head), then the body, zlib
+over unsigned little-endian integers (L, E, R). Whatever a crash leaves of the last record is cut off by the next writer. A step that is
 recorded again, because a run went back to a checkpoint, replaces what was recorded before.
 
 An array that numpy saved (`.npy`) is read as well: (L, E), (T, L, E) or (T, L, E, R).
@@ -28,7 +28,8 @@ from moeverify.placement.load_trace import LoadTrace, TraceHeader
 _FORMAT = "moeverify load trace"
 _VERSION = 1
 _MAGIC = b"step"
-_HEAD = struct.Struct("<4sBxxxIIQ")  # magic, bytes of an integer, length of the body, CRC-32, step
+_HEAD = struct.Struct("<4sIQII")  # magic, bytes of an integer, step, length of the body, CRC-32 of the body
+_HEAD_SUM = struct.Struct("<I")  # a damaged length must not pass for a record that a crash cut short
 _LONGEST_HEADER = 1 << 20
 _NUMPY_MAGIC = b"\x93NUMPY"
 _REMEDY = "record one with --trace, or save an array of token copies (steps, layers, experts) with numpy.save"
@@ -42,7 +43,6 @@ class _Record:
     item_bytes: int
     start: int
     length: int
-    checksum: int
 
 
 class TraceWriter:
@@ -101,9 +101,9 @@ class TraceWriter:
         kind = np.min_scalar_type(int(copies.max(initial=0)))
         # Level 1 takes a third of the time of the default, and counts shrink nearly as much.
         body = zlib.compress(np.ascontiguousarray(copies, dtype=kind.newbyteorder("<")).tobytes(), 1)
-        checksum = _sum_record(step, kind.itemsize, body)
+        head = _HEAD.pack(_MAGIC, kind.itemsize, step, len(body), zlib.crc32(body))
         # One write call: a record is there as a whole, or as a beginning that readers know for one.
-        self._file.write(_HEAD.pack(_MAGIC, kind.itemsize, len(body), checksum, step) + body)
+        self._file.write(head + _HEAD_SUM.pack(zlib.crc32(head)) + body)
         self._file.flush()
 
     def close(self) -> None:
@@ -198,26 +198,25 @@ def _find_records(file: BinaryIO, path: Path) -> Iterator[_Record]:
     """
     size = os.fstat(file.fileno()).st_size
     start = file.tell()
-    while start + _HEAD.size <= size:
+    while (body_start := start + _HEAD.size + _HEAD_SUM.size) <= size:
         file.seek(start)
-        magic, item_bytes, length, checksum, step = _HEAD.unpack(file.read(_HEAD.size))
-        body_start = start + _HEAD.size
-        end = body_start + length
-        if magic != _MAGIC:
+        head = file.read(_HEAD.size)
+        magic, item_bytes, step, length, checksum = _HEAD.unpack(head)
+        if magic != _MAGIC or _HEAD_SUM.pack(zlib.crc32(head)) != file.read(_HEAD_SUM.size):
             file.seek(start)
             if file.read().strip(b"\0"):
                 raise FormatError(f"{path}: this trace is damaged at byte {start}; record it again")
             return  # zeros: the disk had made room for a record, and the machine went down
+        end = body_start + length
         if end > size:
             return
-        body = file.read(length)
-        if _sum_record(step, item_bytes, body) != checksum:
+        if zlib.crc32(file.read(length)) != checksum:
             if end < size:
                 raise FormatError(
                     f"{path}: step {step} of this trace is damaged (byte {start}); record it again"
                 )
             return
-        yield _Record(step, item_bytes, body_start, length, checksum)
+        yield _Record(step, item_bytes, body_start, length)
         start = end
 
 
@@ -230,10 +229,6 @@ def _read_body(
         return np.frombuffer(raw, dtype=f"<u{record.item_bytes}").reshape(header.shape)
     except (zlib.error, ValueError, TypeError) as error:
         raise FormatError(f"{path}: step {record.step} of this trace is damaged: {error}") from None
-
-
-def _sum_record(step: int, item_bytes: int, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(struct.pack("<QB", step, item_bytes)))
 
 
 def _read_array(path: Path) -> LoadTrace:
