@@ -1,6 +1,7 @@
 """The exact solver: layer by layer, the least largest load, then the least traffic, then the fewest moves.
 
-Each criterion is a mixed-integer program (`program.py`) that keeps what the ones before it have reached.
+With even sources on one node, the load is a program over sets of replicas (`patterns.py`), which is solved far
+sooner. All else is one over replicas on ranks (`program.py`); each criterion keeps what the ones before have reached.
 
 Letters: L MoE layers, E experts, R ranks, S slots a rank.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from moeverify.errors import MachineError
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.load_trace import TokenLoad
+from moeverify.placement.patterns import PatternSearch
 from moeverify.placement.placement import BoolArray
 from moeverify.placement.program import Limit, Program
 from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
@@ -84,6 +86,7 @@ class _LayerSearch:
     ) -> None:
         self._copies = copies
         self._cluster = cluster
+        self._num_slots = num_slots
         self._is_even = is_even
         self.best = incumbent
         self.largest = self._measure(incumbent)
@@ -95,34 +98,61 @@ class _LayerSearch:
 
     def run(self, seconds: float, bound: float, current: BoolArray | None) -> Status:
         """Search for `seconds`; return how it ended."""
-        if self._program.num_binaries > MOST_BINARIES:
-            return "too large"
         ends = time.monotonic() + seconds
-        program = self._program
-        program.build()
-        goal = program.largest_load()
+        self.bound = bound
+        is_alike = self._is_even and self._cluster.num_nodes == 1
+        is_optimal = self.largest <= bound * (1 + _SLACK)
+        if is_alike:
+            is_optimal = self._search_patterns(seconds, bound) or is_optimal
+        if self._program.num_binaries > MOST_BINARIES:
+            return "optimal" if is_optimal else "too large"
+        self._program.build()
+        if not is_optimal and not self._search_program(ends - time.monotonic()):
+            return "time limit"
+        self._reduce_further(min(ends - time.monotonic(), seconds / 4), current)
+        return "optimal"
+
+    def _search_patterns(self, seconds: float, bound: float) -> bool:
+        """Search among sets of replicas for ranks that are alike; return whether the best is the optimum."""
+        by_expert = self._copies.sum(1)
+        search = PatternSearch(
+            by_expert, self._cluster.num_ranks, self._num_slots, bound, self.largest, self.best
+        )
+        search.run(seconds)
+        self.bound = max(self.bound, search.bound)
+        if self._measure(search.marks) <= self.largest * (1 + _SLACK):
+            self.best, self.largest = search.marks, self._measure(search.marks)
+        return search.is_optimal
+
+    def _search_program(self, seconds: float) -> bool:
+        """Search with a variable for each replica on each rank; return whether the best is the optimum."""
+        if seconds <= 0:
+            return False
+        goal = self._program.largest_load()
+        # Names of ranks do not matter to loads with even sources, and one order of them is enough.
         limits = [self._limit_load(goal)]
-        if self.largest > bound * (1 + _SLACK):
-            # Names of ranks do not matter to loads with even sources, and one order of them is enough.
-            answer = program.minimize(goal, limits, seconds, is_ordered=self._is_even)
-            self.bound = program.to_copies(answer.bound)
-            if answer.values is not None:
-                self._take(program.read_marks(answer.values), self._measure)
-            if not answer.is_optimal:
-                return "time limit"
-        limits = [self._limit_load(goal)]
+        answer = self._program.minimize(goal, limits, seconds, is_ordered=self._is_even)
+        self.bound = max(self.bound, self._program.to_copies(answer.bound))
+        if answer.values is not None:
+            self._take(self._program.read_marks(answer.values), self._measure)
+        return answer.is_optimal
+
+    def _reduce_further(self, seconds: float, current: BoolArray | None) -> None:
+        """Reduce traffic, then moves, without a larger load."""
+        ends = time.monotonic() + seconds
+        limits = [self._limit_load(self._program.largest_load())]
         for objective, measure in self._list_further(current):
             left = ends - time.monotonic()
             if left <= 0:
-                break
-            answer = program.minimize(objective, limits, left, is_ordered=False)
-            if answer.values is not None:
-                self._take(program.read_marks(answer.values), measure, keep_load=True)
-            reached = objective @ answer.values if answer.values is not None else None
-            if reached is None or not answer.is_optimal:
-                break
-            limits.append(Limit(objective, float(reached) + _SLACK * max(1.0, abs(float(reached)))))
-        return "optimal"
+                return
+            answer = self._program.minimize(objective, limits, left, is_ordered=False)
+            if answer.values is None:
+                return
+            self._take(self._program.read_marks(answer.values), measure, keep_load=True)
+            if not answer.is_optimal:
+                return
+            reached = float(objective @ answer.values)
+            limits.append(Limit(objective, reached + _SLACK * max(1.0, abs(reached))))
 
     def _limit_load(self, goal: FloatArray) -> Limit:
         return Limit(goal, self._program.to_units(self.largest) * (1 + _SLACK))

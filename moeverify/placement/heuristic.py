@@ -50,7 +50,8 @@ _SEARCHES: dict[Effort, _Search] = {
 }
 
 
-_EVEN_ENOUGH = 1.001  # times the mean load
+_EVEN_ENOUGH = 1.001  # times the mean load: below that no local search
+_SWAP_ENOUGH = 1e-5  # above the mean load: below that no swaps
 _POLISH_STEPS = 100
 
 # Parts of the spare slots that go to replicas on every node.
@@ -156,7 +157,7 @@ def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Sear
             best.slots[rows[is_better]] = packing.slots[is_better]
             best.loads[rows[is_better]] = packing.loads[is_better]
     if not search.swaps_all:
-        rows = np.flatnonzero(best.loads.max(1) > target * (1 + search.enough / 10))
+        rows = np.flatnonzero(best.loads.max(1) > target * (1 + _SWAP_ENOUGH))
         if len(rows):
             part = _swap(Packing(best.slots[rows], best.loads[rows]), load[rows], search.rounds)
             best.slots[rows], best.loads[rows] = part

@@ -77,28 +77,34 @@ def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> 
     num_layers = len(load)
     replicas = _list_replicas(load, counts)
     each = np.concatenate([load / counts, np.zeros((num_layers, 1))], axis=1)
-    num_replicas = replicas.shape[1]
     sizes = np.take_along_axis(each, replicas, axis=1)
     slots = np.full((num_layers * num_ranks, num_slots), EMPTY)
     filled = np.zeros(num_layers * num_ranks, dtype=np.int64)
     loads = np.zeros((num_layers, num_ranks))
-    # `order` is the load, infinite for full ranks; `barred` is infinite where the current expert is already.
+    # `order` is the load, infinite for full ranks. Replicas of one expert come one after the other, so that a
+    # rank has one of the current expert if that was the last it got.
     order = np.zeros((num_layers, num_ranks))
-    barred = np.zeros((num_layers, num_ranks))
-    flat_loads, flat_order, flat_barred = loads.ravel(), order.ravel(), barred.ravel()
+    last = np.full((num_layers, num_ranks), EMPTY)
+    flat_loads, flat_order, flat_last = loads.ravel(), order.ravel(), last.ravel()
     first = np.arange(num_layers) * num_ranks
-    is_new = np.ones((num_layers, num_replicas), dtype=np.bool_)
-    is_new[:, 1:] = replicas[:, 1:] != replicas[:, :-1]
-    for position in range(num_replicas):
-        barred[is_new[:, position]] = 0.0
-        place = first + (order + barred).argmin(1)
-        is_open = np.isfinite(flat_order[place] + flat_barred[place]) & (replicas[:, position] != EMPTY)
-        place = place[is_open]
-        slots[place, filled[place]] = replicas[is_open, position]
+    # Columns are read one by one: contiguous, they cost a third.
+    columns = zip(np.ascontiguousarray(replicas.T), np.ascontiguousarray(sizes.T), strict=True)
+    previous = np.full(num_layers, EMPTY)
+    for experts, size in columns:
+        place = order.argmin(1)
+        again = np.flatnonzero(experts == previous)
+        if again.size:
+            is_barred = last[again] == experts[again, None]
+            place[again] = np.where(is_barred, np.inf, order[again]).argmin(1)
+        previous = experts
+        place += first
+        is_open = (flat_order[place] < np.inf) & (flat_last[place] != experts) & (experts != EMPTY)
+        place, given, added = place[is_open], experts[is_open], size[is_open]
+        slots[place, filled[place]] = given
         filled[place] += 1
-        flat_loads[place] += sizes[is_open, position]
+        flat_loads[place] += added
         flat_order[place] = np.where(filled[place] < num_slots, flat_loads[place], np.inf)
-        flat_barred[place] = np.inf
+        flat_last[place] = given
     return Packing(slots.reshape(num_layers, num_ranks, num_slots), loads)
 
 
@@ -162,18 +168,19 @@ def _swap_best(
     if not is_live.any():
         return False
     heavy, light, half = heavy[is_live], light[is_live], half[is_live]
-    given, taken = experts[:, heavy], experts[:, light]
-    is_same = (given[:, None] == taken[None]) & (given != EMPTY)[:, None]
-    # Neither rank may get an expert that it holds; equal slots in both are such a case, and gain nothing.
-    is_barred = is_same.any(1)[:, None] | is_same.any(0)[None]
-    if is_fixed is not None:
-        is_barred |= is_fixed[:, heavy][:, None] | is_fixed[:, light][None]
     # An exchange that moves `half` makes the two loads equal; every one between 0 and the difference helps.
     distance = np.abs(sizes[:, heavy][:, None] - sizes[:, light][None] - half)
-    distance[is_barred] = np.inf
-    flat = distance.reshape(-1, len(heavy))
-    best = flat.argmin(0)
-    gains = flat[best, np.arange(len(heavy))] < half * (1 - _LEAST_GAIN)
+    best = distance.reshape(-1, len(heavy)).argmin(0)
+    given, taken = experts[:, heavy], experts[:, light]
+    fixed = None if is_fixed is None else (is_fixed[:, heavy], is_fixed[:, light])
+    # Few of the best exchanges are barred, and to look for all barred ones takes longer than all else.
+    pairs = np.flatnonzero(_are_barred(best, given, taken, fixed))
+    if pairs.size:
+        part = distance[:, :, pairs]
+        part[_list_barred(pairs, given, taken, fixed)] = np.inf
+        best[pairs] = part.reshape(-1, len(pairs)).argmin(0)
+        distance[:, :, pairs] = part
+    gains = distance.reshape(-1, len(heavy))[best, np.arange(len(heavy))] < half * (1 - _LEAST_GAIN)
     if not gains.any():
         return False
     best, heavy, light = best[gains], heavy[gains], light[gains]
@@ -183,6 +190,37 @@ def _swap_best(
     for ranks in (heavy, light):
         loads[ranks] = sizes[:, ranks].sum(0)
     return True
+
+
+def _are_barred(
+    best: IntArray, given: IntArray, taken: IntArray, fixed: tuple[BoolArray, BoolArray] | None
+) -> BoolArray:
+    """Return whether the best exchange of each pair of ranks gives one of them an expert that it holds.
+
+    Shapes: best (pairs), the position in the S * S exchanges; given, taken and both of fixed (S, pairs).
+    """
+    columns = np.arange(len(best))
+    out, back = best // len(given), best % len(given)
+    first, second = given[out, columns], taken[back, columns]
+    result: BoolArray = ((taken == first).any(0) & (first != EMPTY)) | (
+        (given == second).any(0) & (second != EMPTY)
+    )
+    if fixed is not None:
+        result |= fixed[0][out, columns] | fixed[1][back, columns]
+    return result
+
+
+def _list_barred(
+    pairs: IntArray, given: IntArray, taken: IntArray, fixed: tuple[BoolArray, BoolArray] | None
+) -> BoolArray:
+    """Return which exchanges (S, S, pairs) give a rank an expert that it holds, for some of the pairs."""
+    given, taken = given[:, pairs], taken[:, pairs]
+    is_same = (given[:, None] == taken[None]) & (given != EMPTY)[:, None]
+    # Equal slots in both are such a case, and gain nothing.
+    result: BoolArray = is_same.any(1)[:, None] | is_same.any(0)[None]
+    if fixed is not None:
+        result |= fixed[0][:, pairs][:, None] | fixed[1][:, pairs][None]
+    return result
 
 
 def count_slots(slots: IntArray, num_experts: int) -> IntArray:
@@ -206,7 +244,8 @@ def fill_slots(packing: Packing, load: FloatArray) -> Packing:
     num_experts = load.shape[1]
     counts = count_slots(slots, num_experts)
     limit = loads.max(1)
-    order = np.where((slots == EMPTY).any(2), loads, np.inf)
+    free = (slots == EMPTY).sum(2)
+    order = np.where(free > 0, loads, np.inf)
     while (rows := np.flatnonzero(np.isfinite(order.min(1)))).size:
         ranks = order[rows].argmin(1)
         held = slots[rows, ranks]
@@ -221,10 +260,11 @@ def fill_slots(packing: Packing, load: FloatArray) -> Packing:
             continue
         # The other replicas give up what the new one takes.
         number = counts[rows, experts]
-        others = (slots[rows] == experts[:, None, None]).any(2)
-        loads[rows] -= others * (load[rows, experts] / (number * (number + 1)))[:, None]
+        which, others, _ = np.nonzero(slots[rows] == experts[:, None, None])
+        loads[rows[which], others] -= (load[rows, experts] / (number * (number + 1)))[which]
         loads[rows, ranks] += load[rows, experts] / (number + 1)
         counts[rows, experts] += 1
         slots[rows, ranks, (slots[rows, ranks] == EMPTY).argmax(1)] = experts
-        order[rows] = np.where(np.isfinite(order[rows]) & (slots[rows] == EMPTY).any(2), loads[rows], np.inf)
+        free[rows, ranks] -= 1
+        order[rows] = np.where(np.isfinite(order[rows]) & (free[rows] > 0), loads[rows], np.inf)
     return Packing(slots, loads)

@@ -17,7 +17,7 @@ from moeverify.errors import CaseError, Problem
 from moeverify.placement.bounds import bound_load
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.cost import Cost, measure_cost, measure_steps
-from moeverify.placement.exact import Status, solve_exactly
+from moeverify.placement.exact import ExactAnswer, Status, solve_exactly
 from moeverify.placement.heuristic import solve
 from moeverify.placement.incremental import improve
 from moeverify.placement.load_trace import LoadTrace, TokenLoad, sum_steps
@@ -101,16 +101,8 @@ def make_plan(
     load = sum_steps(trace, cluster)
     started = time.monotonic()
     old = current.mark()
-    marks = solve(load, cluster, num_slots, effort="fast" if exact_seconds is None else "thorough")
-    marks = move_to_current(marks, old, cluster) if load.is_even else marks
-    bound = bound_load(load, cluster, num_slots)
-    statuses: tuple[Status, ...] = ()
-    if exact_seconds is not None:
-        answer = solve_exactly(
-            load, cluster, num_slots, marks, seconds=exact_seconds, bound=bound, current=old
-        )
-        marks, bound, statuses = answer.marks, answer.bound, answer.statuses
-    marks = _keep_better(old, marks, load, cluster)
+    answer = _search(load, cluster, num_slots, old, exact_seconds)
+    marks = _keep_better(old, answer.marks, load, cluster)
     gain_share = best_moves = None
     if max_moves is not None:
         improvement = improve(old, marks, load, cluster, num_slots, max_moves=max_moves)
@@ -124,14 +116,28 @@ def make_plan(
         num_slots,
         Side(current, measure_cost(old, load, cluster), measure_steps(old, trace, cluster)),
         Side(placement, measure_cost(marks, load, cluster), measure_steps(marks, trace, cluster)),
-        bound,
+        answer.bound,
         list_moves(current, placement, cluster),
         seconds,
-        statuses,
+        answer.statuses,
         max_moves,
         gain_share,
         best_moves,
     )
+
+
+def _search(
+    load: TokenLoad, cluster: Cluster, num_slots: int, old: BoolArray, exact_seconds: float | None
+) -> ExactAnswer:
+    """Return what the heuristic finds, improved by the exact solver if that has time; `old` is (L, E, R)."""
+    marks = solve(load, cluster, num_slots, effort="fast" if exact_seconds is None else "thorough")
+    if load.is_even:
+        # Ranks are interchangeable here: their numbers are chosen so that most experts stay where they are.
+        marks = move_to_current(marks, old, cluster)
+    bound = bound_load(load, cluster, num_slots)
+    if exact_seconds is None:
+        return ExactAnswer(marks, bound, ())
+    return solve_exactly(load, cluster, num_slots, marks, seconds=exact_seconds, bound=bound, current=old)
 
 
 def _keep_better(old: BoolArray, new: BoolArray, load: TokenLoad, cluster: Cluster) -> BoolArray:

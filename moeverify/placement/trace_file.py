@@ -2,8 +2,8 @@
 
 One line of JSON (`TraceHeader` and the version of the format), then a record for each step: 28 bytes of head
 (magic, bytes of an integer, step, length of the body, CRC-32 of the body, CRC-32 of the head), then the body, zlib
-over unsigned little-endian integers (L, E, R). Whatever a crash leaves of the last record is cut off by the next writer. A step that is
-recorded again, because a run went back to a checkpoint, replaces what was recorded before.
+over unsigned little-endian integers (L, E, R). Whatever a crash leaves of the last record is cut off by the next
+writer. A step that is recorded again, because a run went back to a checkpoint, replaces what was recorded before.
 
 An array that numpy saved (`.npy`) is read as well: (L, E), (T, L, E) or (T, L, E, R).
 """

@@ -38,7 +38,8 @@ def test_a_trace_becomes_a_placement(invoke: Invoke, trace: Path, tmp_path: Path
     assert "3 steps, 2 MoE layers, 16 experts; tokens of each rank" in done.stdout
     assert "4 on 1 node, 6 slots each, 8 spare" in done.stdout
     plan = json.loads(results.read_text())
-    assert plan["before"]["balancedness"] < 0.7 < 0.97 < plan["after"]["balancedness"]
+    assert plan["before"]["balancedness"] < 0.7
+    assert plan["after"]["balancedness"] > 0.97
     assert f"{plan['after']['balancedness']:.4f}" in done.stdout
     assert all(
         low <= high * (1 + 1e-9) for low, high in zip(plan["bound"], plan["after"]["largest"], strict=True)
@@ -69,7 +70,7 @@ def test_the_exact_solver_says_how_it_ended(invoke: Invoke, tmp_path: Path) -> N
     done = invoke("place", path, "--ranks", 2, "--slots", 2, "--exact", "--time-limit", 20)
     assert done.exit_code == 0, done.stderr
     assert "exact, 1 of 1 layer optimal" in done.stdout
-    assert "the gap to it is 10.00%" in done.stdout  # 11 and 9, against a mean of 10
+    assert "bound    11: no placement has less; the gap to it is 0.00%" in done.stdout  # 9 + 2
     assert "tokens the same from every rank" in done.stdout
 
 
