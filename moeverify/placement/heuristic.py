@@ -35,18 +35,17 @@ Effort = Literal["fast", "thorough"]
 
 
 class _Search(NamedTuple):
-    """How much is tried: sizes of replicas, layers that go on (by distance to the mean), rounds of swaps."""
+    """How much is tried: sizes of replicas, rounds of swaps, and whether all packings are swapped or the best."""
 
     sizes: tuple[float, ...]
-    enough: float
     rounds: int
     swaps_all: bool
 
 
 # A size of 0 is the smallest possible largest replica, 1 the mean load of a rank.
 _SEARCHES: dict[Effort, _Search] = {
-    "fast": _Search((0.25, 0.5, 0.75, 1.0), enough=0.002, rounds=14, swaps_all=False),
-    "thorough": _Search(tuple(np.linspace(0, 1, 17)[1:]), enough=0.0, rounds=80, swaps_all=True),
+    "fast": _Search((0.25, 0.5, 0.75, 1.0), rounds=14, swaps_all=False),
+    "thorough": _Search(tuple(np.linspace(0, 1, 17)[1:]), rounds=80, swaps_all=True),
 }
 
 
@@ -144,40 +143,32 @@ def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Sear
     counts = count_replicas(load, num_ranks * num_slots, num_ranks)
     smallest = (load / counts).max(1)
     mean = load.sum(1) / num_ranks
-    target = np.maximum(mean, smallest)
-    best = pack(load, counts, num_ranks, num_slots)
-    if search.swaps_all:
-        best = _swap(best, load, search.rounds)
     # A layer whose mean is below its smallest replica gains nothing from larger ones.
-    is_open = (best.loads.max(1) > target * (1 + search.enough)) & (mean > smallest)
-    rows = np.flatnonzero(is_open)
-    if len(rows) and num_ranks * num_slots > max(load.shape[1], num_ranks):
-        for packing in _pack_sizes(load[rows], smallest[rows], mean[rows], num_ranks, num_slots, search):
-            is_better = packing.loads.max(1) < best.loads[rows].max(1)
-            best.slots[rows[is_better]] = packing.slots[is_better]
-            best.loads[rows[is_better]] = packing.loads[is_better]
+    is_spare = num_ranks * num_slots > max(load.shape[1], num_ranks)
+    open_rows = np.flatnonzero((mean > smallest) & is_spare)
+    # The smallest size for every layer, and the others for those: one batch, whose rows are (size, layer).
+    sizes = [smallest + part * (mean - smallest) for part in search.sizes]
+    rows = np.concatenate([np.arange(len(load)), np.tile(open_rows, len(sizes))])
+    larger = [count_for_size(load[open_rows], size[open_rows], num_ranks, num_ranks) for size in sizes]
+    packing = pack(load[rows], np.concatenate([counts, *larger]), num_ranks, num_slots)
+    if search.swaps_all:
+        packing = _swap(packing, load[rows], search.rounds)
+    best = _choose_packing(packing, rows, len(load))
     if not search.swaps_all:
-        rows = np.flatnonzero(best.loads.max(1) > target * (1 + _SWAP_ENOUGH))
-        if len(rows):
-            part = _swap(Packing(best.slots[rows], best.loads[rows]), load[rows], search.rounds)
-            best.slots[rows], best.loads[rows] = part
+        uneven = np.flatnonzero(best.loads.max(1) > np.maximum(mean, smallest) * (1 + _SWAP_ENOUGH))
+        if len(uneven):
+            swapped = _swap(Packing(best.slots[uneven], best.loads[uneven]), load[uneven], search.rounds)
+            best.slots[uneven], best.loads[uneven] = swapped
     return fill_slots(Packing(_fill_ranks(best.slots, load), best.loads), load)
 
 
-def _pack_sizes(
-    load: FloatArray, smallest: FloatArray, mean: FloatArray, num_ranks: int, num_slots: int, search: _Search
-) -> list[Packing]:
-    """Return a packing of the layers for each size of replicas, all made in one batch."""
-    parts = np.array(search.sizes)[:, None]
-    sizes = (smallest + parts * (mean - smallest)).ravel()
-    repeated = np.tile(load, (len(search.sizes), 1))
-    counts = count_for_size(repeated, sizes, num_ranks, num_ranks)
-    packing = pack(repeated, counts, num_ranks, num_slots)
-    if search.swaps_all:
-        packing = _swap(packing, repeated, search.rounds)
-    cuts = np.arange(0, len(repeated), len(load))
-    parts_of = [slice(cut, cut + len(load)) for cut in cuts]
-    return [Packing(packing.slots[part], packing.loads[part]) for part in parts_of]
+def _choose_packing(packing: Packing, rows: IntArray, num_layers: int) -> Packing:
+    """Return the packing of each layer with the smallest largest load; `rows` says whose each one is."""
+    largest = packing.loads.max(1)
+    # By layer, then by load, then in the order they came.
+    order = np.lexsort((largest, rows))
+    first = order[np.searchsorted(rows[order], np.arange(num_layers))]
+    return Packing(packing.slots[first], packing.loads[first])
 
 
 def _swap(packing: Packing, load: FloatArray, num_rounds: int) -> Packing:

@@ -89,15 +89,13 @@ def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> 
     first = np.arange(num_layers) * num_ranks
     # Columns are read one by one: contiguous, they cost a third.
     columns = zip(np.ascontiguousarray(replicas.T), np.ascontiguousarray(sizes.T), strict=True)
-    previous = np.full(num_layers, EMPTY)
     for experts, size in columns:
-        place = order.argmin(1)
-        again = np.flatnonzero(experts == previous)
+        place = first + order.argmin(1)
+        # A rank that has just got a replica is seldom still the one with the least load.
+        again = np.flatnonzero(flat_last[place] == experts)
         if again.size:
             is_barred = last[again] == experts[again, None]
-            place[again] = np.where(is_barred, np.inf, order[again]).argmin(1)
-        previous = experts
-        place += first
+            place[again] = first[again] + np.where(is_barred, np.inf, order[again]).argmin(1)
         is_open = (flat_order[place] < np.inf) & (flat_last[place] != experts) & (experts != EMPTY)
         place, given, added = place[is_open], experts[is_open], size[is_open]
         slots[place, filled[place]] = given

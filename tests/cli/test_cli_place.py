@@ -74,6 +74,20 @@ def test_the_exact_solver_says_how_it_ended(invoke: Invoke, tmp_path: Path) -> N
     assert "tokens the same from every rank" in done.stdout
 
 
+def test_without_an_answer_in_time_the_heuristic_stands(invoke: Invoke, tmp_path: Path) -> None:
+    """The exact solver has too little time: its state is printed, and the placement is that of the heuristic."""
+    path, out, results = tmp_path / "load.npy", tmp_path / "p.yaml", tmp_path / "p.json"
+    np.save(path, np.random.default_rng(0).integers(1, 1000, (2, 64)) ** 2)
+    options = ("--ranks", 16, "--slots", 6, "--out", out, "--json", results)
+    done = invoke("place", path, *options, "--exact", "--time-limit", 0.1)
+    assert done.exit_code == 0, done.stderr
+    assert "exact, 0 of 2 layers optimal, 2 at the time limit" in done.stdout
+    plan = json.loads(results.read_text())
+    assert plan["statuses"] == ["time limit", "time limit"]
+    assert 0 < plan["gap"] < 0.05
+    assert read_placement(out).num_ranks == 16
+
+
 def test_everything_wrong_is_said_at_once(invoke: Invoke, tmp_path: Path) -> None:
     bad = tmp_path / "p.yaml"
     bad.write_text("num_experts: 4\nmatrix:\n- [0, 1]\n- []\n")
