@@ -116,4 +116,4 @@ def test_what_does_not_fit_together_leaves_no_file(invoke: Invoke, trace: Path, 
     trace.write_bytes(b"x")
     done = invoke("place", trace, "--ranks", 4, "--slots", 4)
     assert done.exit_code == 2
-    assert "this is no load trace; record one with --trace" in done.stderr
+    assert "this is no load trace; write one with TraceWriter" in done.stderr
