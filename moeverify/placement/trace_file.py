@@ -32,7 +32,9 @@ _HEAD = struct.Struct("<4sIQII")  # magic, bytes of an integer, step, length of 
 _HEAD_SUM = struct.Struct("<I")  # a damaged length must not pass for a record that a crash cut short
 _LONGEST_HEADER = 1 << 20
 _NUMPY_MAGIC = b"\x93NUMPY"
-_REMEDY = "write one with TraceWriter, or save an array of token copies (steps, layers, experts) with numpy.save"
+_REMEDY = (
+    "write one with TraceWriter, or save an array of token copies (steps, layers, experts) with numpy.save"
+)
 
 
 @dataclass(frozen=True)
