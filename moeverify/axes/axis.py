@@ -12,6 +12,7 @@ from typing import Literal
 
 from moeverify.case.rule import Rule
 from moeverify.case.schema import Case, Layout
+from moeverify.results.checks import Kind
 
 ViewName = Literal["data", "dense", "sparse", "loss"]
 VIEWS: tuple[ViewName, ...] = ("data", "dense", "sparse", "loss")
@@ -48,7 +49,7 @@ class Divided:
     other way round.
     """
 
-    kind: Literal["token_loss", "initial_weight"]
+    kind: Literal[Kind.TOKEN_LOSS, Kind.INITIAL_WEIGHT]
     part: Part = "all"
     applies: Callable[[Case], bool] = always
 

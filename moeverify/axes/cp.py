@@ -6,6 +6,7 @@ Which positions, and what they must be a multiple of, is said by the chosen `con
 from __future__ import annotations
 
 from moeverify.axes.axis import Axis, Divided
+from moeverify.results.checks import Kind
 
 AXIS = Axis(
     name="cp",
@@ -13,6 +14,6 @@ AXIS = Axis(
     size=lambda layout: layout.cp,
     views=lambda _: ("data",),
     batch_dim="positions",
-    divides=Divided("token_loss"),
+    divides=Divided(Kind.TOKEN_LOSS),
     is_varied=True,
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from moeverify.axes.axis import Axis, Divided, in_moe_blocks
 from moeverify.axes.borrowed import count_holders, has_experts
 from moeverify.case.schema import Case
+from moeverify.results.checks import Kind
 
 
 def _shards_parameters(case: Case) -> bool:
@@ -26,7 +27,7 @@ FSDP = Axis(
     name="fsdp",
     size=lambda layout: layout.dp_shard * layout.cp,
     views=lambda _: ("dense",),
-    divides=Divided("initial_weight", "others", _shards_parameters),
+    divides=Divided(Kind.INITIAL_WEIGHT, "others", _shards_parameters),
     is_factor=False,
     is_union=True,
 )
@@ -43,7 +44,7 @@ EFSDP = Axis(
     name="efsdp",
     size=count_holders,
     views=lambda layout: () if layout.data_parallel == "ddp" else ("sparse",),
-    divides=Divided("initial_weight", "experts", _shards_experts),
+    divides=Divided(Kind.INITIAL_WEIGHT, "experts", _shards_experts),
     places_experts=True,
     affects=in_moe_blocks,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.axes.axis import Axis, Divided, ViewName
 from moeverify.case.schema import Layout
+from moeverify.results.checks import Kind
 
 
 def _views(layout: Layout) -> Sequence[ViewName]:
@@ -19,7 +20,7 @@ AXIS = Axis(
     size=lambda layout: layout.dp_replicate,
     views=_views,
     batch_dim="rows",
-    divides=Divided("token_loss"),
+    divides=Divided(Kind.TOKEN_LOSS),
     custom_models="wrapped",
     is_varied=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moeverify.axes.axis import Axis, Divided
+from moeverify.results.checks import Kind
 
 AXIS = Axis(
     name="dp_shard",
@@ -10,7 +11,7 @@ AXIS = Axis(
     size=lambda layout: layout.dp_shard,
     views=lambda _: ("data",),
     batch_dim="rows",
-    divides=Divided("token_loss"),
+    divides=Divided(Kind.TOKEN_LOSS),
     custom_models="wrapped",
     is_varied=True,
 )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from moeverify.axes.axis import Axis, Divided, Size, in_experts
 from moeverify.axes.borrowed import has_experts, needs_experts
+from moeverify.results.checks import Kind
 
 AXIS = Axis(
     name="etp",
     degree="etp",
     size=lambda layout: layout.expert_tp,
     views=lambda _: ("sparse",),
-    divides=Divided("initial_weight", "experts", has_experts),
+    divides=Divided(Kind.INITIAL_WEIGHT, "experts", has_experts),
     sizes=(Size("model.moe.expert_hidden", "the width of an expert"),),
     places_experts=True,
     rules=(needs_experts("etp"),),

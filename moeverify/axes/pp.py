@@ -10,6 +10,7 @@ from moeverify.axes.stages import count_stages, split_evenly
 from moeverify.case.rule import blame, own_model, reading, round_up
 from moeverify.case.schema import Case, Layout
 from moeverify.errors import Problem
+from moeverify.results.checks import Kind
 
 
 @reading(*SCHEDULE_FIELDS, "layout.stage_layers", "layout.parallelize")
@@ -59,7 +60,7 @@ AXIS = Axis(
     degree="pp",
     size=lambda layout: layout.pp,
     views=lambda _: ("data", "dense", "sparse", "loss"),
-    divides=Divided("initial_weight"),
+    divides=Divided(Kind.INITIAL_WEIGHT),
     custom_models="no",
     rules=(pipelines, layers_of_stages),
 )

@@ -8,6 +8,7 @@ from moeverify.axes.axis import Axis, Divided, Size
 from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
+from moeverify.results.checks import Kind
 
 
 @reading("layout.sequence_parallel", "layout.loss_parallel", "layout.tp")
@@ -23,7 +24,7 @@ AXIS = Axis(
     degree="tp",
     size=lambda layout: layout.tp,
     views=lambda _: ("data", "dense", "loss"),
-    divides=Divided("initial_weight", "others"),
+    divides=Divided(Kind.INITIAL_WEIGHT, "others"),
     sizes=(
         Size("model.num_heads", "attention heads"),
         Size("model.num_kv_heads", "key and value heads"),

@@ -15,6 +15,7 @@ from moeverify.cli.explain import explain
 from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
 from moeverify.cli.mesh import mesh
+from moeverify.cli.place import place
 from moeverify.cli.report import report
 from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
@@ -60,7 +61,7 @@ def _list_checks() -> str:
     return "\b\nChecks that a case may skip, declare to differ, or ask for:\n" + "\n".join(lines)
 
 
-_COMMANDS = (run, reshard, check, schema, golden, mesh, bench, convert, doctor, report, explain, diff)
+_COMMANDS = (run, reshard, check, schema, golden, mesh, place, bench, convert, doctor, report, explain, diff)
 for _command in _COMMANDS:
     app.command(epilog=_list_checks() if _command is check else None)(_command)
 app.add_typer(faults, name="faults")

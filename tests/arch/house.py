@@ -38,6 +38,7 @@ FLOORS: Mapping[str, int] = {
     "jobs": 2,
     "report": 2,
     "case": 1,
+    "placement": 0,
     "results": 0,
     # Beneath the house: they import nothing of ours.
     "dtype_names": -1,
@@ -58,6 +59,7 @@ WITHOUT_TORCH = (
     "case",
     "axes",
     "validation",
+    "placement",
 )
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.

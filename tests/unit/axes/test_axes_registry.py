@@ -90,7 +90,7 @@ AXIS = Axis(
     size=lambda layout: layout.island,
     views=lambda _: ("data", "dense", "sparse", "loss"),
     batch_dim="rows",
-    divides=Divided("token_loss"),
+    divides=Divided(Kind.TOKEN_LOSS),
     is_varied=True,
 )
 '''
@@ -101,6 +101,7 @@ from moeverify.axes.groups import axis_affects, list_degrees, list_groups
 from moeverify.axes.mesh import MeshPlan
 from moeverify.faults.setting import make_case
 from moeverify.validation.rules import validate
+from moeverify.results.checks import Kind
 
 case = make_case("a", island=3, tp=2)
 plan = MeshPlan.of(case.layout)

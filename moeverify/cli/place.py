@@ -1,0 +1,117 @@
+"""`moeverify place`: from a load trace to a placement of experts on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.context import open_context
+
+if TYPE_CHECKING:
+    from moeverify.placement.plan import Plan
+
+
+_Trace = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help="A load trace, or an array of numpy (.npy).", show_default=False),
+]
+_Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, help="Ranks that share the experts.", show_default=False)
+]
+_Slots = Annotated[
+    int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
+]
+_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are on, in order.")]
+_Current = Annotated[
+    Path | None,
+    typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
+]
+_Exact = Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")]
+_TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds that --exact may take.")
+]
+_MaxMoves = Annotated[
+    int | None,
+    typer.Option(
+        "--max-moves",
+        min=0,
+        metavar="N",
+        help="Send as few experts as 95 % of the gain takes, and at most N.",
+    ),
+]
+_Last = Annotated[
+    int | None, typer.Option("--last", min=1, metavar="N", help="Use the last N steps of the trace alone.")
+]
+_Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
+]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")]
+_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")]
+
+
+def place(
+    trace: _Trace,
+    *,
+    ranks: _Ranks,
+    slots: _Slots,
+    nodes: _Nodes = 1,
+    current: _Current = None,
+    exact: _Exact = False,
+    time_limit: _TimeLimit = 60.0,
+    max_moves: _MaxMoves = None,
+    last: _Last = None,
+    out: _Out = None,
+    svg: _Svg = None,
+    json_file: _Json = None,
+) -> None:
+    """Place experts where the load is, with replicas of hot ones in spare slots.
+
+    Prints the loads before and after, a bound that no placement can go below, and the placement.
+    """
+    with open_context() as context:
+        from moeverify.placement.cluster import Cluster
+        from moeverify.placement.placement_file import read_placement
+        from moeverify.placement.plan import collect, make_plan
+        from moeverify.placement.text import print_plan
+        from moeverify.placement.trace_file import read_trace
+        from moeverify.report.files import check_writable
+
+        check_writable([file for file in (out, svg, json_file) if file is not None])
+        load_trace, cluster, placement = collect(
+            lambda: read_trace(trace, last=last),
+            lambda: Cluster(ranks, nodes),
+            lambda: None if current is None else read_placement(current),
+        )
+        plan = make_plan(
+            load_trace,
+            cluster,
+            slots,
+            current=placement,
+            current_file="" if current is None else str(current),
+            exact_seconds=time_limit if exact else None,
+            max_moves=max_moves,
+        )
+        print_plan(plan, context.out, name=str(trace))
+        _write_files(plan, out, svg, json_file)
+
+
+def _write_files(plan: Plan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
+    """Write the files that were asked for."""
+    import json
+
+    from moeverify.placement.picture import draw_plan
+    from moeverify.placement.placement_file import format_placement, placement_to_dict
+    from moeverify.placement.plan import plan_to_dict
+    from moeverify.report.files import write_atomically
+
+    placement = plan.after.placement
+    if out is not None:
+        is_json = out.suffix == ".json"
+        text = json.dumps(placement_to_dict(placement)) if is_json else format_placement(placement)
+        write_atomically(out, text)
+    if svg is not None:
+        write_atomically(svg, draw_plan(plan))
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(plan_to_dict(plan)))

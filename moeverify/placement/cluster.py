@@ -1,0 +1,44 @@
+"""The ranks among which experts are placed, and the nodes that they stand on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeverify.errors import CaseError, Problem
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`num_ranks` ranks on `num_nodes` nodes, consecutive ranks on one node.
+
+    Raises: CaseError when there are no ranks, or when they do not divide evenly among the nodes.
+    """
+
+    num_ranks: int
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_ranks < 1:
+            problems.append(Problem(f"expected at least 1 rank, got {self.num_ranks}", path="ranks"))
+        if self.num_nodes < 1:
+            problems.append(Problem(f"expected at least 1 node, got {self.num_nodes}", path="nodes"))
+        if not problems and self.num_ranks % self.num_nodes:
+            problems.append(
+                Problem(
+                    f"{self.num_ranks} ranks do not divide evenly among {self.num_nodes} nodes",
+                    path="nodes",
+                    remedy="give a number of nodes that divides the number of ranks",
+                )
+            )
+        if problems:
+            raise CaseError(problems)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return how many ranks a node has."""
+        return self.num_ranks // self.num_nodes
+
+    def node_of(self, rank: int) -> int:
+        """Return the node that a rank stands on."""
+        return rank // self.ranks_per_node

@@ -1,0 +1,213 @@
+"""A placement: for each MoE layer, the experts in the slots of each rank.
+
+Letters: L MoE layers, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moeverify.errors import CaseError, Problem
+
+Matrix = tuple[tuple[int, ...], ...]
+"""A row for each rank: the experts in its slots. `((0, 3), (1, 2))` puts experts 0 and 3 on rank 0."""
+
+BoolArray = npt.NDArray[np.bool_]
+
+_MOST_LISTED = 8  # experts or ranks that a message names one by one
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Any expert on any non-empty set of ranks, with any number of experts on a rank, for each MoE layer.
+
+    `layers` holds the index of each MoE layer among the model's blocks, `matrices` its matrix. With no
+    `layers` there is one matrix, and it stands for every MoE layer.
+
+    Example: `Placement(4, (((0, 3), (1, 2), (1, 2), (0, 3)),))` is 4 experts on 4 ranks, each on two of them.
+
+    Raises: CaseError with everything that is wrong.
+    """
+
+    num_experts: int
+    matrices: tuple[Matrix, ...]
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = list(_check_layers(self.layers, len(self.matrices)))
+        for name, matrix in self._name_matrices():
+            problems += check_matrix(matrix, self.num_experts, path=name)
+        sizes = {len(matrix) for matrix in self.matrices}
+        if len(sizes) > 1:
+            counts = ", ".join(map(str, sorted(sizes)))
+            problems.append(
+                Problem(
+                    f"the layers have different numbers of ranks: {counts}", remedy="give each a row a rank"
+                )
+            )
+        if problems:
+            raise CaseError(problems)
+
+    def _name_matrices(self) -> Iterator[tuple[str, Matrix]]:
+        if not self.layers:
+            yield from (("matrix", matrix) for matrix in self.matrices)
+        else:
+            yield from ((f"layers.{layer}", m) for layer, m in zip(self.layers, self.matrices, strict=False))
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.matrices[0])
+
+    @property
+    def num_slots(self) -> int:
+        """Return the most experts that a rank holds in any layer."""
+        return max(len(row) for matrix in self.matrices for row in matrix)
+
+    def spell_out(self, layers: Sequence[int]) -> Placement:
+        """Return the same placement with one matrix for each of `layers`.
+
+        Raises: CaseError when the placement is one of other layers.
+        """
+        if self.layers and self.layers != tuple(layers):
+            raise CaseError(
+                [
+                    Problem(
+                        f"the placement has MoE layers {_list(self.layers)}, expected {_list(layers)}",
+                        path="layers",
+                        remedy="use a placement of this model",
+                    )
+                ]
+            )
+        matrices = self.matrices if self.layers else self.matrices * len(layers)
+        return Placement(self.num_experts, matrices, tuple(layers))
+
+    def mark(self) -> BoolArray:
+        """Return which rank holds which expert: bool (L, E, R)."""
+        marks = np.zeros((len(self.matrices), self.num_experts, self.num_ranks), dtype=np.bool_)
+        for position, matrix in enumerate(self.matrices):
+            for rank, row in enumerate(matrix):
+                marks[position, list(row), rank] = True
+        return marks
+
+
+def from_marks(marks: BoolArray, layers: Sequence[int], *, previous: Placement | None = None) -> Placement:
+    """Return the placement of marks (L, E, R).
+
+    An expert that stays on its rank keeps its slot of `previous` as far as the row is long enough; experts
+    that arrive take the slots of those that leave.
+    """
+    matrices = []
+    for position, layer_marks in enumerate(marks):
+        rows = [np.flatnonzero(layer_marks[:, rank]).tolist() for rank in range(layer_marks.shape[1])]
+        if previous is not None:
+            rows = [_keep_slots(old, row) for old, row in zip(previous.matrices[position], rows, strict=True)]
+        matrices.append(tuple(tuple(row) for row in rows))
+    return Placement(marks.shape[1], tuple(matrices), tuple(layers))
+
+
+def _keep_slots(old: Sequence[int], new: list[int]) -> list[int]:
+    """Return the experts of `new`, those of `old` in their slots."""
+    arriving = iter([expert for expert in new if expert not in old])
+    row = [expert if expert in new else next(arriving, None) for expert in old]
+    return [expert for expert in row if expert is not None] + list(arriving)
+
+
+def place_in_blocks(num_experts: int, num_ranks: int, layers: Sequence[int]) -> Placement:
+    """Return the placement of plain expert parallelism: equal consecutive blocks, in rank order.
+
+    With more ranks than experts, consecutive ranks hold the same expert.
+    """
+    marks = np.zeros((num_experts, num_ranks), dtype=np.bool_)
+    if num_ranks <= num_experts:
+        experts = np.arange(num_experts)
+        # The first `num_experts % num_ranks` ranks take one more, so that no rank is left without.
+        size, longer = divmod(num_experts, num_ranks)
+        starts = np.arange(num_ranks) * size + np.minimum(np.arange(num_ranks), longer)
+        marks[experts, np.searchsorted(starts, experts, side="right") - 1] = True
+    else:
+        marks[np.arange(num_ranks) * num_experts // num_ranks, np.arange(num_ranks)] = True
+    return from_marks(np.broadcast_to(marks, (len(layers), *marks.shape)), layers)
+
+
+def check_matrix(matrix: Sequence[Sequence[int]], num_experts: int, *, path: str) -> Iterator[Problem]:
+    """Yield what is wrong with one matrix, which is called `path`."""
+    if not matrix:
+        yield Problem("there is no rank", path=path, remedy="write a row for each rank: [[0, 3], [1, 2]]")
+        return
+    found: set[int] = set()
+    for rank, row in enumerate(matrix):
+        where = f"{path}[{rank}]"
+        if not row:
+            yield Problem(f"rank {rank} holds no expert", path=where, remedy="give it at least one expert")
+        unknown = sorted({expert for expert in row if not 0 <= expert < num_experts})
+        if unknown:
+            yield Problem(
+                f"{_name_experts(unknown)} is not one of the {num_experts} experts"
+                if len(unknown) == 1
+                else f"{_name_experts(unknown)} are not among the {num_experts} experts",
+                path=where,
+                remedy=f"experts are numbered 0 to {num_experts - 1}",
+            )
+        twice = sorted({expert for expert in row if row.count(expert) > 1})
+        if twice:
+            yield Problem(
+                f"rank {rank} holds {_name_experts(twice)} more than once",
+                path=where,
+                remedy="name each expert once in a row; replicas are on different ranks",
+            )
+        found.update(row)
+    missing = sorted(set(range(num_experts)) - found)
+    if missing:
+        yield Problem(
+            f"no rank holds {_name_experts(missing)}",
+            path=path,
+            remedy="put each expert on at least one rank",
+        )
+
+
+def check_fit(
+    placement: Placement, *, num_experts: int, num_ranks: int, layers: Sequence[int], file: str = ""
+) -> Iterator[Problem]:
+    """Yield how a placement differs from what a model and its ranks need."""
+    if placement.num_experts != num_experts:
+        message = f"the placement has {placement.num_experts} experts, the model has {num_experts}"
+        yield Problem(message, file, path="num_experts", remedy="use a placement of this model")
+    if placement.num_ranks != num_ranks:
+        message = f"the placement has {placement.num_ranks} ranks, expected {num_ranks}"
+        yield Problem(
+            message, file, remedy=f"write {num_ranks} rows, or place for {placement.num_ranks} ranks"
+        )
+    if placement.layers and placement.layers != tuple(layers):
+        message = f"the placement has MoE layers {_list(placement.layers)}, the model has {_list(layers)}"
+        yield Problem(message, file, path="layers", remedy="use a placement of this model")
+
+
+def _check_layers(layers: Sequence[int], num_matrices: int) -> Iterator[Problem]:
+    if not num_matrices:
+        yield Problem("there is no layer", path="layers", remedy="give a matrix, or one for each MoE layer")
+    if layers and len(layers) != num_matrices:
+        yield Problem(f"there are {len(layers)} layers and {num_matrices} matrices", path="layers")
+    if not layers and num_matrices > 1:
+        yield Problem(
+            f"there are {num_matrices} matrices, and nothing says of which layers",
+            path="layers",
+            remedy="name the MoE layers, or give one matrix for all",
+        )
+    if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
+        yield Problem(f"MoE layers {_list(layers)}: expected different indices from 0", path="layers")
+
+
+def _name_experts(experts: Sequence[int]) -> str:
+    return f"{'expert' if len(experts) == 1 else 'experts'} {_list(experts)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    """Return numbers for a message, the first ones of many."""
+    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    more = len(numbers) - _MOST_LISTED
+    return f"{shown} and {more} more" if more > 0 else shown

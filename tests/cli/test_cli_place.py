@@ -1,0 +1,119 @@
+"""`moeverify place` as a user sees it: what it prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import Result
+
+from moeverify.placement.placement import place_in_blocks
+from moeverify.placement.placement_file import format_placement, read_placement
+from moeverify.placement.synthetic import make_trace
+from moeverify.placement.trace_file import TraceWriter
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "load.trace"
+    made = make_trace("zipf", seed=0, num_layers=2, num_experts=16, num_sources=4, num_steps=3)
+    with TraceWriter(path, made.header) as writer:
+        for step, copies in zip(made.steps, made.copies, strict=True):
+            writer.append(step, copies)
+    return path
+
+
+def test_a_trace_becomes_a_placement(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
+    out, picture, results = tmp_path / "p.yaml", tmp_path / "p.svg", tmp_path / "p.json"
+    done = invoke(
+        "place", trace, "--ranks", 4, "--slots", 6, "--out", out, "--svg", picture, "--json", results
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "3 steps, 2 MoE layers, 16 experts; tokens of each rank" in done.stdout
+    assert "4 on 1 node, 6 slots each, 8 spare" in done.stdout
+    plan = json.loads(results.read_text())
+    assert plan["before"]["balancedness"] < 0.7
+    assert plan["after"]["balancedness"] > 0.97
+    assert f"{plan['after']['balancedness']:.4f}" in done.stdout
+    assert all(
+        low <= high * (1 + 1e-9) for low, high in zip(plan["bound"], plan["after"]["largest"], strict=True)
+    )
+    placement = read_placement(out)
+    assert placement.layers == (0, 1)
+    assert f"layer 1: {[list(row) for row in placement.matrices[1]]}" in done.stdout
+    assert plan["after"]["placement"]["layers"]["1"] == [list(row) for row in placement.matrices[1]]
+    cells = [each for each in ET.parse(picture).iter() if each.tag.endswith("title")]
+    assert len(cells) == 2 * 2 * 4
+
+
+def test_a_placement_in_use_is_improved_within_a_budget(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
+    current, out = tmp_path / "now.json", tmp_path / "next.json"
+    assert invoke("place", trace, "--ranks", 4, "--slots", 6, "--last", 1, "--out", current).exit_code == 0
+    done = invoke(
+        "place", trace, "--ranks", 4, "--slots", 6, "--current", current, "--max-moves", 2, "--out", out
+    )
+    assert done.exit_code == 0, done.stderr
+    before, after = (read_placement(path).mark() for path in (current, out))
+    assert (after & ~before).sum() <= 2
+    assert "at most 2: " in done.stdout
+
+
+def test_the_exact_solver_says_how_it_ended(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "load.npy"
+    np.save(path, np.array([[9, 5, 4, 2]]))
+    done = invoke("place", path, "--ranks", 2, "--slots", 2, "--exact", "--time-limit", 20)
+    assert done.exit_code == 0, done.stderr
+    assert "exact, 1 of 1 layer optimal" in done.stdout
+    assert "bound    11: no placement has less; the gap to it is 0.00%" in done.stdout  # 9 + 2
+    assert "tokens the same from every rank" in done.stdout
+
+
+def test_without_an_answer_in_time_the_heuristic_stands(invoke: Invoke, tmp_path: Path) -> None:
+    """The exact solver has too little time: its state is printed, and the placement is that of the heuristic."""
+    path, out, results = tmp_path / "load.npy", tmp_path / "p.yaml", tmp_path / "p.json"
+    np.save(path, np.random.default_rng(0).integers(1, 1000, (2, 64)) ** 2)
+    options = ("--ranks", 16, "--slots", 6, "--out", out, "--json", results)
+    done = invoke("place", path, *options, "--exact", "--time-limit", 0.1)
+    assert done.exit_code == 0, done.stderr
+    assert "exact, 0 of 2 layers optimal, 2 at the time limit" in done.stdout
+    plan = json.loads(results.read_text())
+    assert plan["statuses"] == ["time limit", "time limit"]
+    assert 0 < plan["gap"] < 0.05
+    assert read_placement(out).num_ranks == 16
+
+
+def test_everything_wrong_is_said_at_once(invoke: Invoke, tmp_path: Path) -> None:
+    bad = tmp_path / "p.yaml"
+    bad.write_text("num_experts: 4\nmatrix:\n- [0, 1]\n- []\n")
+    done = invoke(
+        "place", tmp_path / "none.trace", "--ranks", 4, "--nodes", 3, "--slots", 1, "--current", bad
+    )
+    assert done.exit_code == 2
+    for words in (
+        "none.trace: there is no such file",
+        "4 ranks do not divide evenly among 3 nodes",
+        f"{bad}:4: matrix[1]: rank 1 holds no expert",
+        "no rank holds experts 2, 3",
+        "4 problems",
+    ):
+        assert words in done.stderr
+
+
+def test_what_does_not_fit_together_leaves_no_file(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
+    current, out = tmp_path / "now.yaml", tmp_path / "next.yaml"
+    current.write_text(format_placement(place_in_blocks(8, 4, [0, 1])))
+    done = invoke("place", trace, "--ranks", 4, "--slots", 3, "--current", current, "--out", out)
+    assert done.exit_code == 2
+    assert "4 ranks with 3 slots each hold 12 experts, the trace has 16" in done.stderr
+    assert f"{current}: num_experts: the placement has 8 experts, the model has 16" in done.stderr
+    assert not out.exists()
+    trace.write_bytes(b"x")
+    done = invoke("place", trace, "--ranks", 4, "--slots", 4)
+    assert done.exit_code == 2
+    assert "this is no load trace; write one with TraceWriter" in done.stderr
