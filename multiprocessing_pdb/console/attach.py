@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable
 
-from multiprocessing_pdb.console.crowd import Answer, ask, collect
+from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.console.terminal import Terminal
-from multiprocessing_pdb.processes import is_alive
+from multiprocessing_pdb.wire.procfs import is_alive
 
 _COMPLETION_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -19,18 +19,18 @@ _LEAVING = ("q", "quit", "exit")
 
 
 class Attachment:
-    """One interactive session. `find_again` finds the rank's next stop, `ask_quit` asks what `q` means."""
+    """One interactive session. `find_next_stop` finds the rank's next stop, `ask_quit` asks what `q` means."""
 
     def __init__(
         self,
         terminal: Terminal,
         target: Target,
-        find_again: Callable[[Target], Target | None],
+        find_next_stop: Callable[[Target], Target | None],
         ask_quit: Callable[[], bool],
     ) -> None:
         self._terminal = terminal
         self._target = target
-        self._find_again = find_again
+        self._find_again = find_next_stop
         self._ask_quit = ask_quit
 
     def run(self) -> None:

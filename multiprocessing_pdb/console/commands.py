@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
+from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, show_groups
 from multiprocessing_pdb.console.link import LinkClosedError
-from multiprocessing_pdb.console.roster import Roster
+from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.table import show_countdowns, show_table
 from multiprocessing_pdb.console.target import Target, clean, read_text
 
@@ -30,12 +30,12 @@ STEPS = {
 }
 
 
-def list_ranks(roster: Roster, targets: Sequence[Target]) -> str:
+def list_ranks(registry: RankRegistry, targets: Sequence[Target]) -> str:
     """Return the table of `ls`."""
     answers = ask(targets, {"do": "status"}, _STATUS_SECONDS)
     explain_silence(answers, _STATUS_SECONDS)
-    notes = [note for source in roster.sources for note in source.take_notes()]
-    return "\n".join([show_table(answers), *show_countdowns(targets, notes)])
+    armed = [record for source in registry.sources for record in source.list_armed()]
+    return "\n".join([show_table(answers), *show_countdowns(targets, armed)])
 
 
 def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
@@ -85,29 +85,31 @@ def kill(targets: Sequence[Target]) -> str:
     return f"killed {name_ranks(targets)}"
 
 
-def kill_job(roster: Roster) -> str:
+def kill_job(registry: RankRegistry) -> str:
     """Kill every process of the job that can be found: the stopped ranks, then the rest."""
-    job = roster.find_job()
-    stopped = roster.find()
+    job = registry.find_job()
+    stopped = registry.find()
     text = kill(stopped) if stopped else "no rank is stopped"
-    others = [person for source in roster.sources for person in source.take_census(job, "kill")]
+    others = [process for source in registry.sources for process in source.list_processes(job, "kill")]
     return f"{text}; sent SIGKILL to {len(others)} process(es) of {job}"
 
 
-def dump_stacks(roster: Roster) -> str:
+def dump_stacks(registry: RankRegistry) -> str:
     """Return the stacks of all processes of the job, stopped, running or hung; equal ones once."""
-    people = [
-        person for source in roster.sources for person in source.take_census(roster.find_job(), "stacks")
+    processes = [
+        process
+        for source in registry.sources
+        for process in source.list_processes(registry.find_job(), "stacks")
     ]
-    if not people:
+    if not processes:
         return "no process of the job was found"
-    groups = group((clean(person.get("text", "")), person) for person in people)
+    groups = group((clean(process.get("text", "")), process) for process in processes)
     return "\n".join(
-        show_block(", ".join(_name(person) for person in members), clean(members[0].get("text", "")))
+        show_block(", ".join(_name(process) for process in members), clean(members[0].get("text", "")))
         for members in groups
     )
 
 
-def _name(person: dict[str, object]) -> str:
-    rank = person.get("rank")
-    return f"rank {rank} (pid {person.get('pid')})" if isinstance(rank, int) else f"pid {person.get('pid')}"
+def _name(process: dict[str, object]) -> str:
+    rank = process.get("rank")
+    return f"rank {rank} (pid {process.get('pid')})" if isinstance(rank, int) else f"pid {process.get('pid')}"

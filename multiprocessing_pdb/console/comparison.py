@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
+from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block
 from multiprocessing_pdb.console.target import Target, read_number, read_text
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
 _PARTS = 256

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from multiprocessing_pdb.challenge import Response
-from multiprocessing_pdb.credentials import check_peer
-from multiprocessing_pdb.directory import Directory
-from multiprocessing_pdb.framing import Decoder, Frame, FrameError, Transform, encode
+from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, Transform, encode
+from multiprocessing_pdb.wire.handshake import Response
+from multiprocessing_pdb.wire.peer_credentials import check_peer
+from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
 
@@ -82,7 +82,7 @@ class SocketLink:
         response = Response(token)
         try:
             self._send(response.answer(self._await_frame(seconds)))
-            self._seal, self._decoder.unseal = response.judge(self._await_frame(seconds))
+            self._seal, self._decoder.unseal = response.verify(self._await_frame(seconds))
         except FrameError as error:
             self._fail(str(error))
             raise LinkClosedError(self.closed) from None
@@ -159,10 +159,10 @@ def wait(channels: Iterable[Channel], seconds: float) -> None:
             key.data.pump()
 
 
-def connect_local(directory: Directory, name: str) -> SocketLink:
+def connect_local(directory: RuntimeDirectory, name: str) -> SocketLink:
     """Return a link to a socket of the runtime directory.
 
-    Raises ConnectionRefusedError when nobody listens any more, StrangerError when another user does, and
+    Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user does, and
     OSError otherwise.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -8,8 +8,8 @@ from multiprocessing_pdb.console import commands
 from multiprocessing_pdb.console.attach import Attachment
 from multiprocessing_pdb.console.comparison import compare
 from multiprocessing_pdb.console.grouping import name_ranks, show_groups
-from multiprocessing_pdb.console.guide import GUIDE
-from multiprocessing_pdb.console.roster import JobError, Roster
+from multiprocessing_pdb.console.help_text import HELP
+from multiprocessing_pdb.console.registry import JobError, RankRegistry
 from multiprocessing_pdb.console.selection import SelectionError, select
 from multiprocessing_pdb.console.target import Target, read_text
 from multiprocessing_pdb.console.terminal import Terminal
@@ -24,28 +24,28 @@ class UsageError(ValueError):
 class Shell:
     """One console session."""
 
-    def __init__(self, roster: Roster, terminal: Terminal, deadline: float) -> None:
-        self._roster = roster
+    def __init__(self, registry: RankRegistry, terminal: Terminal, deadline: float) -> None:
+        self._registry = registry
         self._terminal = terminal
         self._deadline = deadline
         self._is_over = False
-        self._crowd: dict[str, Callable[[Sequence[Target], str], str | None]] = {
-            "ls": lambda targets, _: commands.list_ranks(self._roster, targets),
+        self._on_ranks: dict[str, Callable[[Sequence[Target], str], str | None]] = {
+            "ls": lambda targets, _: commands.list_ranks(self._registry, targets),
             "diff": self._diff,
             "where": lambda targets, _: commands.show_stacks(targets, self._deadline),
             "interrupt": lambda targets, _: commands.interrupt(targets),
             "attach": self._attach_to,
             "kill": lambda targets, _: commands.kill(targets),
         }
-        self._plain: dict[str, Callable[[str], str | None]] = {
+        self._on_console: dict[str, Callable[[str], str | None]] = {
             "wait": self._wait,
-            "stacks": lambda _: commands.dump_stacks(self._roster),
+            "stacks": lambda _: commands.dump_stacks(self._registry),
             "jobs": lambda _: self._list_jobs(),
             "job": self._choose_job,
             "deadline": self._set_deadline,
-            "help": lambda _: GUIDE,
-            "h": lambda _: GUIDE,
-            "?": lambda _: GUIDE,
+            "help": lambda _: HELP,
+            "h": lambda _: HELP,
+            "?": lambda _: HELP,
             "q": lambda _: self._ask_quit_here(),
             "quit": lambda _: self._quit(),
             "exit": lambda _: self._quit(),
@@ -56,7 +56,7 @@ class Shell:
         """Read and do commands until the user leaves; the end of input leaves too."""
         while not self._is_over:
             try:
-                self._tell_late()
+                self._show_late_answers()
                 line = self._terminal.read(_PROMPT, self._complete)
             except EOFError:
                 self.do("quit")
@@ -88,26 +88,26 @@ class Shell:
             selection, _, line = line[1:].partition(" ")
             line = line.strip() or "ls"
         word, _, rest = line.partition(" ")
-        if selection is None and word in self._plain:
-            return self._plain[word](rest.strip())
+        if selection is None and word in self._on_console:
+            return self._on_console[word](rest.strip())
         if word in ("kill", "attach") and selection is None:
             if not rest.strip():
                 raise UsageError(f"{word} needs a rank, such as: {word} 3")
             selection = rest.strip().removeprefix("@")
-        if selection is None and word not in self._crowd and word not in commands.STEPS:
+        if selection is None and word not in self._on_ranks and word not in commands.STEPS:
             raise UsageError(f"no command {word!r}; try help, or @all {line}, or attach to a rank")
         targets = self._choose(selection)
         if not targets:
             return "no rank is stopped; wait 1 waits for one"
-        if word in self._crowd:
-            return self._crowd[word](targets, rest.strip())
+        if word in self._on_ranks:
+            return self._on_ranks[word](targets, rest.strip())
         if word in commands.STEPS:
             step = f"{commands.STEPS[word]} {rest}".strip()
             return commands.run_line(targets, step, self._deadline, command=True)
         return commands.run_line(targets, line, self._deadline)
 
     def _choose(self, selection: str | None) -> list[Target]:
-        targets = self._roster.find()
+        targets = self._registry.find()
         return targets if selection is None or not targets else select(selection, targets)
 
     def _diff(self, targets: Sequence[Target], expression: str) -> str:
@@ -119,7 +119,7 @@ class Shell:
     def _attach_to(self, targets: Sequence[Target], _: str) -> None:
         if len(targets) != 1:
             raise UsageError(f"attach takes one rank, not {name_ranks(targets)}")
-        Attachment(self._terminal, targets[0], self._roster.find_again, self._ask_quit).run()
+        Attachment(self._terminal, targets[0], self._registry.find_next_stop, self._ask_quit).run()
 
     def _ask_quit_here(self) -> None:
         if self._ask_quit():
@@ -127,7 +127,7 @@ class Shell:
 
     def _ask_quit(self) -> bool:
         """Ask what is meant by q, do it, and return whether to leave what the user is in."""
-        stopped = self._roster.find()
+        stopped = self._registry.find()
         self._terminal.show(
             f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"
             " ranks  k: kill the job  anything else: nothing"
@@ -139,12 +139,12 @@ class Shell:
         if answer == "c":
             self._terminal.show(commands.run_line(stopped, "continue", self._deadline, command=True))
         elif answer == "k":
-            self._terminal.show(commands.kill_job(self._roster))
+            self._terminal.show(commands.kill_job(self._registry))
         return answer in ("d", "c", "k")
 
     def _quit(self) -> str:
         self._is_over = True
-        stopped = self._roster.refresh()
+        stopped = self._registry.refresh()
         return f"{name_ranks(stopped)}: still stopped" if stopped else "no rank is stopped"
 
     def _wait(self, rest: str) -> str:
@@ -152,18 +152,18 @@ class Shell:
         if not words or not words[0].isdecimal():
             raise UsageError("wait needs a number of ranks, and may have seconds: wait 8 60")
         seconds = _read_seconds(words[1]) if len(words) > 1 else 365 * 86400.0
-        found = self._roster.await_count(int(words[0]), seconds)
+        found = self._registry.await_count(int(words[0]), seconds)
         text = f"{len(found)} stopped: {name_ranks(found)}" if found else "no rank is stopped"
         if len(found) < int(words[0]):
             raise UsageError(f"{text} after {seconds:g} s")
         return text
 
     def _list_jobs(self) -> str:
-        jobs = self._roster.find_jobs()
+        jobs = self._registry.find_jobs()
         return "\n".join(f"{job}: {count} stopped" for job, count in jobs.items()) or "no rank is stopped"
 
     def _choose_job(self, rest: str) -> str:
-        self._roster.job = rest or None
+        self._registry.job = rest or None
         return f"job {rest}" if rest else "any job"
 
     def _set_deadline(self, rest: str) -> str:
@@ -171,8 +171,8 @@ class Shell:
             self._deadline = _read_seconds(rest)
         return f"each rank has {self._deadline:g} s to answer"
 
-    def _tell_late(self) -> None:
-        for target in self._roster.refresh():
+    def _show_late_answers(self) -> None:
+        for target in self._registry.refresh():
             target.sort()
             while target.late:
                 what, frame = target.late.popleft()
@@ -182,7 +182,7 @@ class Shell:
                 target.learn(frame)
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        words = [*self._crowd, *self._plain, *commands.STEPS]
+        words = [*self._on_ranks, *self._on_console, *commands.STEPS]
         return (
             sorted({f"{word} " for word in words if word.startswith(text) and len(word) > 1})
             if begin == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from multiprocessing_pdb import census
+from multiprocessing_pdb.console import processes
 from multiprocessing_pdb.console.link import Link, LinkClosedError, SocketLink, connect_local, connect_tcp
-from multiprocessing_pdb.credentials import StrangerError
-from multiprocessing_pdb.directory import SOCKET_SUFFIX, Directory
+from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError
+from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX, RuntimeDirectory
 
 
 class Source(Protocol):
@@ -17,10 +17,10 @@ class Source(Protocol):
     def refresh(self) -> dict[str, Link]:
         """Return a link to each stopped rank, by the stem of its file; known links are kept."""
 
-    def take_notes(self) -> list[dict[str, Any]]:
+    def list_armed(self) -> list[dict[str, Any]]:
         """Return what armed processes that are not stopped say of themselves."""
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of a job, with what `action` ("list", "stacks", "kill") got from each."""
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class LocalSource:
     def refresh(self) -> dict[str, Link]:
         """Return the links; a socket file whose process is gone is removed."""
         try:
-            directory = Directory.open()
+            directory = RuntimeDirectory.open()
         except FileNotFoundError:
             return {}
         with directory:
@@ -54,23 +54,23 @@ class LocalSource:
                     self._connect(directory, name)
         return {name.removesuffix(SOCKET_SUFFIX): link for name, link in self._links.items()}
 
-    def _connect(self, directory: Directory, name: str) -> None:
+    def _connect(self, directory: RuntimeDirectory, name: str) -> None:
         try:
             self._links[name] = connect_local(directory, name)
         except ConnectionRefusedError:
             directory.remove(name)  # a socket gets its name only once it listens: this one's process died
         except FileNotFoundError:
             pass  # it went on meanwhile
-        except (StrangerError, OSError) as error:
+        except (UnauthenticatedPeerError, OSError) as error:
             self._warn(f"{name}: {error}")
 
-    def take_notes(self) -> list[dict[str, Any]]:
-        """Return the notes of armed processes that live."""
-        return census.read_notes()
+    def list_armed(self) -> list[dict[str, Any]]:
+        """Return the records of armed processes that are alive."""
+        return processes.read_armed()
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of a job on this machine."""
-        return census.take_census(job, action)
+        return processes.list_processes(job, action)
 
     def close(self) -> None:
         """Close all links."""
@@ -104,11 +104,11 @@ class TcpSource:
                 self._warn(f"{address}: {error}")
         return {f"tcp+{address}+0": link for address, link in self._links.items()}
 
-    def take_notes(self) -> list[dict[str, Any]]:
+    def list_armed(self) -> list[dict[str, Any]]:
         """Return nothing: TCP leads to stopped ranks only."""
         return []
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return nothing: TCP leads to stopped ranks only."""
         return []
 

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from multiprocessing_pdb.console.link import Link
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.wire.framing import Frame
 
 # Colours and pdbpp's "clear the screen" may pass; other sequences could forge what the terminal shows.
 _ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multiprocessing_pdb.directory import Directory, DirectoryRefusedError
+from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError, RuntimeDirectory
 
 Complete = Callable[[str, str, int, int], list[str]]
 _HISTORY_LINES = 2000
@@ -39,7 +39,10 @@ class Terminal:
         readline.set_completer_delims(_DELIMITERS)
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        with contextlib.suppress(OSError, DirectoryRefusedError), Directory.open(create=True) as directory:
+        with (
+            contextlib.suppress(OSError, DirectoryRefusedError),
+            RuntimeDirectory.open(create=True) as directory,
+        ):
             self._history = directory.path / "history"
             with contextlib.suppress(FileExistsError):
                 os.close(directory.create("history"))

@@ -1,4 +1,4 @@
-"""The proof asked of whoever comes over TCP: a token of 256 bits, never sent, and nonces that never repeat.
+"""The proof asked of every TCP peer: a token of 256 bits, never sent, and nonces that never repeat.
 
 The rank sends a fresh nonce. The console answers with its own nonce and an HMAC over both; the rank checks
 it and proves itself the same way. Both then derive one key per direction, and every later frame carries an
@@ -14,7 +14,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from multiprocessing_pdb.framing import Frame, FrameError, Transform
+from multiprocessing_pdb.wire.framing import Frame, FrameError, Transform
 
 TOKEN_BYTES = 32
 VARIABLE = "MPDB_TOKEN_FILE"
@@ -73,7 +73,7 @@ def _read_hex(frame: Frame, name: str) -> bytes:
         raise FrameError(f"{name} is not hexadecimal") from None
 
 
-class Seal:
+class FrameMac:
     """One direction of one connection: adds or checks the HMAC of each frame in turn."""
 
     def __init__(self, key: bytes) -> None:
@@ -96,11 +96,11 @@ class Seal:
         return payload
 
 
-def _derive_seals(token: bytes, rank_nonce: bytes, console_nonce: bytes) -> tuple[Seal, Seal]:
+def _derive_macs(token: bytes, rank_nonce: bytes, console_nonce: bytes) -> tuple[FrameMac, FrameMac]:
     """Return the seal of what goes to the rank and the seal of what goes to the console."""
     return (
-        Seal(_prove(token, b"key to rank", rank_nonce, console_nonce)),
-        Seal(_prove(token, b"key to console", rank_nonce, console_nonce)),
+        FrameMac(_prove(token, b"key to rank", rank_nonce, console_nonce)),
+        FrameMac(_prove(token, b"key to console", rank_nonce, console_nonce)),
     )
 
 
@@ -111,11 +111,11 @@ class Challenge:
         self._token = token
         self._nonce = secrets.token_bytes(TOKEN_BYTES)
 
-    def ask(self) -> Frame:
+    def request(self) -> Frame:
         """Return the first frame of the connection."""
         return {"challenge": self._nonce.hex()}
 
-    def judge(self, frame: Frame) -> tuple[Frame, Transform, Transform]:
+    def verify(self, frame: Frame) -> tuple[Frame, Transform, Transform]:
         """Return our own proof, the seal of what we send, and the check of what we receive.
 
         Raises FrameError when the console's proof is wrong.
@@ -124,7 +124,7 @@ class Challenge:
         if not hmac.compare_digest(proof, _prove(self._token, b"console", self._nonce, console_nonce)):
             raise FrameError("a wrong proof")
         ours = _prove(self._token, b"rank", self._nonce, console_nonce)
-        to_rank, to_console = _derive_seals(self._token, self._nonce, console_nonce)
+        to_rank, to_console = _derive_macs(self._token, self._nonce, console_nonce)
         return {"proof": ours.hex()}, to_console.close, to_rank.open
 
 
@@ -142,7 +142,7 @@ class Response:
         proof = _prove(self._token, b"console", self._rank_nonce, self._nonce)
         return {"nonce": self._nonce.hex(), "proof": proof.hex()}
 
-    def judge(self, frame: Frame) -> tuple[Transform, Transform]:
+    def verify(self, frame: Frame) -> tuple[Transform, Transform]:
         """Return the seal of what we send and the check of what we receive.
 
         Raises FrameError when the rank does not know the token.
@@ -151,5 +151,5 @@ class Response:
             _read_hex(frame, "proof"), _prove(self._token, b"rank", self._rank_nonce, self._nonce)
         ):
             raise FrameError("the rank did not prove that it knows the token")
-        to_rank, to_console = _derive_seals(self._token, self._rank_nonce, self._nonce)
+        to_rank, to_console = _derive_macs(self._token, self._rank_nonce, self._nonce)
         return to_rank.close, to_console.open

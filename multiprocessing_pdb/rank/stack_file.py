@@ -11,7 +11,7 @@ import os
 import signal
 from typing import Any
 
-from multiprocessing_pdb.directory import Directory
+from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 SUFFIX = ".stacks"
 
@@ -29,7 +29,7 @@ def _choose_signal() -> int | None:
 class StackFile:
     """The file, and the signal that makes faulthandler write into it."""
 
-    def __init__(self, directory: Directory, stem: str) -> None:
+    def __init__(self, directory: RuntimeDirectory, stem: str) -> None:
         self._directory = directory
         self._name = stem + SUFFIX
         self._signal = _choose_signal()

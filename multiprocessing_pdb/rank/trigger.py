@@ -31,7 +31,7 @@ class MultiprocessingPdb:
         self._hits: dict[tuple[str, int], int] = {}
         self._done: set[tuple[str, int]] = set()
         if arm:
-            from multiprocessing_pdb.watch import arm as start
+            from multiprocessing_pdb.rank.monitor import arm as start
 
             start()
 
@@ -61,7 +61,7 @@ class MultiprocessingPdb:
 
     @staticmethod
     def _is_among(ranks: int | Collection[int]) -> bool:
-        from multiprocessing_pdb.rank import identify
+        from multiprocessing_pdb.rank.identify import identify
 
         number = identify().number
         return number is not None and (number == ranks if isinstance(ranks, int) else number in ranks)
@@ -78,7 +78,7 @@ class MultiprocessingPdb:
         return True
 
     def _stop(self, frame: FrameType, header: str | None) -> None:
-        from multiprocessing_pdb.stop import Stop, stop_at
+        from multiprocessing_pdb.rank.stop import Stop, stop_at
 
         coordinates = self._coordinates() if callable(self._coordinates) else self._coordinates
         stop_at(frame, Stop(header or "Tra()", self._tcp, coordinates))

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes: environment, ancestry, and whether one is still there."""
+"""Facts about processes from /proc: environment, ancestry, and whether one is still alive."""
 
 from __future__ import annotations
 

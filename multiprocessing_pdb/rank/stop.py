@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from multiprocessing_pdb.debugger import load_pdb, make_debugger
-from multiprocessing_pdb.entrance import tell
-from multiprocessing_pdb.rank import identify
-from multiprocessing_pdb.session import Session
+from multiprocessing_pdb.rank.debugger import load_pdb, make_debugger
+from multiprocessing_pdb.rank.endpoint import write_stderr
+from multiprocessing_pdb.rank.identify import identify
+from multiprocessing_pdb.rank.session import Session
 
 # A thread keeps its debugger: a second stop must not take the first one's breakpoints and displays away.
 _THREAD = threading.local()
@@ -49,8 +49,8 @@ def owns_terminal() -> bool:
         return False
 
 
-def _open_door(stop: Stop) -> Any:
-    """Return this thread's debugger behind an open door, or None when no door can be opened safely.
+def _open_endpoint(stop: Stop) -> Any:
+    """Return this thread's debugger behind an open endpoint, or None when none can be opened safely.
 
     Then the program goes on: a debugger must not end a run.
     """
@@ -61,7 +61,7 @@ def _open_door(stop: Stop) -> Any:
     try:
         session.open(stop.why, stop.tcp, dict(stop.coordinates) if stop.coordinates is not None else None)
     except (OSError, ValueError) as error:
-        tell(f"rank {session.rank.label} does not stop: {error}")
+        write_stderr(f"rank {session.rank.label} does not stop: {error}")
         return None
     return _THREAD.debugger
 
@@ -71,7 +71,7 @@ def stop_at(frame: FrameType, stop: Stop) -> None:
     if is_disabled():
         return
     # The class is called past pdbpp's metaclass, which hands out old instances inside a set_trace.
-    debugger = type.__call__(load_pdb().Pdb) if owns_terminal() else _open_door(stop)
+    debugger = type.__call__(load_pdb().Pdb) if owns_terminal() else _open_endpoint(stop)
     if debugger is not None:
         debugger.set_trace(frame)
 
@@ -85,7 +85,7 @@ def stop_after(error: BaseException, stop: Stop) -> None:
         debugger.reset()
         debugger.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
         return
-    debugger = _open_door(stop)
+    debugger = _open_endpoint(stop)
     if debugger is not None:
         try:
             debugger.reset()

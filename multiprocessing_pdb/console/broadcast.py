@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.target import Target, read_number, read_text
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.wire.framing import Frame
 
 Show = Callable[[Target, str], None]
 
@@ -82,7 +82,7 @@ def collect(answer: Answer, number: int, show: Show | None) -> bool:
 
 
 def explain_silence(answers: Iterable[Answer], seconds: float) -> None:
-    """Ask each rank that did not answer in time what it is doing; its door answers even when it is busy."""
+    """Ask each rank that did not answer in time what it is doing; its server answers even when it is busy."""
     silent = [answer for answer in answers if answer.failure.startswith("no answer")]
     for answer, status in zip(
         silent, ask([a.target for a in silent], {"do": "status"}, seconds), strict=True

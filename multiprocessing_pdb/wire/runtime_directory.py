@@ -15,8 +15,8 @@ from typing import Any
 
 VARIABLE = "MPDB_DIR"
 SOCKET_SUFFIX = ".sock"
-NOTE_SUFFIX = ".note"
-_NOTE_LIMIT = 64 * 1024
+ARMED_SUFFIX = ".armed"
+_RECORD_LIMIT = 64 * 1024
 _PATH_LIMIT = 104  # of sun_path: 108 bytes on Linux, 104 elsewhere, the final zero included
 
 
@@ -32,7 +32,7 @@ def runtime_path() -> Path:
     return Path(os.environ.get(VARIABLE) or f"/tmp/mpdb-{os.geteuid()}")
 
 
-class Directory:
+class RuntimeDirectory:
     """An open, checked runtime directory. All access is through its descriptor: it cannot be swapped."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -40,7 +40,7 @@ class Directory:
         self._descriptor = descriptor
 
     @classmethod
-    def open(cls, path: Path | None = None, *, create: bool = False) -> Directory:
+    def open(cls, path: Path | None = None, *, create: bool = False) -> RuntimeDirectory:
         """Return the checked directory.
 
         Raises DirectoryRefusedError for a symbolic link, another owner or a mode that lets others in, and
@@ -72,7 +72,7 @@ class Directory:
             raise DirectoryRefusedError(f"{path} {reason}")
         return cls(path, descriptor)
 
-    def __enter__(self) -> Directory:
+    def __enter__(self) -> RuntimeDirectory:
         return self
 
     def __exit__(
@@ -121,6 +121,15 @@ class Directory:
             raise
         return listener
 
+    def has(self, name: str) -> bool:
+        """Return whether `name` is there, in a directory that still has its path."""
+        try:
+            here = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            reached = (self.path / name).lstat()
+        except OSError:
+            return False
+        return (here.st_dev, here.st_ino) == (reached.st_dev, reached.st_ino)
+
     def remove(self, name: str) -> None:
         """Remove `name` if it is there."""
         with contextlib.suppress(FileNotFoundError):
@@ -131,12 +140,12 @@ class Directory:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
-    def write_note(self, name: str, note: dict[str, Any]) -> None:
+    def write_record(self, name: str, record: dict[str, Any]) -> None:
         """Write a small JSON file of mode 0600 that readers see whole or not at all."""
         unfinished = f".{name}"
         self.remove(unfinished)
         with os.fdopen(self.create(unfinished), "w", encoding="ascii") as stream:
-            json.dump(note, stream)
+            json.dump(record, stream)
         os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def read_text(self, name: str, limit: int) -> str:
@@ -148,12 +157,12 @@ class Directory:
                 raise DirectoryRefusedError(f"{self.path / name} is no regular file of user {os.geteuid()}")
             return stream.read(limit).decode("utf-8", "replace")
 
-    def notes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each readable note with its name; what is no note is passed over."""
-        for name in self.names(NOTE_SUFFIX):
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each readable record with its name; anything else is passed over."""
+        for name in self.names(ARMED_SUFFIX):
             try:
-                note = json.loads(self.read_text(name, _NOTE_LIMIT))
+                record = json.loads(self.read_text(name, _RECORD_LIMIT))
             except (OSError, ValueError):
                 continue
-            if isinstance(note, dict):
-                yield name, note
+            if isinstance(record, dict):
+                yield name, record

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from multiprocessing_pdb import tensors, values
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.rank import tensors, values
+from multiprocessing_pdb.wire.framing import Frame
 
 _MOST_FRAMES = 200
 
 
-class Clerk:
+class RequestHandler:
     """Answers the requests of consoles about one stopped thread.
 
     The value of a `diff` is kept for the console that asked, so that it can look for the first difference in
@@ -22,8 +22,8 @@ class Clerk:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, Any] = {}
-        self._known: dict[str, Callable[[Any, int, Frame], Frame]] = {
+        self._retained: dict[int, Any] = {}
+        self._handlers: dict[str, Callable[[Any, int, Frame], Frame]] = {
             "evaluate": self._evaluate,
             "hash": self._hash,
             "element": self._read_element,
@@ -31,26 +31,26 @@ class Clerk:
             "where": self._list_stack,
         }
 
-    def knows(self, do: object) -> bool:
+    def handles(self, do: object) -> bool:
         """Tell whether `do` is a request of this kind."""
-        return isinstance(do, str) and do in self._known
+        return isinstance(do, str) and do in self._handlers
 
-    def forget(self, guest: int | None = None) -> None:
+    def forget(self, connection: int | None = None) -> None:
         """Drop what is kept for a console, or for all."""
-        if guest is None:
-            self._held.clear()
+        if connection is None:
+            self._retained.clear()
         else:
-            self._held.pop(guest, None)
+            self._retained.pop(connection, None)
 
-    def answer(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+    def answer(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         """Return the answer, or {"error"} with what went wrong; nothing user code raises goes further."""
         try:
-            return self._known[frame["do"]](debugger, guest, frame)
+            return self._handlers[frame["do"]](debugger, connection, frame)
         except BaseException as error:  # SystemExit and KeyboardInterrupt of an expression included
             return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
-    def _evaluate(self, debugger: Any, guest: int, frame: Frame) -> Frame:
-        self._held.pop(guest, None)
+    def _evaluate(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        self._retained.pop(connection, None)
         code = compile(str(frame["text"]), "<console>", "eval")
         current = debugger.curframe
         # One mapping: a lambda or comprehension in the expression must see the locals too.
@@ -61,23 +61,23 @@ class Clerk:
             value = eval(code, names)  # the user's own expression, in the user's own process
             description = values.describe(value)
         if description.get("length"):
-            self._held[guest] = value
+            self._retained[connection] = value
         return {"value": description}
 
-    def _hash(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+    def _hash(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         begin, end, parts = int(frame["begin"]), int(frame["end"]), int(frame["parts"])
-        return {"hashes": tensors.hash_parts(self._held[guest], begin, end, parts)}
+        return {"hashes": tensors.hash_parts(self._retained[connection], begin, end, parts)}
 
-    def _read_element(self, debugger: Any, guest: int, frame: Frame) -> Frame:
-        return {"element": tensors.read_element(self._held[guest], int(frame["at"]))}
+    def _read_element(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        return {"element": tensors.read_element(self._retained[connection], int(frame["at"]))}
 
-    def _complete(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+    def _complete(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         words = debugger.complete_words(
             str(frame["text"]), str(frame["line"]), int(frame["begin"]), int(frame["end"])
         )
         return {"words": words[:500]}
 
-    def _list_stack(self, debugger: Any, guest: int, frame: Frame) -> Frame:
+    def _list_stack(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         stack = []
         for at, line in debugger.stack[-_MOST_FRAMES:]:
             code = at.f_code

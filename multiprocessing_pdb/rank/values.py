@@ -7,7 +7,7 @@ import re
 import reprlib
 from typing import Any
 
-from multiprocessing_pdb import tensors
+from multiprocessing_pdb.rank import tensors
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _MOST_TEXT = 4000

@@ -7,29 +7,29 @@ import os
 import sys
 from typing import Protocol
 
-from multiprocessing_pdb.timeouts import Timeouts
+from multiprocessing_pdb.rank.timeouts import Timeouts
 
 
-class Open(Protocol):
-    """Something with a door."""
+class Closable(Protocol):
+    """Something that consoles are connected to."""
 
     def close(self, end: str) -> None:
-        """Answer who waits, and close the door."""
+        """Answer the requests that wait, and close the endpoint."""
 
     def abandon(self) -> None:
         """Close descriptors only: this is a forked child, and files and peers are the parent's."""
 
 
-class Process:
+class ProcessState:
     """The open sessions of this process and the timeouts of its collectives."""
 
     def __init__(self) -> None:
         self.timeouts = Timeouts()
-        self._open: list[Open] = []
-        self._exit_pid = 0  # the process whose exit closes the doors: not that of a parent
+        self._open: list[Closable] = []
+        self._exit_pid = 0  # the process whose exit closes the endpoints: not that of a parent
         self._knows_forks = False
 
-    def add(self, opened: Open) -> None:
+    def add(self, opened: Closable) -> None:
         """Close `opened` when the process exits, and abandon it in forked children."""
         self._open.append(opened)
         if self._exit_pid != os.getpid():
@@ -43,7 +43,7 @@ class Process:
             self._knows_forks = True
             os.register_at_fork(after_in_child=self._abandon_all)
 
-    def remove(self, opened: Open) -> None:
+    def remove(self, opened: Closable) -> None:
         """Forget what was closed."""
         if opened in self._open:
             self._open.remove(opened)
@@ -66,4 +66,4 @@ class Process:
         self._open.clear()
 
 
-PROCESS = Process()
+PROCESS = ProcessState()

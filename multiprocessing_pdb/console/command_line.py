@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from multiprocessing_pdb.challenge import TokenError, create_token, read_token, token_path
 from multiprocessing_pdb.console import relay, remote
-from multiprocessing_pdb.console.roster import Roster
+from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.shell import Shell
 from multiprocessing_pdb.console.source import LocalSource, Source, TcpSource
 from multiprocessing_pdb.console.terminal import Terminal
-from multiprocessing_pdb.directory import DirectoryRefusedError
+from multiprocessing_pdb.wire.handshake import TokenError, create_token, read_token, token_path
+from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def _make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="also a rank that was told to listen on TCP",
+        help="also a rank that listens on TCP (MultiprocessingPdb(tcp=...))",
     )
     add(
         "--token-file",
@@ -99,25 +99,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             create_token(options.make_token)
             print(f"wrote a new token to {options.make_token}")
             return 0
-        roster = Roster(_open_sources(options), options.job)
+        registry = RankRegistry(_open_sources(options), options.job)
     except (TokenError, DirectoryRefusedError, FileExistsError, remote.RemoteError) as error:
         _warn(str(error))
         return 2
     try:
-        return _converse(roster, options)
+        return _converse(registry, options)
     except DirectoryRefusedError as error:
         _warn(str(error))
         return 2
     finally:
-        roster.close()
+        registry.close()
 
 
-def _converse(roster: Roster, options: argparse.Namespace) -> int:
+def _converse(registry: RankRegistry, options: argparse.Namespace) -> int:
     terminal = Terminal()
-    shell = Shell(roster, terminal, options.deadline)
+    shell = Shell(registry, terminal, options.deadline)
     if options.command:
         done = [shell.do(line) for line in options.command]
         return 0 if all(done) else 1
-    shell.do("jobs" if options.job is None and len(roster.find_jobs()) > 1 else "ls")
+    shell.do("jobs" if options.job is None and len(registry.find_jobs()) > 1 else "ls")
     shell.run()
     return 0

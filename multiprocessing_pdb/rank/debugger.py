@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from multiprocessing_pdb.streams import lent
+from multiprocessing_pdb.rank.streams import lent
 
 if TYPE_CHECKING:
-    from multiprocessing_pdb.session import Session
+    from multiprocessing_pdb.rank.session import Session
 
 VARIABLE = "MPDB_PDB"
 _MISSING = object()
@@ -90,7 +90,7 @@ class Remote:
         return contextlib.nullcontext()  # pdbpp would import readline
 
     def set_continue(self) -> None:
-        """Run on, and close the door unless a breakpoint can stop this thread again."""
+        """Run on, and close the endpoint unless a breakpoint can stop this thread again."""
         super().set_continue()  # type: ignore[misc]
         if not self.session.nesting:
             self.session.runs_free = not self.breaks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The watch of an armed process: learns, without a collective, that another rank is stopped.
+"""The monitor of an armed process: learns, without a collective, that another rank is stopped.
 
 One daemon thread looks at the runtime directory five times a second. On several nodes it also counts stops in
 the store that torch.distributed was started with, over a connection of its own.
@@ -14,14 +14,15 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from multiprocessing_pdb.descriptors import above_standard
-from multiprocessing_pdb.directory import NOTE_SUFFIX, SOCKET_SUFFIX, Directory
-from multiprocessing_pdb.entrance import tell
-from multiprocessing_pdb.flight import Flight
-from multiprocessing_pdb.process import PROCESS
-from multiprocessing_pdb.processes import is_alive
-from multiprocessing_pdb.rank import Rank, identify
-from multiprocessing_pdb.stackfile import StackFile
+from multiprocessing_pdb.rank.descriptors import above_standard_streams
+from multiprocessing_pdb.rank.endpoint import write_stderr
+from multiprocessing_pdb.rank.identify import identify
+from multiprocessing_pdb.rank.in_flight import InFlightCollectives
+from multiprocessing_pdb.rank.process_state import PROCESS
+from multiprocessing_pdb.rank.stack_file import StackFile
+from multiprocessing_pdb.wire.identity import RankIdentity
+from multiprocessing_pdb.wire.procfs import is_alive
+from multiprocessing_pdb.wire.runtime_directory import ARMED_SUFFIX, SOCKET_SUFFIX, RuntimeDirectory
 
 _PERIOD = 0.2
 _STORE_KEY = "multiprocessing_pdb/stopped"
@@ -57,26 +58,28 @@ def _spans_nodes() -> bool:
     return os.environ.get("MPDB_WATCH") == "store" or (local is not None and local != world)
 
 
-class Watch(threading.Thread):
+class Monitor(threading.Thread):
     """Raises this process's timeouts while another of its job is stopped, and says what it cannot save."""
 
     def __init__(self) -> None:
-        super().__init__(name="multiprocessing_pdb watch", daemon=True)
+        super().__init__(name="multiprocessing_pdb monitor", daemon=True)
         self._over = threading.Event()
-        self._directory = Directory.open(create=True)
+        self._directory = RuntimeDirectory.open(create=True)
         self._rank = identify()
-        self._flight = Flight()
+        self._in_flight = InFlightCollectives()
         self._store = _StoreCount() if _spans_nodes() else None
         self._stacks = StackFile(self._directory, self._rank.file_stem())
-        self._note: dict[str, Any] = {}
+        self._record: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Watch until stopped."""
+        """Look five times a second until ended."""
         while not self._over.wait(_PERIOD):
             try:
                 self.look()
             except Exception as error:  # the program must not notice, but the user must
-                tell(f"the watch of rank {self._rank.label} has ended: {type(error).__name__}: {error}")
+                write_stderr(
+                    f"the monitor of rank {self._rank.label} has ended: {type(error).__name__}: {error}"
+                )
                 return
 
     def look(self) -> None:
@@ -84,19 +87,19 @@ class Watch(threading.Thread):
         if self._rank.number is None:
             self._become(identify())
         stopped = self._is_other_stopped()
-        flight = self._flight.look(PROCESS.timeouts.shortest(), PROCESS.timeouts.are_raised())
+        flight = self._in_flight.look(PROCESS.timeouts.shortest(), PROCESS.timeouts.are_raised())
         if stopped:
             PROCESS.timeouts.hold("another rank is stopped")
         else:
             PROCESS.timeouts.release("another rank is stopped")
         PROCESS.timeouts.extend()  # to process groups made meanwhile
-        self._write_note(flight if stopped and not PROCESS.has_open() else None)
+        self._write_record(flight if stopped and not PROCESS.has_open() else None)
 
-    def _become(self, rank: Rank) -> None:
-        """Take a rank that was not known when the watch began: torch.distributed came up since."""
+    def _become(self, rank: RankIdentity) -> None:
+        """Take a rank that was not known when the monitor began: torch.distributed came up since."""
         if rank != self._rank:
-            self._directory.remove(self._rank.file_stem() + NOTE_SUFFIX)
-            self._rank, self._note = rank, {}
+            self._directory.remove(self._rank.file_stem() + ARMED_SUFFIX)
+            self._rank, self._record = rank, {}
 
     def _is_other_stopped(self) -> bool:
         seen = False
@@ -114,8 +117,8 @@ class Watch(threading.Thread):
             seen = self._store.update(PROCESS.has_open()) or seen
         return seen
 
-    def _write_note(self, flight: dict[str, Any] | None) -> None:
-        note = {
+    def _write_record(self, flight: dict[str, Any] | None) -> None:
+        record = {
             "job": self._rank.job,
             "label": self._rank.label,
             "number": self._rank.number,
@@ -125,37 +128,37 @@ class Watch(threading.Thread):
             "in_flight": flight,
             **self._stacks.describe(),
         }
-        if note != self._note:
-            self._note = note
-            self._directory.write_note(self._rank.file_stem() + NOTE_SUFFIX, note)
+        if record != self._record:
+            self._record = record
+            self._directory.write_record(self._rank.file_stem() + ARMED_SUFFIX, record)
 
     def end(self) -> None:
-        """Stop watching, restore the timeouts and remove what the watch wrote."""
+        """Stop watching, restore the timeouts and remove what the monitor wrote."""
         self._over.set()
         if self.is_alive():
             self.join(2.0)
         PROCESS.timeouts.release("another rank is stopped")
         self._stacks.close()
-        self._directory.remove(self._rank.file_stem() + NOTE_SUFFIX)
+        self._directory.remove(self._rank.file_stem() + ARMED_SUFFIX)
         self._directory.close()
 
 
 class _Armed:
-    """The watch of this process, if it is armed."""
+    """The monitor of this process, if it is armed."""
 
     def __init__(self) -> None:
-        self.watch: Watch | None = None
+        self.monitor: Monitor | None = None
         self.is_registered = False
 
     def end(self, pid: int) -> None:
-        """End the watch, unless this is a forked child of the process that began it."""
-        watch, self.watch = self.watch, None
-        if watch is not None and os.getpid() == pid:
-            watch.end()
+        """End the monitor, unless this is a forked child of the process that began it."""
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None and os.getpid() == pid:
+            monitor.end()
 
     def forget(self) -> None:
-        """Forget the watch in a forked child: its thread is not there."""
-        self.watch = None
+        """Forget the monitor in a forked child: its thread is not there."""
+        self.monitor = None
 
 
 _ARMED = _Armed()
@@ -163,7 +166,7 @@ _ARMED = _Armed()
 
 def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     """Begin to watch, and with `hold` raise the timeouts until disarm(); a second call only changes these."""
-    from multiprocessing_pdb.stop import is_disabled
+    from multiprocessing_pdb.rank.stop import is_disabled
 
     if is_disabled():
         return
@@ -171,15 +174,15 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
         PROCESS.timeouts.limit = limit
     if hold:
         PROCESS.timeouts.hold("arm(hold=True)")
-    if _ARMED.watch is not None:
+    if _ARMED.monitor is not None:
         return
     try:
-        with above_standard():
-            _ARMED.watch = Watch()
+        with above_standard_streams():
+            _ARMED.monitor = Monitor()
     except OSError as error:
-        tell(f"not armed: {error}")
+        write_stderr(f"not armed: {error}")
         return
-    _ARMED.watch.start()
+    _ARMED.monitor.start()
     PROCESS.survive_forks()
     if not _ARMED.is_registered:
         _ARMED.is_registered = True

@@ -24,8 +24,8 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (getattr(torch, "Tensor", ()), getattr(numpy, "ndarray", ())))
 
 
-def _find_local(value: Any) -> Any:
-    """Return the piece this rank holds: the local tensor of a DTensor, no communication."""
+def _get_local(value: Any) -> Any:
+    """Return the chunk this rank holds: the local tensor of a DTensor, no communication."""
     return getattr(value, "_local_tensor", value)
 
 
@@ -43,7 +43,7 @@ def has_data(value: Any) -> bool:
 
 
 def read_flat(value: Any, begin: int, end: int) -> Any:
-    """Return elements begin to end, in logical order, as one contiguous piece."""
+    """Return elements begin to end, in logical order, as one contiguous chunk."""
     if not _is_torch(value):
         return value.reshape(-1)[begin:end] if value.flags.c_contiguous else value.flat[begin:end]
     import torch
@@ -60,14 +60,14 @@ def read_flat(value: Any, begin: int, end: int) -> Any:
     return torch.as_strided(tensor, (reach + 1,), (1,))[offsets]
 
 
-def _hash_piece(piece: Any, key: Any) -> None:
-    """Feed the bits of a contiguous piece into `key`; on an accelerator, a checksum taken there."""
-    if not _is_torch(piece):
-        key.update(piece.tobytes())
+def _hash_chunk(chunk: Any, key: Any) -> None:
+    """Feed the bits of a contiguous chunk into `key`; on an accelerator, a checksum taken there."""
+    if not _is_torch(chunk):
+        key.update(chunk.tobytes())
         return
     import torch
 
-    octets = piece.contiguous().view(torch.uint8) if piece.numel() else piece.new_empty(0, dtype=torch.uint8)
+    octets = chunk.contiguous().view(torch.uint8) if chunk.numel() else chunk.new_empty(0, dtype=torch.uint8)
     if octets.device.type == "cpu":
         key.update(memoryview(octets.numpy()))
         return
@@ -81,29 +81,29 @@ def _hash_piece(piece: Any, key: Any) -> None:
         key.update(int((bits * weight).sum()).to_bytes(8, "little", signed=True))
 
 
-def _pieces(value: Any, begin: int, end: int) -> Iterator[Any]:
+def _read_chunks(value: Any, begin: int, end: int) -> Iterator[Any]:
     for at in range(begin, end, _CHUNK):
         yield read_flat(value, at, min(end, at + _CHUNK))
 
 
 def hash_parts(value: Any, begin: int, end: int, parts: int) -> list[list[Any]]:
     """Return [begin, end, hash] of each of `parts` parts of the elements begin to end."""
-    local = _find_local(value)
+    local = _get_local(value)
     parts = max(1, min(parts, _MOST_PARTS, end - begin))
     size = -(-(end - begin) // parts)
     answer = []
     for at in range(begin, end, size):
         stop = min(end, at + size)
         key = hashlib.sha256()
-        for piece in _pieces(local, at, stop):
-            _hash_piece(piece, key)
+        for chunk in _read_chunks(local, at, stop):
+            _hash_chunk(chunk, key)
         answer.append([at, stop, key.hexdigest()])
     return answer
 
 
 def read_element(value: Any, at: int) -> str:
     """Return one element as text, at full precision."""
-    return repr(read_flat(_find_local(value), at, at + 1).tolist()[0])
+    return repr(read_flat(_get_local(value), at, at + 1).tolist()[0])
 
 
 def _shorten(element: object) -> str:
@@ -118,20 +118,20 @@ class _Norm:
         self.nans = 0
         self.infinities = 0
 
-    def add(self, piece: Any) -> None:
-        if not _is_torch(piece):
+    def add(self, chunk: Any) -> None:
+        if not _is_torch(chunk):
             import numpy
 
-            if piece.dtype.kind not in "biufc":
+            if chunk.dtype.kind not in "biufc":
                 return
-            wide = numpy.abs(piece.astype(numpy.complex128 if piece.dtype.kind == "c" else numpy.float64))
+            wide = numpy.abs(chunk.astype(numpy.complex128 if chunk.dtype.kind == "c" else numpy.float64))
             self.nans += int(numpy.isnan(wide).sum())
             self.infinities += int(numpy.isinf(wide).sum())
             self.squares += float((wide[numpy.isfinite(wide)] ** 2).sum())
             return
         import torch
 
-        wide = piece.abs() if piece.is_complex() else piece
+        wide = chunk.abs() if chunk.is_complex() else chunk
         try:
             wide = wide.to(torch.float64)
         except (RuntimeError, TypeError):  # an accelerator without float64
@@ -160,7 +160,7 @@ def _describe_form(value: Any, local: Any) -> dict[str, Any]:
 
 def summarise(value: Any) -> Summary:
     """Return form, norm and hash of a tensor as text, and a key that is equal for equal tensors."""
-    local = _find_local(value)
+    local = _get_local(value)
     form = _describe_form(value, local)
     text = f"{form['dtype']}[{', '.join(map(str, form['shape']))}] {form['device']}"
     if "placement" in form:
@@ -171,9 +171,9 @@ def summarise(value: Any) -> Summary:
         key.update(repr(value).encode())
         return {"form": form, "text": f"{text} no data to compare", "key": key.hexdigest(), "length": 0}
     norm, content = _Norm(), hashlib.sha256()
-    for piece in _pieces(local, 0, length):
-        norm.add(piece)
-        _hash_piece(piece, content)
+    for chunk in _read_chunks(local, 0, length):
+        norm.add(chunk)
+        _hash_chunk(chunk, content)
     key.update(content.digest())
     if 0 < length <= 8:
         text += f" [{', '.join(_shorten(element) for element in read_flat(local, 0, length).tolist())}]"

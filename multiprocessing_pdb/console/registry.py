@@ -1,11 +1,11 @@
-"""The roster: which ranks are stopped now, over all sources, and which job is meant."""
+"""The registry: which ranks are stopped now, over all sources, and which job is meant."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import ask
+from multiprocessing_pdb.console.broadcast import ask
 from multiprocessing_pdb.console.link import Link
 from multiprocessing_pdb.console.source import Source
 from multiprocessing_pdb.console.target import Target, clean
@@ -18,7 +18,7 @@ class JobError(ValueError):
     """No job, or more than one, fits."""
 
 
-class Roster:
+class RankRegistry:
     """All stopped ranks of one job; `job` None means the only one there is."""
 
     def __init__(self, sources: Sequence[Source], job: str | None) -> None:
@@ -69,7 +69,7 @@ class Roster:
             raise JobError("no rank is stopped; name the job with: job NAME")
         return targets[0].job
 
-    def find_again(self, gone: Target) -> Target | None:
+    def find_next_stop(self, gone: Target) -> Target | None:
         """Return the same rank at another stop."""
         for target in self.refresh():
             if target.label == gone.label and target.job == gone.job and target.link is not gone.link:

@@ -1,6 +1,6 @@
 """The text of `help`."""
 
-GUIDE = """\
+HELP = """\
 ls                 the stopped ranks: where, why, since when; and what must be known of collectives
 attach R           a whole pdb session with one rank; detach or Ctrl-D leaves it, and it stays stopped
 @SELECTION CMD     a pdb command on some ranks, the answers together: @all p loss, @0,2:8:2 up, @tp=1 pp x

@@ -11,21 +11,22 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from multiprocessing_pdb.answers import Clerk
-from multiprocessing_pdb.entrance import Entrance, announce, open_entrance
-from multiprocessing_pdb.framing import Frame
-from multiprocessing_pdb.interruption import Interruption
-from multiprocessing_pdb.mesh import find_coordinates
-from multiprocessing_pdb.process import PROCESS
-from multiprocessing_pdb.rank import identify
-from multiprocessing_pdb.streams import Answer, Input
+from multiprocessing_pdb.rank.endpoint import Endpoint, announce
+from multiprocessing_pdb.rank.identify import identify
+from multiprocessing_pdb.rank.interruption import Interruption
+from multiprocessing_pdb.rank.mesh import find_coordinates
+from multiprocessing_pdb.rank.process_state import PROCESS
+from multiprocessing_pdb.rank.request_handler import RequestHandler
+from multiprocessing_pdb.rank.streams import Answer, Input
+from multiprocessing_pdb.wire.framing import Frame
+from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX
 
 
 @dataclass
 class Request:
     """A frame that the stopped thread itself must answer."""
 
-    guest: int
+    connection: int
     frame: Frame
 
 
@@ -49,24 +50,26 @@ class Session:
         self._banner = self._prompt = ""
         self._is_fresh = True  # nothing printed since this stop began
         self._debugger: Any = None
-        self._clerk = Clerk()
+        self._handler = RequestHandler()
         self._interruption = Interruption(threading.current_thread())
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._current: Request | None = None
-        self._entrance: Entrance | None = None
+        self._endpoint: Endpoint | None = None
         self._attached: set[int] = set()
 
     # What the stopped thread calls.
 
     def open(self, why: str, tcp: str | None, coordinates: dict[str, int] | None) -> None:
-        """Open the door, or keep the open one, for a stop that comes next.
+        """Open the endpoint, or keep the open one, for the stop that comes next.
 
         Raises OSError when the directory, the token file or the TCP address cannot be used.
         """
         self._why, self._coordinates = why, coordinates
-        if self._entrance is None:
+        if self._endpoint is None:
             self.rank = identify()
-            self._entrance = open_entrance(self.rank, self.receive, self.forget_guest, tcp)
+            self._endpoint = Endpoint(
+                self.rank.file_stem() + SOCKET_SUFFIX, self.receive, self.forget_connection, tcp
+            )
             PROCESS.add(self)
 
     def enter(self, debugger: Any) -> None:
@@ -79,32 +82,32 @@ class Session:
         PROCESS.timeouts.hold(self)
 
     def leave(self) -> None:
-        """Let the program run; the door stays open when a step or a breakpoint will stop it again."""
+        """Let the program run; the endpoint stays open when a step or a breakpoint will stop it again."""
         self._interruption.forbid()
-        self._clerk.forget()
+        self._handler.forget()
         PROCESS.timeouts.release(self)
         self._set_state("running")
         if self.runs_free:
             self.close("resumed")
 
     def close(self, end: str) -> None:
-        """Answer the command that let the program go, and close the door."""
+        """Answer the command that let the program go, and close the endpoint."""
         if self._current is not None:
             self._reply(self._current, {"end": end, "out": self.stdout.take()})
             self._current = None
         while not self._requests.empty():  # meant for this stop; at the next one nobody expects them
             self._reply(self._requests.get(), {"error": "the rank went on before it came to this"})
-        entrance, self._entrance = self._entrance, None
-        if entrance is not None:
-            entrance.close()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
         PROCESS.remove(self)
 
     def abandon(self) -> None:
-        """Forget the door in a forked child; a stop there opens its own."""
-        entrance, self._entrance = self._entrance, None
+        """Forget the endpoint in a forked child; a stop there opens its own."""
+        endpoint, self._endpoint = self._endpoint, None
         self._current = None
-        if entrance is not None:
-            entrance.abandon()
+        if endpoint is not None:
+            endpoint.abandon()
 
     def _set_state(self, state: str) -> None:
         self._state, self._state_since = state, time.time()
@@ -117,7 +120,7 @@ class Session:
             self._set_state("stopped")
             request = self._requests.get()
             self._set_state("busy")
-            if self._clerk.knows(request.frame["do"]):
+            if self._handler.handles(request.frame["do"]):
                 self._answer(request)
             elif request.frame.get("nested", False) == self._is_nested():
                 self._current = request
@@ -138,7 +141,7 @@ class Session:
         answer: Frame = {"error": "interrupted"}
         try:
             self._interruption.allow()
-            answer = self._clerk.answer(self._debugger, request.guest, request.frame)
+            answer = self._handler.answer(self._debugger, request.connection, request.frame)
         except KeyboardInterrupt:  # between the answer and here
             pass
         finally:
@@ -166,7 +169,7 @@ class Session:
         if self._current is None:
             place = self._find_place()
             where = f"{place['file']}:{place['line']}"
-            announce(self.rank, where, self._why, self._entrance.port if self._entrance else "")
+            announce(self.rank, where, self._why, self._endpoint.tcp_address if self._endpoint else "")
 
     def _is_nested(self) -> bool:
         """Tell whether the prompt is that of `interact`, `debug`, `commands` or a confirmation."""
@@ -179,28 +182,28 @@ class Session:
         return self._current is not None
 
     def _reply(self, request: Request, frame: Frame) -> None:
-        if self._entrance is not None:
-            self._entrance.door.send(request.guest, {"id": request.frame.get("id"), **frame})
+        if self._endpoint is not None:
+            self._endpoint.server.send(request.connection, {"id": request.frame.get("id"), **frame})
 
-    # What the door's thread calls.
+    # What the server's thread calls.
 
-    def receive(self, guest: int, frame: Frame) -> None:
+    def receive(self, connection: int, frame: Frame) -> None:
         """Answer at once what needs no stopped thread, and leave the rest to it."""
         do = frame.get("do")
-        request = Request(guest, frame)
+        request = Request(connection, frame)
         if do == "status":
             self._reply(request, self.describe())
         elif do == "attach":
-            self._attached.add(guest)
+            self._attached.add(connection)
             self._reply(request, {**self.describe(), "banner": self._banner})
         elif do == "detach":
-            self._attached.discard(guest)
+            self._attached.discard(connection)
             self._reply(request, {})
         elif do == "interrupt":
             self._reply(request, {"interrupted": self._interrupt()})
         elif do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif do in ("line", "eof") or self._clerk.knows(do):
+        elif do in ("line", "eof") or self._handler.handles(do):
             if self._state == "running":
                 self._reply(request, {"error": "the rank runs; it is not at a prompt"})
             else:
@@ -208,10 +211,10 @@ class Session:
         else:
             self._reply(request, {"error": f"unknown request {str(do)[:40]!r}"})
 
-    def forget_guest(self, guest: int) -> None:
-        """Note that a console has gone, however it went."""
-        self._attached.discard(guest)
-        self._clerk.forget(guest)
+    def forget_connection(self, connection: int) -> None:
+        """Forget a console that has gone, however it went."""
+        self._attached.discard(connection)
+        self._handler.forget(connection)
 
     def _interrupt(self) -> str:
         """Interrupt what the thread does, and return what that was."""

@@ -19,7 +19,7 @@ def stop_after_exception(error: BaseException | None = None, why: str = "post_mo
 
     Raises ValueError when there is none.
     """
-    from multiprocessing_pdb.stop import Stop, stop_after
+    from multiprocessing_pdb.rank.stop import Stop, stop_after
 
     error = error or sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None:

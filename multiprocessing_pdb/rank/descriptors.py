@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def above_standard() -> Iterator[None]:
+def above_standard_streams() -> Iterator[None]:
     """Make every descriptor that is opened meanwhile higher than 2."""
     fillers = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
     try:

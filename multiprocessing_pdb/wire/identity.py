@@ -1,22 +1,16 @@
-"""Who am I: job, rank, host, process. Asked at a stop only, and without any collective."""
+"""The identity of a rank: job, label, host and process, and what a launcher's environment says of them."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from multiprocessing_pdb.processes import read_environ
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankIdentity:
     """One stopped thread of one process of a job.
 
     `label` is unique in a job: "3" for rank 3, "3.p71" for a child process of rank 3, "p71" for a process
@@ -64,41 +58,3 @@ def read_rank(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
         _parse(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
         _parse(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     )
-
-
-def _ask_torch() -> tuple[int | None, int | None]:
-    distributed = sys.modules.get("torch.distributed")
-    try:
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-    except (AttributeError, RuntimeError, ValueError):  # half imported, or being torn down
-        pass
-    return None, None
-
-
-def _inherits_rank(number: int | None) -> bool:
-    """Tell whether our rank is only the parent's: a data loader's worker inherits it and is not that rank."""
-    loader = sys.modules.get("torch.utils.data")
-    if loader is not None and loader.get_worker_info() is not None:
-        return True
-    context = sys.modules.get("multiprocessing.process")
-    parent = context.parent_process() if context is not None else None
-    if parent is None:
-        return False
-    inherited, _ = read_rank(read_environ(parent.pid or 0))
-    return inherited == number
-
-
-def identify() -> Rank:
-    """Return who the calling thread is: torch.distributed knows best when it is up, then the environment."""
-    pid = os.getpid()
-    number, world = _ask_torch()
-    if number is None:
-        number, world = read_rank(os.environ)
-    label = f"p{pid}" if number is None else str(number)
-    if number is not None and _inherits_rank(number):
-        label, number = f"{number}.p{pid}", None
-    if threading.current_thread() is not threading.main_thread():
-        label, number = f"{label}.t{threading.get_native_id()}", None
-    job = name_job(os.environ, os.getpgrp())
-    return Rank(job, label, number, world, socket.gethostname(), pid)

@@ -51,7 +51,7 @@ def decode(payload: bytes) -> Frame:
 class Decoder:
     """Cuts a stream of bytes into frames, and holds at most one unfinished frame.
 
-    `limit` is lowered before a peer has proved who it is, so that a stranger cannot fill the memory.
+    `limit` is lowered before a peer has proved who it is, so that nobody else can fill the memory.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:

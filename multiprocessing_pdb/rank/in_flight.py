@@ -14,7 +14,7 @@ _PATHS = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functio
 _WRAPPERS = ("/torch/distributed/c10d_logger.py",)
 
 
-class Flight:
+class InFlightCollectives:
     """Samples the threads' stacks: a thread whose innermost Python call is a collective waits in it.
 
     A wait on a handle in the user's own line (`work.wait()`) has no frame of torch and is not seen on gloo;

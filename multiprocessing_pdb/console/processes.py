@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from multiprocessing_pdb.directory import NOTE_SUFFIX, Directory
-from multiprocessing_pdb.processes import find_ancestors, is_alive, read_environ
-from multiprocessing_pdb.rank import name_job, read_rank
+from multiprocessing_pdb.wire.identity import name_job, read_rank
+from multiprocessing_pdb.wire.procfs import find_ancestors, is_alive, read_environ
+from multiprocessing_pdb.wire.runtime_directory import ARMED_SUFFIX, RuntimeDirectory
 
 _DUMP_SECONDS = 20.0
 _THREAD = re.compile(r"^Thread (?:0x)?[0-9A-Fa-f]+( \([\w+]+\))(?:: (.*))?")
 _MOST_TEXT = 100_000
-Person = dict[str, Any]
+ProcessInfo = dict[str, Any]
 
 
 def _find_processes(job: str) -> list[int]:
@@ -42,48 +42,50 @@ def _find_processes(job: str) -> list[int]:
     return sorted(found)
 
 
-def read_notes() -> list[Person]:
-    """Return the notes of armed processes; notes of processes that are gone are removed."""
-    notes = []
-    with contextlib.suppress(OSError), Directory.open() as directory:
-        for name, note in directory.notes():
-            pid = note.get("pid")
+def read_armed() -> list[ProcessInfo]:
+    """Return the records of armed processes; those of processes that are gone are removed."""
+    armed = []
+    with contextlib.suppress(OSError), RuntimeDirectory.open() as directory:
+        for name, record in directory.records():
+            pid = record.get("pid")
             if isinstance(pid, int) and is_alive(pid):
-                notes.append(note)
+                armed.append(record)
             else:
                 directory.remove(name)
-                directory.remove(name.removesuffix(NOTE_SUFFIX) + ".stacks")
-    return notes
+                directory.remove(name.removesuffix(ARMED_SUFFIX) + ".stacks")
+    return armed
 
 
-def take_census(job: str, action: str) -> list[Person]:
+def list_processes(job: str, action: str) -> list[ProcessInfo]:
     """Return {"pid", "rank", "command"} of each process of a job, and for "stacks" its stacks in "text".
 
     "kill" sends SIGKILL to each. Ranks come first, in order; launchers and helpers have no rank.
     """
-    notes = {note["pid"]: note for note in read_notes() if note.get("job") == job}
-    people = []
-    for pid in sorted({*_find_processes(job), *notes}):
+    armed = {record["pid"]: record for record in read_armed() if record.get("job") == job}
+    processes = []
+    for pid in sorted({*_find_processes(job), *armed}):
         with contextlib.suppress(OSError):
             command = (
                 Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
             )
-            rank = notes[pid].get("number") if pid in notes else read_rank(read_environ(pid))[0]
-            people.append({"pid": pid, "rank": rank, "command": command.strip()[:200]})
+            rank = armed[pid].get("number") if pid in armed else read_rank(read_environ(pid))[0]
+            processes.append({"pid": pid, "rank": rank, "command": command.strip()[:200]})
     if action == "stacks":
         with ThreadPoolExecutor(4) as pool:
-            texts = pool.map(lambda person: _dump(person["pid"], notes.get(person["pid"])), people)
-        people = [{**person, "text": text[:_MOST_TEXT]} for person, text in zip(people, texts, strict=True)]
+            texts = pool.map(lambda process: _dump(process["pid"], armed.get(process["pid"])), processes)
+        processes = [
+            {**process, "text": text[:_MOST_TEXT]} for process, text in zip(processes, texts, strict=True)
+        ]
     elif action == "kill":
-        spared = find_ancestors()
-        people = [person for person in people if person["pid"] not in spared]
-        for person in people:
+        ancestors = find_ancestors()
+        processes = [process for process in processes if process["pid"] not in ancestors]
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(person["pid"], signal.SIGKILL)
-    return sorted(people, key=lambda p: (p["rank"] is None, p["rank"] or 0, p["pid"]))
+                os.kill(process["pid"], signal.SIGKILL)
+    return sorted(processes, key=lambda p: (p["rank"] is None, p["rank"] or 0, p["pid"]))
 
 
-def _dump(pid: int, note: Person | None) -> str:
+def _dump(pid: int, record: ProcessInfo | None) -> str:
     """Return the stacks of a process, which need not answer anything: by py-spy, else by faulthandler."""
     beside = Path(sys.executable).parent / "py-spy"
     program = str(beside) if beside.exists() else shutil.which("py-spy")
@@ -103,8 +105,8 @@ def _dump(pid: int, note: Person | None) -> str:
             problem = (done.stderr.strip().splitlines() or ["py-spy failed"])[-1]
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
-    if note is not None and isinstance(note.get("stack_signal"), int):
-        return _ask_faulthandler(pid, note)
+    if record is not None and isinstance(record.get("stack_signal"), int):
+        return _ask_faulthandler(pid, record)
     return f"no stacks: {problem}, and the process is not armed"
 
 
@@ -115,13 +117,13 @@ def _trim(text: str) -> str:
     return "\n".join(_THREAD.sub(r"Thread\1 \2", line) for line in kept)
 
 
-def _ask_faulthandler(pid: int, note: Person) -> str:
+def _ask_faulthandler(pid: int, record: ProcessInfo) -> str:
     """Send the signal that an armed process gave to faulthandler, and return what it writes."""
-    name = str(note["stack_file"])
+    name = str(record["stack_file"])
     try:
-        with Directory.open() as directory:
+        with RuntimeDirectory.open() as directory:
             before = len(directory.read_text(name, 1 << 24))
-            os.kill(pid, int(note["stack_signal"]))
+            os.kill(pid, int(record["stack_signal"]))
             text, deadline = "", time.monotonic() + 3.0
             while time.monotonic() < deadline:
                 grown = directory.read_text(name, 1 << 24)[before:]
