@@ -22,7 +22,8 @@ __all__ = ["MultiprocessingPdb", "arm", "disarm", "install", "post_mortem", "set
 
 def set_trace(*arguments: Any, header: str | None = None) -> None:
     """Stop this rank at the next line: for PYTHONBREAKPOINT=multiprocessing_pdb.set_trace."""
-    from multiprocessing_pdb.rank.stop import Stop, stop_at
+    from multiprocessing_pdb.rank.session import Stop
+    from multiprocessing_pdb.rank.stop import stop_at
 
     stop_at(sys._getframe(1), Stop(header or "breakpoint()"))
 

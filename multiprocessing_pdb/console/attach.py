@@ -10,7 +10,7 @@ from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.target import Target, read_number, read_text
-from multiprocessing_pdb.console.terminal import Terminal
+from multiprocessing_pdb.console.terminal import Terminal, find_size
 from multiprocessing_pdb.wire.procfs import is_alive
 
 _COMPLETION_SECONDS = 1.0
@@ -56,7 +56,13 @@ class Attachment:
                 if self._ask_quit():
                     break
                 continue
-            frame = {"do": "line", "text": line, "nested": nested, "colors": self._terminal.has_colors}
+            frame = {
+                "do": "line",
+                "text": line,
+                "nested": nested,
+                "colors": self._terminal.has_colors,
+                "size": list(find_size()),
+            }
             if not self._send(frame) and not self._await_next_stop():
                 return
         self._detach()

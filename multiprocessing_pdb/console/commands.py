@@ -10,10 +10,11 @@ from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, 
 from multiprocessing_pdb.console.link import LinkClosedError
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.table import show_countdowns, show_table
-from multiprocessing_pdb.console.target import Target, clean, read_text
+from multiprocessing_pdb.console.target import ENDS, Target, clean, drop_screen_control, read_text
+from multiprocessing_pdb.console.terminal import find_size
+from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
-_ENDS = {"resumed": "runs on", "exited": "has exited"}
 
 STEPS = {
     "step": "step",
@@ -43,7 +44,10 @@ def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: b
 
     `command` says that the line is a debugger command even where a variable has its name.
     """
-    answers = ask(targets, {"do": "line", "text": line, "command": command}, seconds)
+    request: Frame = {"do": "line", "text": line, "command": command, "size": list(find_size())}
+    if command:
+        request["nested"] = False  # a step is no answer to a question that pdb asks
+    answers = ask(targets, request, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     return show_groups([(answer.target, _show_end(answer)) for answer in answers])
 
@@ -51,7 +55,11 @@ def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: b
 def _show_end(answer: Answer) -> str:
     if answer.failure:
         return f"{answer.out}*** {answer.failure}"
-    return answer.out + _ENDS.get(read_text(answer.frame, "end"), "")
+    end = ENDS.get(read_text(answer.frame, "end"), "")
+    if answer.frame.get("nested") is True:
+        who = f"@{answer.target.label}"
+        end = f"{read_text(answer.frame, 'prompt')} (answer with {who} TEXT; {who} EOF ends the input)"
+    return drop_screen_control(answer.out) + end
 
 
 def show_stacks(targets: Sequence[Target], seconds: float) -> str:

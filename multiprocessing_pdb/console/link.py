@@ -18,6 +18,7 @@ from multiprocessing_pdb.wire.peer_credentials import check_peer
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
+PEER_CLOSED = "the connection was closed"
 
 
 class LinkClosedError(ConnectionError):
@@ -106,7 +107,7 @@ class SocketLink:
             self._connection.setblocking(False)
             received = self._connection.recv(1 << 18)
             if not received:
-                self._fail("the connection was closed")
+                self._fail(PEER_CLOSED)
             self.inbox.extend(self._decoder.feed(received))
         except BlockingIOError:
             pass

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from multiprocessing_pdb.console.broadcast import ask
-from multiprocessing_pdb.console.link import Link
+from multiprocessing_pdb.console.link import PEER_CLOSED, Link
 from multiprocessing_pdb.console.source import Source
 from multiprocessing_pdb.console.target import Target, clean
 
@@ -41,7 +41,13 @@ class RankRegistry:
             label = answer.frame.get("label")
             if isinstance(label, str):
                 answer.target.label = clean(label)
-        return sorted(self._targets.values(), key=lambda t: (t.number is None, t.number or 0, t.label))
+        # One that closed before its first answer was just going on; one that sent nonsense is shown.
+        found = [
+            t
+            for t in self._targets.values()
+            if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
+        ]
+        return sorted(found, key=lambda t: (t.number is None, t.number or 0, t.label))
 
     def find_jobs(self) -> dict[str, int]:
         """Return the jobs that have stopped ranks, and how many."""

@@ -14,7 +14,7 @@ from multiprocessing_pdb.console.broadcast import Answer
 from multiprocessing_pdb.console.target import Target, clean, read_number, read_text
 
 _LINES = re.compile(r"[\r\n\t]+")
-_HEADS = ("rank", "host", "pid", "mesh", "at", "why", "since")
+_HEADS = ("rank", "host", "pid", "mesh", "at", "reason", "since")
 
 
 def show_duration(seconds: float) -> str:
@@ -52,7 +52,7 @@ def _make_row(answer: Answer) -> tuple[str, ...]:
         f"{pid:.0f}" if pid is not None else "",
         mesh,
         place,
-        read_text(info, "why"),
+        read_text(info, "reason"),
         since,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,12 @@ from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError, Ru
 Complete = Callable[[str, str, int, int], list[str]]
 _HISTORY_LINES = 2000
 _DELIMITERS = " \t\n`~!#$%^&*()-=+[{]}\\|;:'\",<>/?"
+
+
+def find_size() -> tuple[int, int]:
+    """Return columns and lines of the terminal, which the ranks' pdb cuts its lists and prints to."""
+    size = shutil.get_terminal_size((80, 24))
+    return size.columns, size.lines
 
 
 class Terminal:

@@ -29,6 +29,7 @@ class Endpoint:
     def __init__(self, name: str, receive: Receive, leave: Leave, tcp: str | None = None) -> None:
         with above_standard_streams():
             self._name = name
+            self._is_hidden = False
             self._directory = RuntimeDirectory.open(create=True)
             listeners: list[socket.socket] = []
             try:
@@ -48,7 +49,7 @@ class Endpoint:
 
     def _restore_file(self) -> None:
         """Listen anew where something has removed the socket file: a stopped rank must stay reachable."""
-        if self._directory.has(self._name):
+        if self._is_hidden or self._directory.has(self._name):
             return
         with contextlib.suppress(OSError), above_standard_streams():
             directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
@@ -56,9 +57,14 @@ class Endpoint:
             self._directory.close()
             self._directory = directory
 
-    def close(self) -> None:
-        """Remove the file first, so that no console finds a server that is about to end."""
+    def hide(self) -> None:
+        """Remove the file, so that no console finds a server that is about to end."""
+        self._is_hidden = True
         self._directory.remove(self._name)
+
+    def close(self) -> None:
+        """Hide, deliver what is queued, and end."""
+        self.hide()
         self.server.shut(patience=1.0)
         self._directory.close()
 

@@ -19,7 +19,8 @@ def stop_after_exception(error: BaseException | None = None, why: str = "post_mo
 
     Raises ValueError when there is none.
     """
-    from multiprocessing_pdb.rank.stop import Stop, stop_after
+    from multiprocessing_pdb.rank.session import Stop
+    from multiprocessing_pdb.rank.stop import stop_after
 
     error = error or sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None:

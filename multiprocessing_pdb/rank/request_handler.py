@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multiprocessing_pdb.rank import tensors, values
+from multiprocessing_pdb.rank.pdb_loader import is_own_module
 from multiprocessing_pdb.wire.framing import Frame
 
 _MOST_FRAMES = 200
@@ -54,7 +55,7 @@ class RequestHandler:
         code = compile(str(frame["text"]), "<console>", "eval")
         current = debugger.curframe
         # One mapping: a lambda or comprehension in the expression must see the locals too.
-        names = {**current.f_globals, **current.f_locals}
+        names = {**current.f_globals, **debugger.frame_locals()}
         torch = sys.modules.get("torch")
         quiet = torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
         with quiet:
@@ -81,7 +82,7 @@ class RequestHandler:
         stack = []
         for at, line in debugger.stack[-_MOST_FRAMES:]:
             code = at.f_code
-            if code.co_filename.endswith(("/bdb.py", "/pdbpp.py")) or code.co_filename == "<string>":
+            if is_own_module(at.f_globals.get("__name__")):
                 continue
             source = linecache.getline(code.co_filename, line, at.f_globals).strip()
             mark = ">" if at is debugger.curframe else " "

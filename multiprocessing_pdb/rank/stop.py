@@ -5,36 +5,40 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from multiprocessing_pdb.rank.debugger import load_pdb, make_debugger
-from multiprocessing_pdb.rank.endpoint import write_stderr
+from multiprocessing_pdb.rank.debugger import make_debugger
 from multiprocessing_pdb.rank.identify import identify
-from multiprocessing_pdb.rank.session import Session
+from multiprocessing_pdb.rank.pdb_loader import load_pdb
+from multiprocessing_pdb.rank.session import Session, Stop
+from multiprocessing_pdb.rank.stacks import serves_debugger
 
-# A thread keeps its debugger: a second stop must not take the first one's breakpoints and displays away.
 _THREAD = threading.local()
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Why a thread stops, and how it may be reached."""
+class _ThreadEnd:
+    """Ends the session of a thread that was being stepped when its function returned.
 
-    why: str
-    tcp: str | None = None
-    coordinates: Mapping[str, int] | None = None
+    Thread locals are dropped as the thread ends, and also in a forked child, which must not touch the files.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:
+            self._session.close("ended")
 
 
 def is_disabled() -> bool:
-    """Tell whether MPDB_DISABLE makes every stop a no-op."""
+    """Return whether MPDB_DISABLE makes every stop a no-op."""
     return os.environ.get("MPDB_DISABLE", "") not in ("", "0")
 
 
 def owns_terminal() -> bool:
-    """Tell whether this process is alone and has a terminal: then it gets a prompt there, as with pdb."""
+    """Return whether this process is alone and has a terminal: then it gets a prompt there, as with pdb."""
     rank = identify()
     context = sys.modules.get("multiprocessing.process")
     related = context is not None and (context.parent_process() is not None or context.active_children())
@@ -49,46 +53,64 @@ def owns_terminal() -> bool:
         return False
 
 
-def _open_endpoint(stop: Stop) -> Any:
-    """Return this thread's debugger behind an open endpoint, or None when none can be opened safely.
+def _may_stop() -> bool:
+    """Return whether the calling thread may stop: not while the interpreter ends or the debugger evaluates."""
+    if is_disabled() or sys.is_finalizing() or serves_debugger(threading.current_thread()):
+        return False  # the server's thread would wait for itself, for example in a __del__
+    session: Session | None = getattr(_THREAD, "session", None)
+    return session is None or session.accepts_stops
 
-    Then the program goes on: a debugger must not end a run.
-    """
-    session = getattr(_THREAD, "session", None)
+
+def _prepare(stop: Stop) -> Any:
+    """Return a debugger behind an open endpoint, or None when no console could reach this thread."""
+    session: Session | None = getattr(_THREAD, "session", None)
     if session is None:
         session = _THREAD.session = Session()
-        _THREAD.debugger = make_debugger(session)
-    try:
-        session.open(stop.why, stop.tcp, dict(stop.coordinates) if stop.coordinates is not None else None)
-    except (OSError, ValueError) as error:
-        write_stderr(f"rank {session.rank.label} does not stop: {error}")
+        _THREAD.end = _ThreadEnd(session)
+    if not session.open(stop):
         return None
-    return _THREAD.debugger
+    if session.debuggers:
+        debugger = make_debugger(session, outer=session.debuggers[-1])
+    else:
+        session.base = debugger = session.base or make_debugger(session)
+    debugger.stop = stop
+    return debugger
 
 
-def stop_at(frame: FrameType, stop: Stop) -> None:
-    """Stop the calling thread at the next line of `frame`."""
-    if is_disabled():
-        return
+def _make_terminal_debugger() -> Any:
     # The class is called past pdbpp's metaclass, which hands out old instances inside a set_trace.
-    debugger = type.__call__(load_pdb().Pdb) if owns_terminal() else _open_endpoint(stop)
-    if debugger is not None:
+    return type.__call__(load_pdb().Pdb, skip=["multiprocessing_pdb*"])
+
+
+def stop_at(frame: FrameType, stop: Stop, *, now: bool = False) -> None:
+    """Stop the calling thread at the next line of `frame`; with `now` where it is."""
+    if not _may_stop():
+        return
+    if owns_terminal():
+        debugger = _make_terminal_debugger()
+        sys.settrace(None)
         debugger.set_trace(frame)
+        return
+    debugger = _prepare(stop)
+    if debugger is not None:
+        (debugger.stop_now if now else debugger.start_tracing)(frame)
 
 
 def stop_after(error: BaseException, stop: Stop) -> None:
     """Stop the calling thread in the frame that raised `error`; it goes on when a console lets it."""
-    if is_disabled():
+    if not _may_stop():
         return
-    if owns_terminal():
-        debugger = type.__call__(load_pdb().Pdb)
+    debugger = _make_terminal_debugger() if owns_terminal() else _prepare(stop)
+    if debugger is None:
+        return
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
         debugger.reset()
         debugger.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
-        return
-    debugger = _open_endpoint(stop)
-    if debugger is not None:
-        try:
-            debugger.reset()
-            debugger.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
-        finally:
-            debugger.session.close("resumed")
+    finally:
+        session: Session | None = getattr(debugger, "session", None)
+        if session is not None and not session.debuggers:
+            session.close("resumed")
+        elif session is not None:
+            sys.settrace(trace)

@@ -15,14 +15,14 @@ _PART_TEXT = 8 * 1024
 _PART_SECONDS = 0.1
 
 
-class Answer(io.TextIOBase):
+class CommandOutput(io.TextIOBase):
     """A debugger's stdout. What other threads write meanwhile goes on to the program's stdout."""
 
     encoding = "utf-8"  # pdbpp wraps a stream that does not say utf-8
 
     def __init__(self, owner: int, emit: Callable[[str], bool]) -> None:
         super().__init__()
-        self._owner = owner
+        self.owner = owner
         self._emit = emit
         self._text = ""
         self._length = 0
@@ -35,7 +35,7 @@ class Answer(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Keep the text for the console, and hand long or slow output on in parts."""
-        if threading.get_ident() != self._owner:
+        if threading.get_ident() != self.owner:
             stdout = self.program_stdout
             return stdout.write(text) if stdout is not None else len(text)
         if self._length < _MOST_TEXT:
@@ -60,7 +60,7 @@ class Answer(io.TextIOBase):
         return text
 
 
-class Input(io.TextIOBase):
+class CommandInput(io.TextIOBase):
     """A debugger's stdin: each line is what a console asked for."""
 
     encoding = "utf-8"
@@ -79,7 +79,7 @@ class Input(io.TextIOBase):
 
 
 @contextmanager
-def lent(stdin: Input, stdout: Answer) -> Iterator[None]:
+def redirect_streams(stdin: CommandInput, stdout: CommandOutput) -> Iterator[None]:
     """Lend sys.stdin, sys.stdout and sys.stderr to commands that talk through them (clear, interact)."""
     kept = sys.stdin, sys.stdout, sys.stderr
     sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stdout

@@ -78,7 +78,8 @@ class MultiprocessingPdb:
         return True
 
     def _stop(self, frame: FrameType, header: str | None) -> None:
-        from multiprocessing_pdb.rank.stop import Stop, stop_at
+        from multiprocessing_pdb.rank.session import Stop
+        from multiprocessing_pdb.rank.stop import stop_at
 
         coordinates = self._coordinates() if callable(self._coordinates) else self._coordinates
         stop_at(frame, Stop(header or "Tra()", self._tcp, coordinates))

@@ -43,7 +43,7 @@ def test_nothing_else_is_needed():
 
 def test_it_installs_without_moeverify(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "source")  # setuptools writes beside what it builds
-    options = "install --quiet --no-deps --no-build-isolation --no-index --target".split()
+    options = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
     built = subprocess.run(
         [sys.executable, "-m", "pip", *options, tmp_path / "site", tmp_path / "source"],
         capture_output=True,
