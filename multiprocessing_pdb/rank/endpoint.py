@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Callable
 
 from multiprocessing_pdb.rank.descriptors import above_standard_streams
@@ -21,7 +22,7 @@ Leave = Callable[[int], None]
 
 
 class Endpoint:
-    """A running server and the socket file `name` that leads to it.
+    """A server and the socket file `name` that leads to it.
 
     Raises OSError when the directory, the token file or the TCP address cannot be used.
     """
@@ -30,6 +31,7 @@ class Endpoint:
         with above_standard_streams():
             self._name = name
             self._is_hidden = False
+            self._lock = threading.Lock()  # hiding the file, against making it again
             self._directory = RuntimeDirectory.open(create=True)
             listeners: list[socket.socket] = []
             try:
@@ -44,23 +46,33 @@ class Endpoint:
                 self._directory.remove(name)
                 self._directory.close()
                 raise
-            self.server.start()
         self.tcp_address = ":".join(str(part) for part in listeners[1].getsockname()[:2]) if tcp else ""
+
+    def start(self) -> None:
+        """Answer from now on; consoles that came before wait. Raises RuntimeError when no thread can start."""
+        try:
+            with above_standard_streams():
+                self.server.start()
+        except RuntimeError:  # at the interpreter's end
+            self.hide()
+            self.abandon()
+            raise
 
     def _restore_file(self) -> None:
         """Listen anew where something has removed the socket file: a stopped rank must stay reachable."""
-        if self._is_hidden or self._directory.has(self._name):
-            return
-        with contextlib.suppress(OSError), above_standard_streams():
+        with self._lock, contextlib.suppress(OSError), above_standard_streams():
+            if self._is_hidden or self._directory.has(self._name):
+                return
             directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
-            self.server.add_listener(directory.listen(self._name))
+            self.server.replace_unix_listener(directory.listen(self._name))
             self._directory.close()
             self._directory = directory
 
     def hide(self) -> None:
         """Remove the file, so that no console finds a server that is about to end."""
-        self._is_hidden = True
-        self._directory.remove(self._name)
+        with self._lock:
+            self._is_hidden = True
+            self._directory.remove(self._name)
 
     def close(self) -> None:
         """Hide, deliver what is queued, and end."""

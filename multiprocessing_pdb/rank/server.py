@@ -78,13 +78,20 @@ class Server(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         for listener in listeners:
-            self.add_listener(listener)
+            self._add_listener(listener)
 
-    def add_listener(self, listener: socket.socket) -> None:
-        """Serve one more listening socket; called before the start or in this thread."""
+    def _add_listener(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
         self._selector.register(listener, selectors.EVENT_READ)
+
+    def replace_unix_listener(self, listener: socket.socket) -> None:
+        """Listen on another unix socket from now on; called by `tick` in this thread."""
+        for old in [old for old in self._listeners if old.family == socket.AF_UNIX]:
+            self._selector.unregister(old)
+            self._listeners.remove(old)
+            old.close()
+        self._add_listener(listener)
 
     def send(self, number: int, frame: Frame) -> None:
         """Queue a frame for a connection, from any thread; one that has ended is ignored."""

@@ -90,8 +90,11 @@ class Session:
         self.rank = identify()
         try:
             name = self.rank.file_stem() + SOCKET_SUFFIX
-            self._endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp)
+            endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp)
+            self._endpoint = endpoint  # before it answers: the answers go through it
+            endpoint.start()
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no threads at interpreter's end
+            self._endpoint = None
             write_stderr(f"rank {self.rank.label} does not stop: {error}")
             return False
         PROCESS.add(self)
