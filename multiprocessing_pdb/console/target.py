@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from multiprocessing_pdb.console.link import Link
+from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.wire.framing import Frame
 
 # Colours and pdbpp's "clear the screen" may pass; other sequences could forge what the terminal shows.
@@ -108,6 +109,11 @@ class Target:
         """Remember a request whose deadline has passed: its answer will be late."""
         self._answers.pop(number, None)
         self._overdue[number] = what
+
+    def cancel(self, number: int) -> None:
+        """Tell the rank that nobody waits for the answer to a request any longer."""
+        with contextlib.suppress(LinkClosedError):
+            self.link.send({"do": "cancel", "request": number})
 
     def take(self, number: int) -> list[Frame]:
         """Return the frames that have come for one request; the last is the one without a "part"."""

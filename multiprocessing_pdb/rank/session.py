@@ -267,6 +267,8 @@ class Session:
         elif do == "detach":
             self._attached.discard(connection)
             self._reply(request, {})
+        elif do == "cancel":
+            self._handler.cancel(connection, frame.get("request"))
         elif do == "interrupt":
             self._reply(request, {"interrupted": self._interrupt(request)})
         elif do == "stacks":
