@@ -159,7 +159,8 @@ class Attachment:
     def _has_exited(self) -> bool:
         pid = read_number(self._target.info, "pid")
         here = read_text(self._target.info, "host") == os.uname().nodename
-        return here and pid is not None and not is_alive(int(pid))
+        start = read_number(self._target.info, "start")
+        return here and pid is not None and start is not None and not is_alive(int(pid), int(start))
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
         request = {"do": "complete", "text": text, "line": line, "begin": begin, "end": end}

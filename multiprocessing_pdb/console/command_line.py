@@ -78,6 +78,10 @@ def _warn(text: str) -> None:
 
 def _open_sources(options: argparse.Namespace) -> list[Source]:
     sources: list[Source] = [LocalSource(_warn)]
+    for address in options.tcp:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise remote.RemoteError(f"--tcp {address}: expected HOST:PORT, such as 10.0.0.5:40123")
     if options.tcp:
         token = read_token(options.token_file or token_path())
         sources.append(TcpSource(options.tcp, token, _warn))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
@@ -15,6 +16,11 @@ from multiprocessing_pdb.console.terminal import find_size
 from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
+
+
+class CommandError(ValueError):
+    """A command that cannot be read."""
+
 
 STEPS = {
     "step": "step",
@@ -31,12 +37,12 @@ STEPS = {
 }
 
 
-def list_ranks(registry: RankRegistry, targets: Sequence[Target]) -> str:
+def list_ranks(registry: RankRegistry, targets: Sequence[Target], armed: Sequence[Target]) -> str:
     """Return the table of `ls`."""
-    answers = ask(targets, {"do": "status"}, _STATUS_SECONDS)
+    answers = ask([*targets, *armed], {"do": "status"}, _STATUS_SECONDS)
     explain_silence(answers, _STATUS_SECONDS)
-    armed = [record for source in registry.sources for record in source.list_armed()]
-    return "\n".join([show_table(answers), *show_countdowns(targets, armed)])
+    records = [record for source in registry.sources for record in source.list_armed()]
+    return "\n".join([show_table(answers), *show_countdowns(targets, records)])
 
 
 def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
@@ -83,6 +89,39 @@ def interrupt(targets: Sequence[Target]) -> str:
     return show_groups(
         [(a.target, a.failure or texts.get(read_text(a.frame, "interrupted"), "?")) for a in answers]
     )
+
+
+def stop(targets: Sequence[Target]) -> str:
+    """Ask ranks that run, armed or with a breakpoint set, to stop at the next line of the user's code."""
+    answers = [
+        *ask([t for t in targets if t.state == "armed"], {"do": "stop"}, _STATUS_SECONDS),
+        *ask([t for t in targets if t.state != "armed"], {"do": "interrupt"}, _STATUS_SECONDS),
+    ]
+    asked = "asked to stop at the next line; a call into C has to end first"
+    texts = {"stopped": "is stopped already", "busy": "is stopped already; interrupted what it evaluates"}
+    return show_groups(
+        [(a.target, a.failure or texts.get(read_text(a.frame, "interrupted"), asked)) for a in answers]
+    )
+
+
+def set_breakpoint(targets: Sequence[Target], rest: str, seconds: float) -> str:
+    """Set a breakpoint (FILE:LINE, or FILE:LINE if CONDITION) on ranks that are stopped or run armed."""
+    place, _, condition = (part.strip() for part in rest.partition(" if "))
+    file, _, line = place.rpartition(":")
+    if not line.isdecimal() or not file:
+        raise CommandError(
+            f"break needs FILE:LINE and may have a condition: break {place or 'train.py:7'} if x > 1"
+        )
+    file = os.path.realpath(file)
+    armed = [t for t in targets if t.state == "armed"]
+    request = {"do": "break", "place": f"{file}:{line}", "condition": condition}
+    texts = [(a.target, a.failure or f"stops at {place}") for a in ask(armed, request, seconds)]
+    blocks = [show_groups(texts)] if texts else []
+    stopped = [t for t in targets if t.state != "armed"]
+    if stopped:
+        text = f"break {file}:{line}" + (f", {condition}" if condition else "")
+        blocks.append(run_line(stopped, text, seconds, command=True))
+    return "\n".join(blocks)
 
 
 def kill(targets: Sequence[Target]) -> str:

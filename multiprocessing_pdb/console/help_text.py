@@ -9,6 +9,9 @@ diff EXPR          evaluates on all ranks and groups equal answers; tensors by f
 where              the stacks of the stopped ranks, equal ones once
 step next until return c
                    in lockstep on all stopped ranks, or on a selection
+stop, stop @tp=1   stops ranks that run, if they are armed or have a breakpoint set
+break FILE:LINE [if CONDITION]
+                   sets a breakpoint on stopped ranks and on armed ones that run
 interrupt          interrupts what the ranks evaluate, or asks those that run to stop
 wait N [SECONDS]   waits until N ranks are stopped
 stacks             stacks of every process of the job, also of those that run or hang in C

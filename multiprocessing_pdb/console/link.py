@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import socket
@@ -15,9 +14,11 @@ from typing import Protocol
 from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, Transform, encode
 from multiprocessing_pdb.wire.handshake import Response
 from multiprocessing_pdb.wire.peer_credentials import check_peer
+from multiprocessing_pdb.wire.procfs import read_start, send_signal
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
+_TRIES = 5  # of a proof: during a flood the rank may disconnect the wrong peer
 PEER_CLOSED = "the connection was closed"
 
 
@@ -63,6 +64,7 @@ class SocketLink:
         self.closed = ""
         self._connection = connection
         self._pid = pid
+        self._start = read_start(pid)
         self._decoder = Decoder()
         self._seal: Transform | None = None
 
@@ -86,6 +88,10 @@ class SocketLink:
             self._seal, self._decoder.unseal = response.verify(self._await_frame(seconds))
         except FrameError as error:
             self._fail(str(error))
+            raise LinkClosedError(self.closed) from None
+        except LinkClosedError:
+            if self.closed == PEER_CLOSED:
+                self.closed = "the rank refused the proof of the token; is it the same token?"
             raise LinkClosedError(self.closed) from None
 
     def _await_frame(self, seconds: float) -> Frame:
@@ -137,8 +143,7 @@ class SocketLink:
         if self.closed:
             return
         if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+            send_signal(self._pid, self._start, signal.SIGKILL)
         else:
             self._send({"do": "kill"})
 
@@ -183,7 +188,13 @@ def connect_tcp(address: str, token: bytes) -> SocketLink:
     Raises OSError when there is nobody, and LinkClosedError when the token is not the rank's.
     """
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS)
-    link = SocketLink(connection, 0)
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(LinkClosedError):
+            return _prove_tcp(host, int(port), token)
+    return _prove_tcp(host, int(port), token)
+
+
+def _prove_tcp(host: str, port: int, token: bytes) -> SocketLink:
+    link = SocketLink(socket.create_connection((host.strip("[]"), port), _CONNECT_SECONDS), 0)
     link.prove(token, _CONNECT_SECONDS)
     return link

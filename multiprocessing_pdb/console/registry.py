@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from multiprocessing_pdb.console.broadcast import ask
 from multiprocessing_pdb.console.link import PEER_CLOSED, Link
 from multiprocessing_pdb.console.source import Source
-from multiprocessing_pdb.console.target import Target, clean
+from multiprocessing_pdb.console.target import Target, clean, read_number
+from multiprocessing_pdb.wire.identity import FileOwner
 
 _STATUS_SECONDS = 2.0
 _POLL_SECONDS = 0.1
@@ -24,30 +25,44 @@ class RankRegistry:
     def __init__(self, sources: Sequence[Source], job: str | None) -> None:
         self.sources = sources
         self.job = job
-        self._targets: dict[int, Target] = {}
-        self._links: dict[int, Link] = {}  # keeps them alive: their ids are our keys
+        self._targets: dict[bool, dict[int, Target]] = {False: {}, True: {}}  # of armed processes: True
+        self._links: dict[bool, dict[int, Link]] = {}  # keeps them alive: their ids are our keys
 
     def refresh(self) -> list[Target]:
         """Return the stopped ranks of all jobs, in order."""
-        links = {stem: link for source in self.sources for stem, link in source.refresh().items()}
-        self._links = {id(link): link for link in links.values()}
-        self._targets = {key: target for key, target in self._targets.items() if key in self._links}
+        return self._refresh(armed=False)
+
+    def _refresh(self, *, armed: bool) -> list[Target]:
+        """Return the stopped ranks, or the armed processes; of one that may have changed the state is asked."""
+        links = {stem: link for source in self.sources for stem, link in source.refresh(armed=armed).items()}
+        known = {id(link): link for link in links.values()}
+        targets = {key: target for key, target in self._targets[armed].items() if key in known}
+        self._links[armed], self._targets[armed] = known, targets
         for stem, link in links.items():
-            if id(link) not in self._targets:
-                job, _, rest = stem.partition("+")
-                self._targets[id(link)] = Target(link, clean(rest.partition("+")[0]), clean(job))
-        unknown = [t for t in self._targets.values() if not t.info or t.state == "running"]
+            if id(link) not in targets:
+                owner = FileOwner.parse(stem)
+                targets[id(link)] = Target(link, clean(owner.label), clean(owner.job))
+        unknown = [t for t in targets.values() if not t.info or t.state in ("running", "armed")]
         for answer in ask(unknown, {"do": "status"}, _STATUS_SECONDS):
             label = answer.frame.get("label")
             if isinstance(label, str):
                 answer.target.label = clean(label)
         # One that closed before its first answer was just going on; one that sent nonsense is shown.
         found = [
-            t
-            for t in self._targets.values()
-            if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
+            t for t in targets.values() if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
         ]
         return sorted(found, key=lambda t: (t.number is None, t.number or 0, t.label))
+
+    def find_armed(self) -> list[Target]:
+        """Return the armed processes of the job of which no thread is stopped or being stepped."""
+        stopped = {read_number(target.info, "pid") for target in self.refresh()}
+        armed = self._refresh(armed=True)
+        jobs = {target.job for target in armed} if self.job is None else {self.job}
+        if len(jobs) > 1:
+            raise JobError(
+                f"ranks of {len(jobs)} jobs are armed: {', '.join(sorted(jobs))}; choose: job NAME"
+            )
+        return [t for t in armed if t.job in jobs and read_number(t.info, "pid") not in stopped]
 
     def find_jobs(self) -> dict[str, int]:
         """Return the jobs that have stopped ranks, and how many."""

@@ -39,7 +39,8 @@ class _Relay:
         op, number = frame.get("op"), frame.get("link")
         link = self._links.get(number) if isinstance(number, int) else None
         if op == "refresh":
-            stems = {stem: self._number(link) for stem, link in self._source.refresh().items()}
+            armed = frame.get("armed") is True
+            stems = {stem: self._number(link) for stem, link in self._source.refresh(armed=armed).items()}
             self.send({"id": frame.get("id"), "stems": stems, "warnings": self._warnings})
             self._warnings.clear()
         elif op == "armed":

@@ -172,9 +172,9 @@ class RemoteSource:
             self._warn(f"{self._line}: no answer from the relay")
         return self._answers.pop(number, {})
 
-    def refresh(self) -> dict[str, Link]:
-        """Return a link to each stopped rank of that node."""
-        answer = self._ask({"op": "refresh"}, _ANSWER_SECONDS)
+    def refresh(self, *, armed: bool = False) -> dict[str, Link]:
+        """Return a link to each stopped rank, or to each armed process, of that node."""
+        answer = self._ask({"op": "refresh", "armed": armed}, _ANSWER_SECONDS)
         for warning in answer.get("warnings") or []:
             self._warn(f"{self._line}: {clean(warning)}")
         stems = answer.get("stems")

@@ -30,12 +30,16 @@ class Shell:
         self._deadline = deadline
         self._is_over = False
         self._on_ranks: dict[str, Callable[[Sequence[Target], str], str | None]] = {
-            "ls": lambda targets, _: commands.list_ranks(self._registry, targets),
+            "ls": lambda targets, _: commands.list_ranks(self._registry, targets, self._find_armed(targets)),
             "diff": self._diff,
             "where": lambda targets, _: commands.show_stacks(targets, self._deadline),
             "interrupt": lambda targets, _: commands.interrupt(targets),
             "attach": self._attach_to,
             "kill": lambda targets, _: commands.kill(targets),
+        }
+        self._on_running: dict[str, Callable[[Sequence[Target], str], str]] = {
+            "stop": self._stop,
+            "break": self._break,
         }
         self._on_console: dict[str, Callable[[str], str | None]] = {
             "wait": self._wait,
@@ -70,7 +74,7 @@ class Shell:
         """Do one command and show what it says; return whether it could be done."""
         try:
             text = self._dispatch(line.strip())
-        except (SelectionError, JobError, UsageError) as error:
+        except (SelectionError, JobError, UsageError, commands.CommandError) as error:
             self._terminal.show(f"*** {error}")
             return False
         except KeyboardInterrupt:
@@ -90,6 +94,8 @@ class Shell:
         word, _, rest = line.partition(" ")
         if selection is None and word in self._on_console:
             return self._on_console[word](rest.strip())
+        if word in self._on_running:
+            return self._on_running[word](self._choose_any(selection), rest.strip())
         if word in ("kill", "attach") and selection is None:
             if not rest.strip():
                 raise UsageError(f"{word} needs a rank, such as: {word} 3")
@@ -97,8 +103,8 @@ class Shell:
         if selection is None and word not in self._on_ranks and word not in commands.STEPS:
             raise UsageError(f"no command {word!r}; try help, or @all {line}, or attach to a rank")
         targets = self._choose(selection)
-        if not targets:
-            return "no rank is stopped; wait 1 waits for one"
+        if not targets and not (word == "ls" and selection is None and self._registry.find_armed()):
+            raise UsageError("no rank is stopped; wait 1 waits for one")
         if word in self._on_ranks:
             return self._on_ranks[word](targets, rest.strip())
         if word in commands.STEPS:
@@ -109,6 +115,26 @@ class Shell:
     def _choose(self, selection: str | None) -> list[Target]:
         targets = self._registry.find()
         return targets if selection is None or not targets else select(selection, targets)
+
+    def _find_armed(self, targets: Sequence[Target]) -> list[Target]:
+        """Return the armed ranks that `ls` shows too: with a selection none."""
+        return self._registry.find_armed() if len(targets) == len(self._registry.find()) else []
+
+    def _choose_any(self, selection: str | None) -> list[Target]:
+        """Return the chosen ones of the stopped ranks and of those that run armed."""
+        targets = [*self._registry.find(), *self._registry.find_armed()]
+        if not targets:
+            raise UsageError(
+                "no rank is stopped, and none is armed: arm() lets the console stop ranks that run"
+            )
+        return targets if selection is None else select(selection, targets)
+
+    def _stop(self, targets: Sequence[Target], rest: str) -> str:
+        chosen = select(rest.removeprefix("@"), targets) if rest else targets
+        return commands.stop(chosen)
+
+    def _break(self, targets: Sequence[Target], rest: str) -> str:
+        return commands.set_breakpoint(targets, rest, self._deadline)
 
     def _diff(self, targets: Sequence[Target], expression: str) -> str:
         if not expression:
@@ -182,7 +208,7 @@ class Shell:
                 target.learn(frame)
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        words = [*self._on_ranks, *self._on_console, *commands.STEPS]
+        words = [*self._on_ranks, *self._on_running, *self._on_console, *commands.STEPS]
         return (
             sorted({f"{word} " for word in words if word.startswith(text) and len(word) > 1})
             if begin == 0

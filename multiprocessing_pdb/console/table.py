@@ -37,6 +37,8 @@ def _make_row(answer: Answer) -> tuple[str, ...]:
     state = target.state
     if answer.failure:
         place, since = answer.failure, ""
+    elif state == "armed":
+        place, since = f"{_shorten(target.place)} (runs)", ""
     elif state == "running":
         place = "running (a step or breakpoint stops it)"
         since = show_duration(read_number(info, "lasting") or 0)

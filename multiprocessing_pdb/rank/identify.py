@@ -8,7 +8,7 @@ import sys
 import threading
 
 from multiprocessing_pdb.wire.identity import RankIdentity, name_job, read_rank
-from multiprocessing_pdb.wire.procfs import read_environ
+from multiprocessing_pdb.wire.procfs import read_environ, read_start
 
 
 def _ask_torch() -> tuple[int | None, int | None]:
@@ -34,8 +34,11 @@ def _inherits_rank(number: int | None) -> bool:
     return inherited == number
 
 
-def identify() -> RankIdentity:
-    """Return who the calling thread is: torch.distributed knows best when it is up, then the environment."""
+def identify(*, process: bool = False) -> RankIdentity:
+    """Return who the calling thread is, or with `process` its process.
+
+    torch.distributed knows best when it is up, then the environment.
+    """
     pid = os.getpid()
     number, world = _ask_torch()
     if number is None:
@@ -43,7 +46,7 @@ def identify() -> RankIdentity:
     label = f"p{pid}" if number is None else str(number)
     if number is not None and _inherits_rank(number):
         label, number = f"{number}.p{pid}", None
-    if threading.current_thread() is not threading.main_thread():
+    if not process and threading.current_thread() is not threading.main_thread():
         label, number = f"{label}.t{threading.get_native_id()}", None
     job = name_job(os.environ, os.getpgrp())
-    return RankIdentity(job, label, number, world, socket.gethostname(), pid)
+    return RankIdentity(job, label, number, world, socket.gethostname(), pid, read_start(pid))

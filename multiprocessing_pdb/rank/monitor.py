@@ -8,54 +8,24 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
+from multiprocessing_pdb.rank.control import Control
 from multiprocessing_pdb.rank.descriptors import above_standard_streams
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.in_flight import InFlightCollectives
 from multiprocessing_pdb.rank.process_state import PROCESS
 from multiprocessing_pdb.rank.stack_file import StackFile
-from multiprocessing_pdb.wire.identity import RankIdentity
+from multiprocessing_pdb.rank.store_count import StoreCount, spans_nodes
+from multiprocessing_pdb.wire.identity import FileOwner, RankIdentity
 from multiprocessing_pdb.wire.procfs import is_alive
 from multiprocessing_pdb.wire.runtime_directory import ARMED_SUFFIX, SOCKET_SUFFIX, RuntimeDirectory
 
 _PERIOD = 0.2
-_STORE_KEY = "multiprocessing_pdb/stopped"
-
-
-class _StoreCount:
-    """How many ranks of all nodes are stopped, counted in the store of torch.distributed."""
-
-    def __init__(self) -> None:
-        self._store: Any = None
-        self._counted = False
-
-    def update(self, is_stopped: bool) -> bool:
-        """Count this process in or out, and return whether any other is stopped."""
-        if self._store is None and not self._open():
-            return False
-        change = int(is_stopped) - int(self._counted)
-        total = int(self._store.add(_STORE_KEY, change))
-        self._counted = is_stopped
-        return total > int(is_stopped)
-
-    def _open(self) -> bool:
-        module = sys.modules.get("torch.distributed.distributed_c10d")
-        if module is None or not module.is_initialized():
-            return False
-        # A store serves one call at a time, and the program may be waiting in one.
-        self._store = module._get_default_store().clone()
-        return True
-
-
-def _spans_nodes() -> bool:
-    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    return os.environ.get("MPDB_WATCH") == "store" or (local is not None and local != world)
 
 
 class Monitor(threading.Thread):
@@ -65,9 +35,10 @@ class Monitor(threading.Thread):
         super().__init__(name="multiprocessing_pdb monitor", daemon=True)
         self._over = threading.Event()
         self._directory = RuntimeDirectory.open(create=True)
-        self._rank = identify()
+        self._rank = identify(process=True)
+        self._control = Control()
         self._in_flight = InFlightCollectives()
-        self._store = _StoreCount() if _spans_nodes() else None
+        self._store = StoreCount() if spans_nodes() else None
         self._stacks = StackFile(self._directory, self._rank.file_stem())
         self._record: dict[str, Any] = {}
 
@@ -85,7 +56,7 @@ class Monitor(threading.Thread):
     def look(self) -> None:
         """Look once."""
         if self._rank.number is None:
-            self._become(identify())
+            self._become(identify(process=True))
         stopped = self._is_other_stopped()
         flight = self._in_flight.look(PROCESS.timeouts.shortest(), PROCESS.timeouts.are_raised())
         if stopped:
@@ -99,20 +70,15 @@ class Monitor(threading.Thread):
         """Take a rank that was not known when the monitor began: torch.distributed came up since."""
         if rank != self._rank:
             self._directory.remove(self._rank.file_stem() + ARMED_SUFFIX)
-            self._rank, self._record = rank, {}
+            self._control.close()
+            self._rank, self._record, self._control = rank, {}, Control()
 
     def _is_other_stopped(self) -> bool:
         seen = False
         for name in self._directory.names(SOCKET_SUFFIX):
-            job, _, rest = name.removesuffix(SOCKET_SUFFIX).partition("+")
-            pid = rest.rpartition("+")[2]
-            if (
-                job == self._rank.job
-                and pid != str(self._rank.pid)
-                and pid.isdecimal()
-                and is_alive(int(pid))
-            ):
-                seen = True
+            owner = FileOwner.parse(name.removesuffix(SOCKET_SUFFIX))
+            mine = owner.job == self._rank.job and owner.pid != self._rank.pid
+            seen = seen or (mine and is_alive(owner.pid, owner.start))
         if self._store is not None:
             seen = self._store.update(PROCESS.has_open()) or seen
         return seen
@@ -123,6 +89,7 @@ class Monitor(threading.Thread):
             "label": self._rank.label,
             "number": self._rank.number,
             "pid": self._rank.pid,
+            "start": self._rank.start,
             "host": self._rank.host,
             "raised": PROCESS.timeouts.are_raised(),
             "in_flight": flight,
@@ -132,6 +99,10 @@ class Monitor(threading.Thread):
             self._record = record
             self._directory.write_record(self._rank.file_stem() + ARMED_SUFFIX, record)
 
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child."""
+        self._control.abandon()
+
     def end(self) -> None:
         """Stop watching, restore the timeouts and remove what the monitor wrote."""
         self._over.set()
@@ -139,6 +110,7 @@ class Monitor(threading.Thread):
             self.join(2.0)
         PROCESS.timeouts.release("another rank is stopped")
         self._stacks.close()
+        self._control.close()
         self._directory.remove(self._rank.file_stem() + ARMED_SUFFIX)
         self._directory.close()
 
@@ -158,7 +130,9 @@ class _Armed:
 
     def forget(self) -> None:
         """Forget the monitor in a forked child: its thread is not there."""
-        self.monitor = None
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.abandon()
 
 
 _ARMED = _Armed()
@@ -182,6 +156,7 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     except OSError as error:
         write_stderr(f"not armed: {error}")
         return
+    _ARMED.monitor.look()  # the record is there when this returns, whatever the program then does
     _ARMED.monitor.start()
     PROCESS.survive_forks()
     if not _ARMED.is_registered:

@@ -11,9 +11,7 @@ import os
 import signal
 from typing import Any
 
-from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
-
-SUFFIX = ".stacks"
+from multiprocessing_pdb.wire.runtime_directory import STACKS_SUFFIX, RuntimeDirectory
 
 
 def _choose_signal() -> int | None:
@@ -31,7 +29,7 @@ class StackFile:
 
     def __init__(self, directory: RuntimeDirectory, stem: str) -> None:
         self._directory = directory
-        self._name = stem + SUFFIX
+        self._name = stem + STACKS_SUFFIX
         self._signal = _choose_signal()
         self._descriptor = -1
         if self._signal is not None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from multiprocessing_pdb.rank.debugger import make_debugger
+from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.pdb_loader import load_pdb
 from multiprocessing_pdb.rank.session import Session, Stop
@@ -114,3 +115,27 @@ def stop_after(error: BaseException, stop: Stop) -> None:
             session.close("resumed")
         elif session is not None:
             sys.settrace(trace)
+
+
+def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] | None = None) -> None:
+    """Stop the calling thread when `frame` comes to its next line, or at a place (file, line, condition).
+
+    For a thread that runs: functions that `frame` is just calling are finished first.
+    """
+    if not _may_stop():
+        return
+    debugger = _prepare(stop)
+    if debugger is None:
+        return
+    if place is None:
+        debugger.start_tracing(frame)
+        debugger.set_next(frame)
+        return
+    file, line, condition = place
+    problem = debugger.set_break(file, line, cond=condition)  # before tracing: it would stop in here
+    if problem:
+        write_stderr(f"rank {debugger.session.rank.label}: {problem}")
+        debugger.session.close("resumed")
+        return
+    debugger.start_tracing(frame)
+    debugger.set_continue()

@@ -23,10 +23,30 @@ class RankIdentity:
     world: int | None
     host: str
     pid: int
+    start: int  # of the process, in clock ticks since boot: a pid alone may be another process's later
 
     def file_stem(self) -> str:
         """Return the beginning of the names of this rank's files in the runtime directory."""
-        return f"{self.job}+{self.label}+{self.pid}"
+        return f"{self.job}+{self.label}+{self.pid}-{self.start}"
+
+
+@dataclass(frozen=True)
+class FileOwner:
+    """What the name of a file in the runtime directory says of the process that wrote it."""
+
+    job: str
+    label: str
+    pid: int
+    start: int
+
+    @classmethod
+    def parse(cls, stem: str) -> FileOwner:
+        """Return the owner; pid 0 for a name that no rank has given."""
+        job, _, rest = stem.partition("+")
+        label, _, process = rest.rpartition("+")
+        pid, _, start = process.partition("-")
+        numbers = (int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else (0, 0)
+        return cls(job, label, *numbers)
 
 
 def name_job(environ: Mapping[str, str], process_group: int) -> str:
