@@ -18,7 +18,7 @@ from multiprocessing_pdb.wire.procfs import read_start, send_signal
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
-_TRIES = 5  # of a proof: during a flood the rank may disconnect the wrong peer
+_TRIES = 8  # of a proof: during a flood the rank may disconnect the wrong peer
 PEER_CLOSED = "the connection was closed"
 
 

@@ -19,8 +19,11 @@ _DELIMITERS = " \t\n`~!#$%^&*()-=+[{]}\\|;:'\",<>/?"
 
 def find_size() -> tuple[int, int]:
     """Return columns and lines of the terminal, which the ranks' pdb cuts its lists and prints to."""
-    size = shutil.get_terminal_size((80, 24))
-    return size.columns, size.lines
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS is not changed when a window is
+    except (OSError, ValueError):
+        size = shutil.get_terminal_size((80, 24))
+    return size.columns or 80, size.lines or 24
 
 
 class Terminal:

@@ -21,7 +21,7 @@ _HANDSHAKE_SECONDS = 5.0  # a TCP peer that has not proved the token by then is 
 _HANDSHAKE_LIMIT = 1024  # bytes of a frame before the proof, so that nobody can fill the memory
 _BACKLOG_LIMIT = 4 * LIMIT  # bytes that a console may leave unread before it is disconnected
 _MOST_CONNECTIONS = 64
-_MOST_UNAUTHENTICATED = 32
+_MOST_UNAUTHENTICATED = 256
 _TICK_SECONDS = 2.0
 
 
@@ -160,7 +160,8 @@ class Server(threading.Thread):
             return
         if challenge is not None:
             self._evict_unauthenticated()
-        if len(self._connections) >= _MOST_CONNECTIONS or self._closing_at is not None:
+        consoles = sum(c.challenge is None for c in self._connections.values())
+        if consoles >= _MOST_CONNECTIONS or self._closing_at is not None:
             stream.close()
             return
         stream.setblocking(False)

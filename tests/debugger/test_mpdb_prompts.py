@@ -26,7 +26,7 @@ def test_steps_over_and_onto_lines_that_stop(site, flavour):
     text = site.ask(*["next"] * 8)
     assert "bdb.py" not in text
     places = [line.split("loops.py")[1].split(")")[0] for line in text.splitlines() if "loops.py(" in line]
-    assert places == ["(12", "(12", "(18", "(19", "(20", "(12", "(12", "(18"]
+    assert places == ["(13", "(13", "(18", "(19", "(20", "(13", "(13", "(18"]
     for _ in range(20):
         if not site.sockets():
             break
@@ -48,7 +48,7 @@ def test_a_breakpoint_before_a_function_that_stops(site):
 def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
     ranks = site.start_ranks(2, "loops.py", env={"MPDB_PDB": flavour})
     site.await_ranks(2)
-    assert "loops.py(12)step()" in site.ask("@all p step(20)")
+    assert "loops.py(13)step()" in site.ask("@all p step(20)")
     assert "in step" in site.ask("ls")
     assert site.ask("diff doubled") == "ranks 0-1: 40 (equal on all)\n"
     assert "--Return--" in site.ask("next")
@@ -66,9 +66,8 @@ def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
 def test_diff_keeps_what_was_assigned_at_the_prompt(site, flavour):
     ranks = site.start_ranks(1, "work.py", env={"MPDB_PDB": flavour})
     site.await_ranks(1)
-    assert site.ask("@0 value = 500", "@0 p value", "diff value", "@0 p value").split() == [
-        *["rank", "0:", "500"] * 3
-    ]
+    answers = site.ask("@0 value = 500", "@0 p value", "diff value", "@0 p value").splitlines()
+    assert answers[1:] == ["rank 0: 500"] * 3
     site.ask("c")
     site.await_exit(ranks[0])
     assert "total 1002" in site.read("rank0")
@@ -110,16 +109,14 @@ def test_exit_codes_and_the_race_after_continue(site):
 def test_the_terminals_size_reaches_the_rank(site):
     (rank,) = site.start_ranks(1, "work.py")
     site.await_ranks(1)
-    assert (
-        site.ask("@0 p self.get_terminal_size()", env={"COLUMNS": "123", "LINES": "45"}).count("NameError")
-        == 1
-    )
+    wide, narrow = ({"COLUMNS": number, "LINES": "45"} for number in ("123", "60"))
+    assert len(site.ask("@0 pp list(range(25))", env=wide).splitlines()) == 1
+    assert len(site.ask("@0 pp list(range(25))", env=narrow).splitlines()) > 10
     console = site.open_console()
-    console.setwinsize(50, 180)
     console.sendline("attach 0")
     console.expect_exact("(Pdb++) ")
-    console.sendline("pp list(range(60))")
-    console.expect_exact("58, 59]")
+    console.sendline("pp list(range(45))")
+    console.expect_exact("43, 44]")
     assert max(len(line) for line in console.before.splitlines()) > 100
     console.sendline("c")
     console.expect_exact("has exited")
@@ -153,7 +150,8 @@ def test_a_flood_on_tcp_does_not_keep_the_user_out(site):
         while not over.is_set():
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), 5))
-                held = held[-200:]
+                if len(held) > 200:
+                    held.pop(0).close()
             except OSError:
                 over.wait(0.01)
         for connection in held:
