@@ -15,9 +15,24 @@ from typing import TYPE_CHECKING, Any
 from multiprocessing_pdb.rank.trigger import MultiprocessingPdb
 
 if TYPE_CHECKING:
-    from datetime import timedelta  # only its name is needed, and importing this package is to cost nothing
+    # Only the names are needed, and importing this package is to cost nothing.
+    from collections.abc import Mapping
+    from datetime import timedelta
+    from types import FrameType
 
-__all__ = ["MultiprocessingPdb", "arm", "disarm", "install", "post_mortem", "set_trace"]
+    from multiprocessing_pdb.rank.nan_hooks import NanHooks
+
+__all__ = [
+    "MultiprocessingPdb",
+    "arm",
+    "disarm",
+    "install",
+    "on_nan",
+    "post_mortem",
+    "set_trace",
+    "stop",
+    "stop_all",
+]
 
 
 def set_trace(*arguments: Any, header: str | None = None) -> None:
@@ -43,6 +58,43 @@ def install() -> None:
     from multiprocessing_pdb.rank.exception_hooks import install as install_hooks
 
     install_hooks()
+
+
+def stop(
+    header: str = "stop()", *, frame: FrameType | None = None, frame_locals: Mapping[str, Any] | None = None
+) -> None:
+    """Stop this rank where it is: in `frame`, or in the caller. No collective.
+
+        stop("layers.3.moe differs", frame_locals={"expected": expected, "actual": actual})
+
+    The prompt knows the names of `frame_locals` besides the frame's own; one that the frame has itself gets a
+    leading underscore. They are gone when the rank goes on.
+    """
+    from multiprocessing_pdb.rank.session import Stop
+    from multiprocessing_pdb.rank.stop import stop_at
+
+    stop_at(frame or sys._getframe(1), Stop(header, names=frame_locals), now=True)
+
+
+def stop_all(reason: str = "stop_all()") -> int:
+    """Ask every other armed rank of this job to stop at its next line; return how many here were asked.
+
+    No collective: the others need not expect it. A rank that waits inside a collective stops once that ends.
+    """
+    from multiprocessing_pdb.rank.peers import ask_peers_to_stop
+
+    return ask_peers_to_stop(reason)
+
+
+def on_nan(model: Any) -> NanHooks:
+    """Arm this rank, and stop it where an output or a gradient of a module of `model` first goes bad.
+
+    Returns the hooks; `remove()` takes them away. The prompt knows bad_module, bad_inputs, bad_output,
+    bad_gradient or bad_parameter.
+    """
+    from multiprocessing_pdb.rank.nan_hooks import watch_model
+
+    return watch_model(model)
 
 
 def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:

@@ -22,6 +22,7 @@ class CommandError(ValueError):
     """A command that cannot be read."""
 
 
+# Commands of the rank's debugger that are as good on all ranks at once, with their full names.
 STEPS = {
     "step": "step",
     "s": "step",
@@ -34,6 +35,8 @@ STEPS = {
     "continue": "continue",
     "cont": "continue",
     "c": "continue",
+    "watch": "watch",
+    "unwatch": "unwatch",
 }
 
 

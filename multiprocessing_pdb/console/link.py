@@ -171,15 +171,8 @@ def connect_local(directory: RuntimeDirectory, name: str) -> SocketLink:
     Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user does, and
     OSError otherwise.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(directory.address(name))
-        pid = check_peer(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return SocketLink(connection, pid)
+    connection = directory.connect(name, _CONNECT_SECONDS)
+    return SocketLink(connection, check_peer(connection))
 
 
 def connect_tcp(address: str, token: bytes) -> SocketLink:

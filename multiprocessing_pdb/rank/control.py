@@ -82,7 +82,7 @@ class Control:
         elif do == "stacks":
             answer = {"text": format_stacks()}
         elif do == "stop":
-            answer = self._ask_main("stop", self._stop)
+            answer = self._ask_main("stop", lambda at: self._stop(at, str(frame.get("reason") or "stop")))
         elif do == "break":
             answer = self._ask_main("break", lambda at: self._break(at, frame))
         elif do == "kill":
@@ -103,8 +103,12 @@ class Control:
         call_in_main_thread(run)
         return {}
 
-    def _stop(self, frame: FrameType) -> None:
-        trace_from(find_user_frame(frame), Stop("stop"))
+    def stop(self, reason: str) -> None:
+        """Stop the main thread at the next line of the user's code."""
+        self._ask_main("stop", lambda at: self._stop(at, reason))
+
+    def _stop(self, frame: FrameType, reason: str) -> None:
+        trace_from(find_user_frame(frame), Stop(reason))
 
     def _break(self, frame: FrameType, request: Frame) -> None:
         place, condition = str(request.get("place")), str(request.get("condition") or "")

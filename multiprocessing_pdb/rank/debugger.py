@@ -8,10 +8,12 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from multiprocessing_pdb.rank.conditions import Condition, parse_watch
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.interruption import Interrupted
 from multiprocessing_pdb.rank.pdb_loader import is_own_module, load_pdb, without_readline
@@ -33,6 +35,7 @@ class ConsolePdb:
     session: Session
     stop: Stop
     is_nested = False  # stopped inside an expression that another prompt evaluates
+    conditions: list[Condition]
     runs_free = False  # the last command lets the program run, and nothing is set to stop it again
 
     @property
@@ -123,12 +126,28 @@ class ConsolePdb:
             super().user_exception(frame, error)  # type: ignore[misc]
 
     def break_here(self, frame: FrameType) -> bool:
-        """Return whether a breakpoint is due; a Tra() that its condition reaches does not stop."""
+        """Return whether a breakpoint or a condition is due; a Tra() that either reaches does not stop."""
         accepts, self.session.accepts_stops = self.session.accepts_stops, False
         try:
-            return bool(super().break_here(frame))  # type: ignore[misc]
+            return bool(super().break_here(frame)) or self._meets_condition(frame)  # type: ignore[misc]
         finally:
             self.session.accepts_stops = accepts
+
+    def break_anywhere(self, frame: FrameType) -> bool:
+        """Return whether something may stop in the function of `frame`."""
+        watched = any(condition.code is frame.f_code for condition in self.conditions)
+        return watched or bool(super().break_anywhere(frame))  # type: ignore[misc]
+
+    def _meets_condition(self, frame: FrameType) -> bool:
+        for condition in self.conditions:
+            reason = condition.check(frame) if condition.code is frame.f_code else ""
+            if reason:
+                self.stop = replace(self.stop, reason=reason)
+                self.currentbp = 0  # bdb's: the commands of a breakpoint are not meant
+                if condition.is_once:
+                    self.conditions.remove(condition)
+                return True
+        return False
 
     def interaction(self, *arguments: Any) -> None:
         """Stop, whichever way led here."""
@@ -169,6 +188,10 @@ class ConsolePdb:
 
     def set_continue(self) -> None:
         """Run on, and end the session unless a breakpoint can stop this thread again."""
+        if self.conditions:  # bdb would end tracing when there are no breakpoints
+            self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]
+            self.runs_free = False
+            return
         super().set_continue()  # type: ignore[misc]
         self.runs_free = not self.breaks
 
@@ -176,6 +199,45 @@ class ConsolePdb:
         """Abandon the nested expression."""
         super().set_quit()  # type: ignore[misc]
         self.runs_free = True
+
+    # Commands of our own, at every prompt.
+
+    def do_watch(self, argument: str) -> None:
+        """Watch EXPR changes|nan|inf: stop at the line of this function after which it holds. watch: list."""
+        if not argument:
+            self.message("\n".join(f"{n} {c}" for n, c in enumerate(self.conditions)) or "nothing is watched")  # type: ignore[attr-defined]
+            return
+        try:
+            condition = parse_watch(argument, self.curframe.f_code)  # type: ignore[attr-defined]
+        except (ValueError, SyntaxError) as error:
+            self.error(str(error))  # type: ignore[attr-defined]
+            return
+        condition.check(self.curframe)  # type: ignore[attr-defined]  # what it is before it changes
+        self.conditions.append(condition)
+        self.message(str(condition))  # type: ignore[attr-defined]
+
+    def do_unwatch(self, argument: str) -> None:
+        """Unwatch [N]: forget a watched expression, or all."""
+        if not argument:
+            self.conditions.clear()
+        elif argument.isdecimal() and int(argument) < len(self.conditions):
+            del self.conditions[int(argument)]
+        else:
+            self.error(f"no watched expression {argument}; watch lists them")  # type: ignore[attr-defined]
+
+    def do_until(self, argument: str) -> Any:
+        """Until [LINE]: as in pdb. until EXPR: run until it is true at a line of this function."""
+        if not argument or argument.strip().isdecimal():
+            return super().do_until(argument)  # type: ignore[misc]
+        try:
+            self.conditions.append(Condition(argument, "true", self.curframe.f_code))  # type: ignore[attr-defined]
+        except SyntaxError as error:
+            self.error(str(error))  # type: ignore[attr-defined]
+            return None
+        self.set_continue()
+        return 1
+
+    do_unt = do_until
 
     # Commands that would use the program's terminal, or end the program.
 
@@ -273,6 +335,7 @@ def make_debugger(session: Session, outer: Any = None) -> Any:
     with without_readline():
         # pdbpp's metaclass hands out a thread's old instance inside a function called set_trace.
         debugger = type.__call__(bound, stdin=session.stdin, stdout=session.stdout, nosigint=True)
+    debugger.conditions = []
     debugger.use_rawinput = 0
     debugger.skip = {"multiprocessing_pdb"}  # not empty, so that bdb asks is_skipped_module
     debugger.paint(False)

@@ -63,6 +63,8 @@ class Monitor(threading.Thread):
             PROCESS.timeouts.hold("another rank is stopped")
         else:
             PROCESS.timeouts.release("another rank is stopped")
+        if self._store is not None and self._store.is_asked_to_stop() and not PROCESS.has_open():
+            self._control.stop("another rank asked all to stop")
         PROCESS.timeouts.extend()  # to process groups made meanwhile
         self._write_record(flight if stopped and not PROCESS.has_open() else None)
 

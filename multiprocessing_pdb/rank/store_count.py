@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 _KEY = "multiprocessing_pdb/stopped"
+_STOP_KEY = "multiprocessing_pdb/stop"
 
 
 def spans_nodes() -> bool:
@@ -21,6 +22,7 @@ class StoreCount:
     def __init__(self) -> None:
         self._store: Any = None
         self._counted = False
+        self._asked: int | None = None
 
     def update(self, is_stopped: bool) -> bool:
         """Count this process in or out, and return whether any other is stopped."""
@@ -30,6 +32,19 @@ class StoreCount:
         total = int(self._store.add(_KEY, change))
         self._counted = is_stopped
         return total > int(is_stopped)
+
+    def ask_to_stop(self) -> None:
+        """Ask the armed ranks of all nodes to stop."""
+        if self._store is not None or self._open():
+            self._store.add(_STOP_KEY, 1)
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether a rank has asked since the last time this was called; at first it is False."""
+        if self._store is None and not self._open():
+            return False
+        count = int(self._store.add(_STOP_KEY, 0))
+        known, self._asked = self._asked, count
+        return known is not None and count > known
 
     def _open(self) -> bool:
         module = sys.modules.get("torch.distributed.distributed_c10d")

@@ -244,7 +244,14 @@ def summarise(value: Any, check: Check) -> Summary:
         text += f" placement ({form['placement']})"
     key = hashlib.sha256(repr([*sorted(form.items()), list(local.shape)]).encode())
     length = math.prod(local.shape)
-    summary: Summary = {"form": form, "text": text, "local": list(local.shape), "length": 0, "shard": shard}
+    summary: Summary = {
+        "form": form,
+        "text": text,
+        "local": list(local.shape),
+        "length": 0,
+        "shard": shard,
+        "bad": (0, 0),
+    }
     if not has_data(local):
         return {**summary, "key": key.hexdigest(), "caveat": "has no elements that can be read"}
     norm, content = Norm(), hashlib.sha256()
@@ -261,4 +268,5 @@ def summarise(value: Any, check: Check) -> Summary:
         "squares": norm.squares if math.isfinite(norm.squares) else None,
         "key": key.hexdigest(),
         "length": length,
+        "bad": (norm.nans, norm.infinities),
     }

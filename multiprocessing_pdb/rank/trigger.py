@@ -8,6 +8,13 @@ from types import FrameType
 from typing import Any
 
 
+def _on_nan(model: Any) -> Any:
+    """Stop where a value of the model first goes bad, as multiprocessing_pdb.on_nan() does."""
+    from multiprocessing_pdb.rank.nan_hooks import watch_model
+
+    return watch_model(model)
+
+
 class MultiprocessingPdb:
     """A debugger for one of many processes.
 
@@ -58,6 +65,8 @@ class MultiprocessingPdb:
         frame = sys._getframe(1)
         if self._is_due(frame, skip, every, once):
             self._stop(frame, header)
+
+    set_trace.on_nan = _on_nan  # type: ignore[attr-defined]  # so that Tra.on_nan(model) reads as it does
 
     @staticmethod
     def _is_among(ranks: int | Collection[int]) -> bool:

@@ -110,6 +110,14 @@ class Value:
             for leaf in ordered[begin:end]
         ]
 
+    def find_bad(self, kind: str) -> str | None:
+        """Return the path of the first part with a nan, or with an inf, None when there is none."""
+        for leaf in self.leaves:
+            bad = leaf.summary["bad"][kind == "inf"] if leaf.summary else leaf.text.lstrip("-") == kind
+            if bad:
+                return leaf.path
+        return None
+
     def get_tensor(self, path: str) -> Any:
         """Return the tensor at a path. Raises KeyError."""
         for leaf in self.leaves:

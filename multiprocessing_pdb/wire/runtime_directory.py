@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from multiprocessing_pdb.wire.peer_credentials import check_peer
+
 VARIABLE = "MPDB_DIR"
 SOCKET_SUFFIX = ".sock"
 ARMED_SUFFIX = ".armed"  # what an armed process says of itself, written by it
@@ -122,6 +124,22 @@ class RuntimeDirectory:
             self.remove(unfinished)
             raise
         return listener
+
+    def connect(self, name: str, seconds: float = 2.0) -> socket.socket:
+        """Return a connection to the process that listens at `name`, which the kernel says is this user's.
+
+        Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user
+        does, and OSError otherwise.
+        """
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(seconds)
+            stream.connect(self.address(name))
+            check_peer(stream)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     def has(self, name: str) -> bool:
         """Return whether `name` is there, in a directory that still has its path."""

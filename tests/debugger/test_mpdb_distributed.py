@@ -93,7 +93,7 @@ def test_the_recorded_session_of_the_documentation(site):
     site.await_exit(process)
 
 
-def test_hold_saves_even_a_collective_in_in_flight(site):
+def test_hold_saves_even_a_collective_in_flight(site):
     process = start_torchrun(site, 2, "collective.py", "flight", "hold")
     stay_stopped(site, 9)
     site.ask("c")

@@ -119,3 +119,55 @@ def test_a_stale_socket_of_a_reused_pid_does_not_hold_timeouts(site):
     assert not is_alive(owner.pid, owner.start - 1)
     assert not send_signal(owner.pid, owner.start - 1, signal.SIGKILL)
     assert FileOwner.parse("nonsense") == FileOwner("nonsense", "", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("forward", "step 3, output of 1 (Scale): 2 nan of 8 elements; its inputs are finite"),
+        ("backward", "step 3, gradient of the output of 0: "),
+    ],
+)
+def test_on_nan_stops_the_first_rank_at_the_module_and_step(site, where, words):
+    ranks = site.start_ranks(2, "bad_values.py", where)
+    site.await_ranks(1)
+    assert words in " ".join(site.ask("ls").split())
+    name = "bad_output" if where == "forward" else "bad_gradient"
+    assert "rank 1: float32[2, 4] cpu" in site.ask(f"diff {name}")
+    assert site.ask("diff step") == "rank 1: 2\n"
+    site.ask("c")
+    for number, rank in enumerate(ranks):
+        site.await_exit(rank)
+        assert "losses [" in site.read(f"rank{number}")
+
+
+def test_a_rank_can_stop_itself_with_names_and_all_others(site):
+    """What another tool needs to stop all ranks at its finding, with expected and actual at the prompt."""
+    ranks = site.start_ranks(2, "bad_values.py", "api")
+    poll(lambda: "asked" in site.read("rank1") or None, "rank 1 to ask")
+    site.await_ranks(2)
+    assert site.ask("@1 p actual.sum() - _expected.sum(), expected") == "rank 1: (tensor(-2.), 'mine')\n"
+    table = site.ask("ls")
+    assert "loss differs" in table
+    assert "rank 1 has a finding" in table
+    (site.home / "go").touch()
+    site.ask("c")
+    for rank in ranks:
+        site.await_exit(rank)
+
+
+def test_watch_and_until_stop_where_an_expression_changes(site):
+    (rank,) = site.start_ranks(1, "watched.py")
+    site.await_ranks(1)
+    site.ask("until number > 10")
+    assert site.ask("diff number") == "rank 0: 11\n"
+    site.ask("watch state changes", "watch total nan", "c")
+    assert "state changed" in site.ask("ls")
+    assert site.ask("diff number") == "rank 0: 30\n"
+    assert "watch total nan" in site.ask("@0 watch")
+    site.ask("unwatch 0", "c")
+    assert "nan in total" in site.ask("ls")
+    assert "needs an expression" in site.ask("watch total")
+    site.ask("unwatch", "c")
+    site.await_exit(rank)
+    assert site.read("rank0") == "total nan\n"
