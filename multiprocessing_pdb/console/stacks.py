@@ -27,11 +27,11 @@ def dump_stacks(pid: int, record: dict[str, Any] | None) -> str:
 
     py-spy sees every process. The server of a stopped or armed one answers unless a call into C keeps the
     interpreter; then faulthandler answers for an armed one. MPDB_STACKS=self or faulthandler passes over the
-    ways before.
+    ways before, MPDB_STACKS=py-spy names the first.
     """
     way = os.environ.get("MPDB_STACKS", "")
     problem = "py-spy is not installed"
-    if way == "":
+    if way in ("", "py-spy"):
         text, problem = _run_py_spy(pid)
         if text:
             return text

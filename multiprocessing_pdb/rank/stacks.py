@@ -6,6 +6,8 @@ import sys
 import threading
 from types import FrameType
 
+from multiprocessing_pdb.rank.pdb_loader import is_own_module
+
 _MOST_FRAMES = 200
 
 
@@ -33,6 +35,9 @@ def _order(thread: threading.Thread | None) -> tuple[bool, str]:
 def _list_calls(frame: FrameType | None) -> list[str]:
     calls: list[str] = []
     while frame is not None and len(calls) < _MOST_FRAMES:
+        if is_own_module(frame.f_globals.get("__name__")):  # the prompt that a stopped thread waits at
+            frame = frame.f_back
+            continue
         calls.append(f"    {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
         frame = frame.f_back
     return calls

@@ -259,9 +259,9 @@ def summarise(value: Any, check: Check) -> Summary:
         norm.add(chunk)
         _hash_chunk(chunk, content)
     key.update(content.digest())
-    few = ""
+    few = f" local {list(local.shape)}" if shard is not None else ""
     if 0 < length <= _FEW:
-        few = f" [{', '.join(_shorten(element) for element in read_flat(local, 0, length).tolist())}]"
+        few += f" [{', '.join(_shorten(element) for element in read_flat(local, 0, length).tolist())}]"
     return {
         **summary,
         "content": f"{few} {norm.text()} hash {content.hexdigest()[:8]}",
