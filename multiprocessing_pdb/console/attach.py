@@ -32,6 +32,7 @@ class Attachment:
         self._target = target
         self._find_again = find_next_stop
         self._ask_quit = ask_quit
+        self._last = ""
 
     def run(self) -> None:
         """Talk with the rank until the user detaches or the rank is gone."""
@@ -42,6 +43,7 @@ class Attachment:
             try:
                 line = self._terminal.read(f"[{self._target.label}] {self._prompt()}", self._complete)
             except EOFError:
+                self._record("EOF" if nested else "detach", nested)
                 if nested and self._send({"do": "eof", "nested": True}):
                     continue
                 self._terminal.show("")
@@ -50,6 +52,7 @@ class Attachment:
                 self._terminal.show("")
                 continue
             word = line.strip()
+            self._record(word, nested)
             if not nested and word == "detach":
                 break
             if not nested and word in _LEAVING:
@@ -66,6 +69,16 @@ class Attachment:
             if not self._send(frame) and not self._await_next_stop():
                 return
         self._detach()
+
+    def _record(self, word: str, nested: bool) -> None:
+        """Record a line as the command for this rank alone that a replay can give without attaching."""
+        if not nested and word in ("detach", *_LEAVING):
+            self._terminal.record(word)
+            return
+        if not nested:  # an empty line repeats the last one, as pdb does
+            word = self._last = word or self._last
+        if word:
+            self._terminal.record(f"@{self._target.label} {word}")
 
     def _prompt(self) -> str:
         return read_text(self._target.info, "prompt") or "(Pdb) "

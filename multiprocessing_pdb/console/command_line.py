@@ -119,9 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _converse(registry: RankRegistry, options: argparse.Namespace) -> int:
     terminal = Terminal()
     shell = Shell(registry, terminal, options.deadline)
-    if options.command:
-        done = [shell.do(line) for line in options.command]
-        return 0 if all(done) else 1
-    shell.do("jobs" if options.job is None and len(registry.find_jobs()) > 1 else "ls")
-    shell.run()
-    return 0
+    try:
+        if options.command:
+            done = [shell.do(line) for line in options.command]
+            return 0 if all(done) else 1
+        shell.do("jobs" if options.job is None and len(registry.find_jobs()) > 1 else "ls")
+        shell.run()
+        return 0
+    finally:
+        shell.close()

@@ -9,12 +9,17 @@ diff EXPR          evaluates on all ranks and groups equal answers; tensors by f
 where              the stacks of the stopped ranks, equal ones once
 step next until return c
                    in lockstep on all stopped ranks, or on a selection
+until EXPR         runs until it is true at a line of the function that is stopped in
+watch EXPR changes|nan|inf
+                   stops at the line of this function after which it holds; watch lists, unwatch [N] ends
 stop, stop @tp=1   stops ranks that run, if they are armed or have a breakpoint set
 break FILE:LINE [if CONDITION]
                    sets a breakpoint on stopped ranks and on armed ones that run
 interrupt          interrupts what the ranks evaluate, or asks those that run to stop
 wait N [SECONDS]   waits until N ranks are stopped
 stacks             stacks of every process of the job, also of those that run or hang in C
+record FILE        writes this session into a page for a bug report; record without a file ends it
+replay FILE        does the commands of a recorded session again
 kill R             kills the process of a rank
 jobs, job NAME     the jobs that have stopped ranks; chooses one
 deadline SECONDS   how long each rank has to answer

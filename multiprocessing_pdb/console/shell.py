@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from multiprocessing_pdb.console import commands
 from multiprocessing_pdb.console.attach import Attachment
 from multiprocessing_pdb.console.comparison import compare
 from multiprocessing_pdb.console.grouping import name_ranks, show_groups
 from multiprocessing_pdb.console.help_text import HELP
+from multiprocessing_pdb.console.recording import PROMPT, Recording, RecordingError, read_commands
 from multiprocessing_pdb.console.registry import JobError, RankRegistry
 from multiprocessing_pdb.console.selection import SelectionError, select
 from multiprocessing_pdb.console.target import Target, read_text
 from multiprocessing_pdb.console.terminal import Terminal
-
-_PROMPT = "mpdb> "
 
 
 class UsageError(ValueError):
@@ -47,6 +47,8 @@ class Shell:
             "jobs": lambda _: self._list_jobs(),
             "job": self._choose_job,
             "deadline": self._set_deadline,
+            "record": self._record,
+            "replay": self._replay,
             "help": lambda _: HELP,
             "h": lambda _: HELP,
             "?": lambda _: HELP,
@@ -61,7 +63,7 @@ class Shell:
         while not self._is_over:
             try:
                 self._show_late_answers()
-                line = self._terminal.read(_PROMPT, self._complete)
+                line = self._terminal.read(PROMPT, self._complete)
             except EOFError:
                 self.do("quit")
                 return
@@ -72,9 +74,10 @@ class Shell:
 
     def do(self, line: str) -> bool:
         """Do one command and show what it says; return whether it could be done."""
+        self._terminal.record(line.strip())
         try:
             text = self._dispatch(line.strip())
-        except (SelectionError, JobError, UsageError, commands.CommandError) as error:
+        except (SelectionError, JobError, UsageError, RecordingError, commands.CommandError) as error:
             self._terminal.show(f"*** {error}")
             return False
         except KeyboardInterrupt:
@@ -145,7 +148,14 @@ class Shell:
     def _attach_to(self, targets: Sequence[Target], _: str) -> None:
         if len(targets) != 1:
             raise UsageError(f"attach takes one rank, not {name_ranks(targets)}")
-        Attachment(self._terminal, targets[0], self._registry.find_next_stop, self._ask_quit).run()
+        Attachment(self._terminal, targets[0], self._find_next_stop, self._ask_quit).run()
+
+    def _find_next_stop(self, gone: Target) -> Target | None:
+        """Return the same rank at another stop; a replay of this session has to wait for it too."""
+        again = self._registry.find_next_stop(gone)
+        if again is not None:
+            self._terminal.record(f"wait {len(self._registry.find())}")
+        return again
 
     def _ask_quit_here(self) -> None:
         if self._ask_quit():
@@ -196,6 +206,35 @@ class Shell:
         if rest:
             self._deadline = _read_seconds(rest)
         return f"each rank has {self._deadline:g} s to answer"
+
+    def close(self) -> None:
+        """End the recording."""
+        if self._terminal.recording is not None:
+            self._terminal.recording.close()
+            self._terminal.recording = None
+
+    def _record(self, rest: str) -> str:
+        running = self._terminal.recording
+        if rest:
+            recording = Recording(Path(rest).expanduser(), self._registry.job or "(any)")
+        elif running is not None:
+            self.close()
+            return f"recorded in {running.path}; replay {running.path} does the same again"
+        else:
+            raise UsageError("nothing is recorded; record needs a file: record session.md")
+        self.close()
+        self._terminal.recording = recording
+        return f"recording in {rest}, until record without a file, or quit"
+
+    def _replay(self, rest: str) -> str:
+        if not rest:
+            raise UsageError("replay needs a file that record has written: replay session.md")
+        lines = read_commands(Path(rest).expanduser())
+        for number, line in enumerate(lines, 1):
+            self._terminal.echo(f"{PROMPT}{line}")
+            if not self.do(line):
+                raise UsageError(f"replay ends at command {number} of {len(lines)}: {line}")
+        return f"replayed {len(lines)} command(s) of {rest}"
 
     def _show_late_answers(self) -> None:
         for target in self._registry.refresh():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from multiprocessing_pdb.console.recording import Recording
 from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError, RuntimeDirectory
 
 Complete = Callable[[str, str, int, int], list[str]]
@@ -32,6 +33,7 @@ class Terminal:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
         self.has_colors = sys.stdout.isatty() and os.environ.get("NO_COLOR", "") == ""
+        self.recording: Recording | None = None
         self._readline: Any = None
         self._words: list[str] = []
         self._complete: Complete = lambda text, line, begin, end: []
@@ -84,10 +86,21 @@ class Terminal:
             raise EOFError
         return line.rstrip("\n")
 
+    def record(self, line: str) -> None:
+        """Add a command to the recording of this session, if there is one."""
+        if self.recording is not None:
+            self.recording.add_command(line)
+
+    def echo(self, line: str) -> None:
+        """Print a command that was not typed, and do not record it: doing it does."""
+        print(line, flush=True)
+
     def show(self, text: str) -> None:
         """Print a text; one without colours where they would not be seen."""
-        print(text, flush=True)
+        self.show_part(f"{text}\n")
 
     def show_part(self, text: str) -> None:
         """Print a part of a text that goes on."""
         print(text, end="", flush=True)
+        if self.recording is not None:
+            self.recording.add_output(text, end="")
