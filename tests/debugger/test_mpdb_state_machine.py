@@ -1,7 +1,8 @@
 """Whatever is done at the prompts: a stopped thread has a way in, and the program computes what it would alone.
 
 Programs run in threads of the test's own process, so that thousands of sequences are driven through the real
-sockets in a minute; MPDB_TEST_SEQUENCES asks for more.
+sockets in minutes: MPDB_TEST_SEQUENCES=2000 asks for as many new ones of each prompt. Without it they are the same
+ones each time.
 """
 
 import os
@@ -27,7 +28,7 @@ from multiprocessing_pdb.console.source import LocalSource
 from multiprocessing_pdb.rank import debugger, endpoint, server, session
 from multiprocessing_pdb.rank.process_state import PROCESS
 
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "1000"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "150"))  # for each of pdb and pdbpp
 PATIENCE = float(os.environ.get("MPDB_TEST_PATIENCE", "60"))
 MOMENT = 0.002
 READ_LINE = session.Session._read_line.__code__
