@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from types import CodeType, FrameType
+from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
+from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
 from multiprocessing_pdb.rank.values import Value
 
 KINDS = ("changes", "nan", "inf")
@@ -21,7 +23,7 @@ class Condition:
         self.expression = expression
         self.kind = kind
         self.code = code
-        self._compiled = compile(expression, "<watch>", "eval")
+        self._compiled = compile_expression(expression, "<watch>")
         self._last: str | None = None
 
     @property
@@ -34,10 +36,10 @@ class Condition:
         words = f"until {self.expression}" if self.is_once else f"watch {self.expression} {self.kind}"
         return f"{words} (checked at each line of {self.code.co_name})"
 
-    def check(self, frame: FrameType) -> str:
+    def check(self, global_names: Mapping[str, Any], local_names: Mapping[str, Any]) -> str:
         """Return why the program is to stop here, or an empty text."""
         try:
-            value = eval(self._compiled, {**frame.f_globals, **frame.f_locals})  # the user's own expression
+            value = evaluate(self._compiled, global_names, local_names)
             return self._judge(value)
         except Exception:
             return ""

@@ -140,7 +140,9 @@ class ConsolePdb:
 
     def _meets_condition(self, frame: FrameType) -> bool:
         for condition in self.conditions:
-            reason = condition.check(frame) if condition.code is frame.f_code else ""
+            if condition.code is not frame.f_code:
+                continue
+            reason = condition.check(frame.f_globals, frame.f_locals)
             if reason:
                 self.stop = replace(self.stop, reason=reason)
                 self.currentbp = 0  # bdb's: the commands of a breakpoint are not meant
@@ -212,7 +214,8 @@ class ConsolePdb:
         except (ValueError, SyntaxError) as error:
             self.error(str(error))  # type: ignore[attr-defined]
             return
-        condition.check(self.curframe)  # type: ignore[attr-defined]  # what it is before it changes
+        # What it is before it changes.
+        condition.check(self.curframe.f_globals, self.frame_locals())  # type: ignore[attr-defined]
         self.conditions.append(condition)
         self.message(str(condition))  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multiprocessing_pdb.rank import tensors
+from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
 from multiprocessing_pdb.rank.pdb_loader import is_own_module
 from multiprocessing_pdb.rank.values import Value
 from multiprocessing_pdb.wire.framing import Frame
@@ -76,13 +77,11 @@ class RequestHandler:
 
     def _evaluate(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         self._retained.pop(connection, None)
-        code = compile(str(frame["text"]), "<console>", "eval")
-        # One mapping: a lambda or comprehension in the expression must see the locals too.
-        names = {**debugger.curframe.f_globals, **debugger.frame_locals()}
+        code = compile_expression(str(frame["text"]), "<console>")
         torch = sys.modules.get("torch")
         quiet = torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
         with quiet:
-            found = eval(code, names)  # the user's own expression, in the user's own process
+            found = evaluate(code, debugger.curframe.f_globals, debugger.frame_locals())
             value = self._retained[connection] = Value(found, self._make_check(connection, frame))
         return {"value": value.describe()}
 

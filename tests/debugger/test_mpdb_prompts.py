@@ -63,6 +63,21 @@ def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
 
 
 @FLAVOURS
+@pytest.mark.parametrize("command", ["watch value changes", "p step(1)", "p Tra()", "break 20", "where"])
+def test_no_command_undoes_an_assignment(site, flavour, command):
+    (rank,) = site.start_ranks(1, "assigned.py", env={"MPDB_PDB": flavour})
+    site.await_ranks(1)
+    site.ask("@0 value = 500", f"@0 {command}")
+    nested = "step" in command or "Tra" in command
+    if nested:
+        site.ask("c", "wait 1 30")
+    assert site.ask("@0 p value") == "rank 0: 500\n"
+    site.ask("@0 clear 1", "unwatch", "c")
+    site.await_exit(rank)
+    assert site.read("rank0") == "total 501\n"
+
+
+@FLAVOURS
 def test_diff_keeps_what_was_assigned_at_the_prompt(site, flavour):
     ranks = site.start_ranks(1, "work.py", env={"MPDB_PDB": flavour})
     site.await_ranks(1)
