@@ -19,6 +19,7 @@ def start_steady(site, world):
     go = site.home / "go"
     ranks = site.start_ranks(world, "steady.py", go)
     poll(lambda: len(list(site.runtime.glob("*.control"))) == world, "armed ranks")
+    poll(lambda: len(list(site.runtime.glob("*.armed"))) == world, "their notes, written after the sockets")
     return ranks, go
 
 
