@@ -250,8 +250,16 @@ class Session:
 
     def _reply(self, request: Request, frame: Frame) -> None:
         endpoint = self._endpoint
-        if endpoint is not None:
+        if endpoint is None:
+            return
+        # A command runs traced. A step that is still under way must not stop in json under the server's lock:
+        # its thread would wait for the lock, and no console would be answered again.
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
             endpoint.server.send(request.connection, {"id": request.frame.get("id"), **frame})
+        finally:
+            sys.settrace(trace)
 
     # Called by the server's thread.
 

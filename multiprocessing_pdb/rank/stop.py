@@ -87,13 +87,15 @@ def stop_at(frame: FrameType, stop: Stop, *, now: bool = False) -> None:
     """Stop the calling thread at the next line of `frame`; with `now` where it is."""
     if not _may_stop():
         return
+    trace = sys.gettrace()
+    sys.settrace(None)  # a step that came here must not stop in what opens the endpoint
     if owns_terminal():
-        debugger = _make_terminal_debugger()
-        sys.settrace(None)
-        debugger.set_trace(frame)
+        _make_terminal_debugger().set_trace(frame)
         return
     debugger = _prepare(stop)
-    if debugger is not None:
+    if debugger is None:
+        sys.settrace(trace)
+    else:
         (debugger.stop_now if now else debugger.start_tracing)(frame)
 
 
