@@ -44,9 +44,9 @@ def measure_import(module):
 
 def measure_ask(world, repeats):
     """Return seconds: until all have stopped, of a first diff, of later ones, and of asking one by one."""
+    from multiprocessing_pdb.console.broadcast import ask
     from multiprocessing_pdb.console.comparison import compare
-    from multiprocessing_pdb.console.crowd import ask
-    from multiprocessing_pdb.console.roster import Roster
+    from multiprocessing_pdb.console.registry import RankRegistry
     from multiprocessing_pdb.console.source import LocalSource
 
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -58,15 +58,15 @@ def measure_ask(world, repeats):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    roster = Roster([LocalSource(print)], None)
-    roster.await_count(world, 300)
+    registry = RankRegistry([LocalSource(print)], None)
+    registry.await_count(world, 300)
     stopping = time.perf_counter() - begun
-    roster.close()
-    roster = Roster([LocalSource(print)], None)  # as a console that is opened now
+    registry.close()
+    registry = RankRegistry([LocalSource(print)], None)  # as a console that is opened now
     begun = time.perf_counter()
-    _, text = compare(roster.find(), "loss", 60)
+    _, text = compare(registry.find(), "loss", 60)
     first = time.perf_counter() - begun
-    targets = roster.find()
+    targets = registry.find()
     together, in_turn = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -77,7 +77,7 @@ def measure_ask(world, repeats):
             ask([target], {"do": "line", "text": "p loss"}, 60)
         in_turn.append(time.perf_counter() - begun)
     ask(targets, {"do": "line", "text": "continue", "command": True}, 60)
-    roster.close()
+    registry.close()
     job.wait(60)
     return stopping, first, statistics.median(together), statistics.median(in_turn), text
 

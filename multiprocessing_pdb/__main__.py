@@ -2,7 +2,7 @@
 
 import sys
 
-from multiprocessing_pdb.console.options import main
+from multiprocessing_pdb.console.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

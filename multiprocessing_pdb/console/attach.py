@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable
 
-from multiprocessing_pdb.console.crowd import Answer, ask, collect
+from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.target import Target, read_number, read_text
-from multiprocessing_pdb.console.terminal import Terminal
-from multiprocessing_pdb.processes import is_alive
+from multiprocessing_pdb.console.terminal import Terminal, find_size
+from multiprocessing_pdb.wire.procfs import is_alive
 
 _COMPLETION_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -19,19 +19,20 @@ _LEAVING = ("q", "quit", "exit")
 
 
 class Attachment:
-    """One interactive session. `find_again` finds the rank's next stop, `ask_quit` asks what `q` means."""
+    """One interactive session. `find_next_stop` finds the rank's next stop, `ask_quit` asks what `q` means."""
 
     def __init__(
         self,
         terminal: Terminal,
         target: Target,
-        find_again: Callable[[Target], Target | None],
+        find_next_stop: Callable[[Target], Target | None],
         ask_quit: Callable[[], bool],
     ) -> None:
         self._terminal = terminal
         self._target = target
-        self._find_again = find_again
+        self._find_again = find_next_stop
         self._ask_quit = ask_quit
+        self._last = ""
 
     def run(self) -> None:
         """Talk with the rank until the user detaches or the rank is gone."""
@@ -42,6 +43,7 @@ class Attachment:
             try:
                 line = self._terminal.read(f"[{self._target.label}] {self._prompt()}", self._complete)
             except EOFError:
+                self._record("EOF" if nested else "detach", nested)
                 if nested and self._send({"do": "eof", "nested": True}):
                     continue
                 self._terminal.show("")
@@ -50,16 +52,33 @@ class Attachment:
                 self._terminal.show("")
                 continue
             word = line.strip()
+            self._record(word, nested)
             if not nested and word == "detach":
                 break
             if not nested and word in _LEAVING:
                 if self._ask_quit():
                     break
                 continue
-            frame = {"do": "line", "text": line, "nested": nested, "colors": self._terminal.has_colors}
+            frame = {
+                "do": "line",
+                "text": line,
+                "nested": nested,
+                "colors": self._terminal.has_colors,
+                "size": list(find_size()),
+            }
             if not self._send(frame) and not self._await_next_stop():
                 return
         self._detach()
+
+    def _record(self, word: str, nested: bool) -> None:
+        """Record a line as the command for this rank alone that a replay can give without attaching."""
+        if not nested and word in ("detach", *_LEAVING):
+            self._terminal.record(word)
+            return
+        if not nested:  # an empty line repeats the last one, as pdb does
+            word = self._last = word or self._last
+        if word:
+            self._terminal.record(f"@{self._target.label} {word}")
 
     def _prompt(self) -> str:
         return read_text(self._target.info, "prompt") or "(Pdb) "
@@ -153,7 +172,8 @@ class Attachment:
     def _has_exited(self) -> bool:
         pid = read_number(self._target.info, "pid")
         here = read_text(self._target.info, "host") == os.uname().nodename
-        return here and pid is not None and not is_alive(int(pid))
+        start = read_number(self._target.info, "start")
+        return here and pid is not None and start is not None and not is_alive(int(pid), int(start))
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
         request = {"do": "complete", "text": text, "line": line, "begin": begin, "end": end}

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
+from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, show_groups
 from multiprocessing_pdb.console.link import LinkClosedError
-from multiprocessing_pdb.console.roster import Roster
+from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.table import show_countdowns, show_table
-from multiprocessing_pdb.console.target import Target, clean, read_text
+from multiprocessing_pdb.console.target import ENDS, Target, clean, drop_screen_control, read_text
+from multiprocessing_pdb.console.terminal import find_size
+from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
-_ENDS = {"resumed": "runs on", "exited": "has exited"}
 
+
+class CommandError(ValueError):
+    """A command that cannot be read."""
+
+
+# Commands of the rank's debugger that are as good on all ranks at once, with their full names.
 STEPS = {
     "step": "step",
     "s": "step",
@@ -27,15 +35,17 @@ STEPS = {
     "continue": "continue",
     "cont": "continue",
     "c": "continue",
+    "watch": "watch",
+    "unwatch": "unwatch",
 }
 
 
-def list_ranks(roster: Roster, targets: Sequence[Target]) -> str:
+def list_ranks(registry: RankRegistry, targets: Sequence[Target], armed: Sequence[Target]) -> str:
     """Return the table of `ls`."""
-    answers = ask(targets, {"do": "status"}, _STATUS_SECONDS)
+    answers = ask([*targets, *armed], {"do": "status"}, _STATUS_SECONDS)
     explain_silence(answers, _STATUS_SECONDS)
-    notes = [note for source in roster.sources for note in source.take_notes()]
-    return "\n".join([show_table(answers), *show_countdowns(targets, notes)])
+    records = [record for source in registry.sources for record in source.list_armed()]
+    return "\n".join([show_table(answers), *show_countdowns(targets, records)])
 
 
 def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
@@ -43,7 +53,10 @@ def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: b
 
     `command` says that the line is a debugger command even where a variable has its name.
     """
-    answers = ask(targets, {"do": "line", "text": line, "command": command}, seconds)
+    request: Frame = {"do": "line", "text": line, "command": command, "size": list(find_size())}
+    if command:
+        request["nested"] = False  # a step is no answer to a question that pdb asks
+    answers = ask(targets, request, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     return show_groups([(answer.target, _show_end(answer)) for answer in answers])
 
@@ -51,7 +64,11 @@ def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: b
 def _show_end(answer: Answer) -> str:
     if answer.failure:
         return f"{answer.out}*** {answer.failure}"
-    return answer.out + _ENDS.get(read_text(answer.frame, "end"), "")
+    end = ENDS.get(read_text(answer.frame, "end"), "")
+    if answer.frame.get("nested") is True:
+        who = f"@{answer.target.label}"
+        end = f"{read_text(answer.frame, 'prompt')} (answer with {who} TEXT; {who} EOF ends the input)"
+    return drop_screen_control(answer.out) + end
 
 
 def show_stacks(targets: Sequence[Target], seconds: float) -> str:
@@ -77,6 +94,39 @@ def interrupt(targets: Sequence[Target]) -> str:
     )
 
 
+def stop(targets: Sequence[Target]) -> str:
+    """Ask ranks that run, armed or with a breakpoint set, to stop at the next line of the user's code."""
+    answers = [
+        *ask([t for t in targets if t.state == "armed"], {"do": "stop"}, _STATUS_SECONDS),
+        *ask([t for t in targets if t.state != "armed"], {"do": "interrupt"}, _STATUS_SECONDS),
+    ]
+    asked = "asked to stop at the next line; a call into C has to end first"
+    texts = {"stopped": "is stopped already", "busy": "is stopped already; interrupted what it evaluates"}
+    return show_groups(
+        [(a.target, a.failure or texts.get(read_text(a.frame, "interrupted"), asked)) for a in answers]
+    )
+
+
+def set_breakpoint(targets: Sequence[Target], rest: str, seconds: float) -> str:
+    """Set a breakpoint (FILE:LINE, or FILE:LINE if CONDITION) on ranks that are stopped or run armed."""
+    place, _, condition = (part.strip() for part in rest.partition(" if "))
+    file, _, line = place.rpartition(":")
+    if not line.isdecimal() or not file:
+        raise CommandError(
+            f"break needs FILE:LINE and may have a condition: break {place or 'train.py:7'} if x > 1"
+        )
+    file = os.path.realpath(file)
+    armed = [t for t in targets if t.state == "armed"]
+    request = {"do": "break", "place": f"{file}:{line}", "condition": condition}
+    texts = [(a.target, a.failure or f"stops at {place}") for a in ask(armed, request, seconds)]
+    blocks = [show_groups(texts)] if texts else []
+    stopped = [t for t in targets if t.state != "armed"]
+    if stopped:
+        text = f"break {file}:{line}" + (f", {condition}" if condition else "")
+        blocks.append(run_line(stopped, text, seconds, command=True))
+    return "\n".join(blocks)
+
+
 def kill(targets: Sequence[Target]) -> str:
     """Kill the processes of these ranks."""
     for target in targets:
@@ -85,29 +135,31 @@ def kill(targets: Sequence[Target]) -> str:
     return f"killed {name_ranks(targets)}"
 
 
-def kill_job(roster: Roster) -> str:
+def kill_job(registry: RankRegistry) -> str:
     """Kill every process of the job that can be found: the stopped ranks, then the rest."""
-    job = roster.find_job()
-    stopped = roster.find()
+    job = registry.find_job()
+    stopped = registry.find()
     text = kill(stopped) if stopped else "no rank is stopped"
-    others = [person for source in roster.sources for person in source.take_census(job, "kill")]
+    others = [process for source in registry.sources for process in source.list_processes(job, "kill")]
     return f"{text}; sent SIGKILL to {len(others)} process(es) of {job}"
 
 
-def dump_stacks(roster: Roster) -> str:
+def dump_stacks(registry: RankRegistry) -> str:
     """Return the stacks of all processes of the job, stopped, running or hung; equal ones once."""
-    people = [
-        person for source in roster.sources for person in source.take_census(roster.find_job(), "stacks")
+    processes = [
+        process
+        for source in registry.sources
+        for process in source.list_processes(registry.find_job(), "stacks")
     ]
-    if not people:
+    if not processes:
         return "no process of the job was found"
-    groups = group((clean(person.get("text", "")), person) for person in people)
+    groups = group((clean(process.get("text", "")), process) for process in processes)
     return "\n".join(
-        show_block(", ".join(_name(person) for person in members), clean(members[0].get("text", "")))
+        show_block(", ".join(_name(process) for process in members), clean(members[0].get("text", "")))
         for members in groups
     )
 
 
-def _name(person: dict[str, object]) -> str:
-    rank = person.get("rank")
-    return f"rank {rank} (pid {person.get('pid')})" if isinstance(rank, int) else f"pid {person.get('pid')}"
+def _name(process: dict[str, object]) -> str:
+    rank = process.get("rank")
+    return f"rank {rank} (pid {process.get('pid')})" if isinstance(rank, int) else f"pid {process.get('pid')}"

@@ -1,18 +1,26 @@
-"""`diff EXPR`: one expression on all ranks, equal answers together, and where tensors first differ."""
+"""`diff EXPR`: one expression on all ranks, equal answers together, and what differs first.
+
+Ranks are compared as replicas of one another, but for DTensors: ranks at different places of an axis that does
+not replicate have different shards, and a shard is compared with its replicas only.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from multiprocessing_pdb.console.crowd import Answer, ask, explain_silence
+from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block
+from multiprocessing_pdb.console.search import show_tensor_difference
 from multiprocessing_pdb.console.target import Target, read_number, read_text
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
-_PARTS = 256
 _MOST_SEARCHES = 8
-_MOST_ROUNDS = 8  # of 256 parts each: more elements than any tensor has
+_MOST_LEAVES = 1_000_000
+_MOST_SHOWN = 3  # differing parts of a value that are named
+
+Leaves = dict[str, Frame]
 
 
 def compare(targets: Sequence[Target], expression: str, seconds: float) -> tuple[list[Answer], str]:
@@ -23,19 +31,21 @@ def compare(targets: Sequence[Target], expression: str, seconds: float) -> tuple
 
 
 def show_comparison(answers: Sequence[Answer], seconds: float) -> str:
-    """Return one block per different answer, then the first differing element of each group of tensors."""
-    keyed = [(_read_key(answer), answer) for answer in answers]
-    groups = group(keyed)
+    """Return one block per different answer, then what differs first in each."""
+    failed = [answer for answer in answers if answer.failure]
+    given = [answer for answer in answers if not answer.failure]
     blocks = [
-        show_block(
-            name_ranks([a.target for a in members]), _show(members[0], len(groups) == 1 and len(answers) > 1)
-        )
-        for members in groups
+        show_block(name_ranks([a.target for a in members]), f"*** {members[0].failure}")
+        for members in group((answer.failure, answer) for answer in failed)
     ]
-    tensors = [members for members in groups if read_number(_value(members[0]), "length")]
-    for members in tensors[1 : _MOST_SEARCHES + 1]:
-        blocks.append(_show_difference(tensors[0], members, seconds))
-    return "\n".join(blocks)
+    shown: list[str] = []
+    if any(_shard(_value(answer)) for answer in given):
+        shown = _show_sharded(given, seconds)
+    elif any(_value(answer).get("is_sharded") for answer in given):
+        shown = _show_trees([given], len(given), seconds)
+    elif given:
+        shown = _show_replicas(given, len(answers), seconds)
+    return "\n".join([*shown, *blocks])
 
 
 def _value(answer: Answer) -> Frame:
@@ -43,60 +53,160 @@ def _value(answer: Answer) -> Frame:
     return value if isinstance(value, dict) else {}
 
 
-def _read_key(answer: Answer) -> str:
-    return f"failure {answer.failure}" if answer.failure else f"value {read_text(_value(answer), 'key')}"
+def _shard(value: Frame) -> Frame:
+    shard = value.get("shard")
+    return shard if isinstance(shard, dict) else {}
 
 
-def _show(answer: Answer, is_common: bool) -> str:
-    if answer.failure:
-        return f"*** {answer.failure}"
-    return read_text(_value(answer), "text") + (" (equal on all)" if is_common else "")
+def _group(answers: Sequence[Answer]) -> list[list[Answer]]:
+    return group((read_text(_value(answer), "key"), answer) for answer in answers)
 
 
-def _show_difference(expected: Sequence[Answer], actual: Sequence[Answer], seconds: float) -> str:
-    theirs = name_ranks([a.target for a in expected])
-    ours = name_ranks([a.target for a in actual]) + (" differs" if len(actual) == 1 else " differ")
-    forms = _value(expected[0]).get("form"), _value(actual[0]).get("form")
-    if isinstance(forms[0], dict) and isinstance(forms[1], dict) and forms[0] != forms[1]:
-        names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
-        parts = [f"{name} {forms[1].get(name)} against {forms[0].get(name)}" for name in names]
-        return f"{ours} from {theirs} in {'; '.join(parts)}"
-    length = int(read_number(_value(expected[0]), "length") or 0)
-    pair = (expected[0].target, actual[0].target)
-    found = _find_first(pair, length, seconds)
-    if isinstance(found, str):
-        return f"{ours} from {theirs}; where was not found: {found}"
-    elements = ask(pair, {"do": "element", "at": found}, seconds)
-    values = [answer.failure or read_text(answer.frame, "element") for answer in elements]
-    index = _unravel(found, _value(expected[0]).get("indices"))
-    return f"{ours} from {theirs} first at {index}: {values[1]} against {values[0]}"
+def _show_value(value: Frame) -> str:
+    return read_text(value, "text") + read_text(value, "content")
 
 
-def _find_first(pair: tuple[Target, Target], length: int, seconds: float) -> int | str:
-    """Return the place of the first differing element, or what went wrong; hashes travel, elements do not."""
-    begin, end = 0, length
-    for _ in range(_MOST_ROUNDS):
-        answers = ask(pair, {"do": "hash", "begin": begin, "end": end, "parts": _PARTS}, seconds)
-        for answer in answers:
-            if answer.failure:
-                return f"{name_ranks([answer.target])}: {answer.failure}"
-        first, second = (answer.frame.get("hashes") for answer in answers)
-        if not isinstance(first, list) or not isinstance(second, list):
-            return "malformed answer"
-        span = next((a for a, b in zip(first, second, strict=False) if a != b), None)
-        if not isinstance(span, list) or not all(isinstance(at, int) for at in span[:2]):
-            return "the values changed meanwhile"
-        begin, end = int(span[0]), int(span[1])
-        if end - begin == 1:
-            return begin
-    return "too many rounds"
+def _show_replicas(answers: Sequence[Answer], asked: int, seconds: float) -> list[str]:
+    groups = _group(answers)
+    caveat = next((text for a in answers if (text := read_text(_value(a), "caveat"))), "")
+    lines = []
+    for members in groups:
+        text = _show_value(_value(members[0]))
+        if len(groups) == 1 and asked > 1:
+            text += f" (no difference seen, but {caveat})" if caveat else " (equal on all)"
+        lines.append(show_block(name_ranks([a.target for a in members]), text))
+    if len(groups) == 1:
+        return lines
+    if all(read_number(_value(members[0]), "length") for members in groups):
+        return lines + _search(groups, seconds)
+    if any((read_number(_value(members[0]), "leaves") or 0) > 1 for members in groups):
+        return _show_trees(groups, len(answers), seconds)
+    return lines
 
 
-def _unravel(at: int, shape: object) -> str:
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
-        return f"[{at}]"
-    places = []
-    for size in reversed(shape):
-        places.append(at % size)
-        at //= size
-    return f"[{', '.join(str(place) for place in reversed(places))}]"
+def _search(groups: Sequence[Sequence[Answer]], seconds: float, path: str = "") -> list[str]:
+    """Return the first differing element of each group against the largest."""
+    expected = groups[0]
+    return [
+        show_tensor_difference(
+            _pair(expected, actual), (_value(expected[0]), _value(actual[0])), path, seconds
+        )
+        for actual in groups[1 : _MOST_SEARCHES + 1]
+    ]
+
+
+def _pair(expected: Sequence[Answer], actual: Sequence[Answer]) -> tuple[list[Target], list[Target]]:
+    return [a.target for a in expected], [a.target for a in actual]
+
+
+# One DTensor.
+
+
+def _show_sharded(answers: Sequence[Answer], seconds: float) -> list[str]:
+    """Show the shards of one tensor as one tensor, and replicas that differ."""
+    forms = group((repr(_value(answer).get("form")), answer) for answer in answers)
+    if len(forms) > 1:
+        return _show_replicas(answers, len(answers), seconds)
+    places: dict[str, list[Answer]] = {}
+    for answer in answers:
+        places.setdefault(read_text(_shard(_value(answer)), "place"), []).append(answer)
+    differing = [(place, groups) for place, found in places.items() if len(groups := _group(found)) > 1]
+    values = [_value(found[0]) for found in places.values()]
+    text = f"{read_text(values[0], 'text')} in {len(places)} shard(s){_show_norm(values)}"
+    copies = min(len(found) for found in places.values())
+    if not differing:
+        text += " (replicas equal)" if copies > 1 else " (no replicas to compare)"
+    lines = [show_block(name_ranks([a.target for a in answers]), text)]
+    for place, groups in differing:
+        lines += [f"shard {place}: {line}" for line in _search(groups, seconds)]
+    return lines
+
+
+def _show_norm(values: Sequence[Frame]) -> str:
+    """Return the norm of the whole tensor; partial sums of one another have none."""
+    squares = [read_number(value, "squares") for value in values]
+    if any(_shard(value).get("partial") for value in values) or None in squares:
+        return ""
+    return f", norm {math.sqrt(sum(square or 0.0 for square in squares)):.9g}"
+
+
+# Values with parts: a model, an optimizer, a batch.
+
+
+def _show_trees(groups: Sequence[Sequence[Answer]], asked: int, seconds: float) -> list[str]:
+    """Show which parts differ. Of equal answers one is read, but of sharded ones all."""
+    answers = [answer for members in groups for answer in members]
+    sharded = any(_value(answer).get("is_sharded") for answer in answers)
+    readers = [[answer] for answer in answers] if sharded else [list(members) for members in groups]
+    leaves = _read_leaves([members[0] for members in readers], seconds)
+    if isinstance(leaves, str):
+        return [f"the values differ; where was not found: {leaves}"]
+    paths = sorted({path for found in leaves for path in found if not path.endswith("#")})
+    differing = [(path, parts) for path in paths if len(parts := _compare_leaf(path, readers, leaves)) > 1]
+    number = f"{len(paths)} part(s) of {read_text(_value(answers[0]), 'type')}"
+    everyone = name_ranks([answer.target for answer in answers])
+    if not differing:
+        caveat = next((text for a in answers if (text := read_text(_value(a), "caveat"))), "")
+        end = f"no difference seen, but {caveat}" if caveat else "equal on all"
+        return [f"{everyone}: {number} ({end}{', shards among their replicas' if sharded else ''})"]
+    lines = [f"{everyone}: {len(differing)} of {number} differ; first {differing[0][0] or 'the value'}"]
+    for path, parts in differing[:_MOST_SHOWN]:
+        lines += _show_leaf(path, parts, seconds)
+    if len(differing) > _MOST_SHOWN:
+        rest = [path for path, _ in differing[_MOST_SHOWN:]]
+        lines.append(f"and {', '.join(rest[:20])}{' ...' if len(rest) > 20 else ''}")
+    return lines
+
+
+def _read_leaves(answers: Sequence[Answer], seconds: float) -> list[Leaves] | str:
+    """Return the leaves of each answer by path, or what went wrong; they come in pages."""
+    found: list[Leaves] = [{} for _ in answers]
+    waiting = list(range(len(answers)))
+    begin = 0
+    while waiting and begin < _MOST_LEAVES:
+        pages = ask([answers[at].target for at in waiting], {"do": "leaves", "begin": begin}, seconds)
+        size, more = 0, []
+        for at, page in zip(waiting, pages, strict=True):
+            leaves = page.frame.get("leaves")
+            if page.failure or not isinstance(leaves, list):
+                return f"{name_ranks([page.target])}: {page.failure or 'malformed answer'}"
+            found[at].update({read_text(leaf, "path"): leaf for leaf in leaves if isinstance(leaf, dict)})
+            size = max(size, len(leaves))
+            more += [at] if leaves else []
+        waiting, begin = more, begin + size
+    return found
+
+
+def _compare_leaf(
+    path: str, readers: Sequence[Sequence[Answer]], leaves: Sequence[Leaves]
+) -> list[tuple[list[Answer], Frame]]:
+    """Return the groups of answers that agree on one part, the largest first.
+
+    One group says that the part is equal on all; shards are grouped among their replicas only.
+    """
+    places: dict[str, dict[str, list[int]]] = {}
+    for at, found in enumerate(leaves):
+        leaf = found.get(path, {})
+        places.setdefault(read_text(_shard(leaf), "place"), {}).setdefault(read_text(leaf, "key"), []).append(
+            at
+        )
+    worst = max(places.values(), key=len)
+    groups = [
+        ([a for at in members for a in readers[at]], leaves[members[0]].get(path, {}))
+        for members in worst.values()
+    ]
+    return sorted(groups, key=lambda part: -len(part[0]))
+
+
+def _show_leaf(path: str, parts: Sequence[tuple[list[Answer], Frame]], seconds: float) -> list[str]:
+    lines = [f"  {path or 'the value'}"]
+    for members, leaf in parts:
+        place = read_text(_shard(leaf), "place")
+        text = (read_text(leaf, "text") if leaf else "is not there") + (f" (shard {place})" if place else "")
+        lines.append("    " + show_block(name_ranks([a.target for a in members]), text))
+    expected, first = parts[0]
+    for actual, leaf in parts[1:]:
+        if read_number(first, "length") and read_number(first, "length") == read_number(leaf, "length"):
+            found = show_tensor_difference(_pair(expected, actual), (first, leaf), path, seconds)
+            lines.append(f"    {found}")
+    return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import socket
@@ -12,12 +11,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from multiprocessing_pdb.challenge import Response
-from multiprocessing_pdb.credentials import check_peer
-from multiprocessing_pdb.directory import Directory
-from multiprocessing_pdb.framing import Decoder, Frame, FrameError, Transform, encode
+from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, Transform, encode
+from multiprocessing_pdb.wire.handshake import Response
+from multiprocessing_pdb.wire.peer_credentials import check_peer
+from multiprocessing_pdb.wire.procfs import read_start, send_signal
+from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
+_TRIES = 8  # of a proof: during a flood the rank may disconnect the wrong peer
+PEER_CLOSED = "the connection was closed"
 
 
 class LinkClosedError(ConnectionError):
@@ -62,6 +64,7 @@ class SocketLink:
         self.closed = ""
         self._connection = connection
         self._pid = pid
+        self._start = read_start(pid)
         self._decoder = Decoder()
         self._seal: Transform | None = None
 
@@ -82,9 +85,13 @@ class SocketLink:
         response = Response(token)
         try:
             self._send(response.answer(self._await_frame(seconds)))
-            self._seal, self._decoder.unseal = response.judge(self._await_frame(seconds))
+            self._seal, self._decoder.unseal = response.verify(self._await_frame(seconds))
         except FrameError as error:
             self._fail(str(error))
+            raise LinkClosedError(self.closed) from None
+        except LinkClosedError:
+            if self.closed == PEER_CLOSED:
+                self.closed = "the rank refused the proof of the token; is it the same token?"
             raise LinkClosedError(self.closed) from None
 
     def _await_frame(self, seconds: float) -> Frame:
@@ -106,7 +113,7 @@ class SocketLink:
             self._connection.setblocking(False)
             received = self._connection.recv(1 << 18)
             if not received:
-                self._fail("the connection was closed")
+                self._fail(PEER_CLOSED)
             self.inbox.extend(self._decoder.feed(received))
         except BlockingIOError:
             pass
@@ -136,8 +143,7 @@ class SocketLink:
         if self.closed:
             return
         if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+            send_signal(self._pid, self._start, signal.SIGKILL)
         else:
             self._send({"do": "kill"})
 
@@ -159,21 +165,14 @@ def wait(channels: Iterable[Channel], seconds: float) -> None:
             key.data.pump()
 
 
-def connect_local(directory: Directory, name: str) -> SocketLink:
+def connect_local(directory: RuntimeDirectory, name: str) -> SocketLink:
     """Return a link to a socket of the runtime directory.
 
-    Raises ConnectionRefusedError when nobody listens any more, StrangerError when another user does, and
+    Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user does, and
     OSError otherwise.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(directory.address(name))
-        pid = check_peer(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return SocketLink(connection, pid)
+    connection = directory.connect(name, _CONNECT_SECONDS)
+    return SocketLink(connection, check_peer(connection))
 
 
 def connect_tcp(address: str, token: bytes) -> SocketLink:
@@ -182,7 +181,13 @@ def connect_tcp(address: str, token: bytes) -> SocketLink:
     Raises OSError when there is nobody, and LinkClosedError when the token is not the rank's.
     """
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS)
-    link = SocketLink(connection, 0)
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(LinkClosedError):
+            return _prove_tcp(host, int(port), token)
+    return _prove_tcp(host, int(port), token)
+
+
+def _prove_tcp(host: str, port: int, token: bytes) -> SocketLink:
+    link = SocketLink(socket.create_connection((host.strip("[]"), port), _CONNECT_SECONDS), 0)
     link.prove(token, _CONNECT_SECONDS)
     return link

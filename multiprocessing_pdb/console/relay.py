@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.console.source import LocalSource
-from multiprocessing_pdb.framing import Decoder, Frame, encode
+from multiprocessing_pdb.wire.framing import Decoder, Frame, encode
 
 # Login scripts may print before us; the console passes over everything up to this line.
 GREETING = b"multiprocessing_pdb relay 1\n"
@@ -39,16 +39,17 @@ class _Relay:
         op, number = frame.get("op"), frame.get("link")
         link = self._links.get(number) if isinstance(number, int) else None
         if op == "refresh":
-            stems = {stem: self._number(link) for stem, link in self._source.refresh().items()}
+            armed = frame.get("armed") is True
+            stems = {stem: self._number(link) for stem, link in self._source.refresh(armed=armed).items()}
             self.send({"id": frame.get("id"), "stems": stems, "warnings": self._warnings})
             self._warnings.clear()
-        elif op == "notes":
-            self.send({"id": frame.get("id"), "people": self._source.take_notes()})
-        elif op == "census":
+        elif op == "armed":
+            self.send({"id": frame.get("id"), "processes": self._source.list_armed()})
+        elif op == "processes":
             job, action = str(frame.get("job")), str(frame.get("action"))
-            self.send({"id": frame.get("id"), "people": self._source.take_census(job, action)})
+            self.send({"id": frame.get("id"), "processes": self._source.list_processes(job, action)})
         elif op == "send" and link is not None and isinstance(frame.get("frame"), dict):
-            with contextlib.suppress(LinkClosedError):  # found and told by forward()
+            with contextlib.suppress(LinkClosedError):  # forward() reports it
                 link.send(frame["frame"])
         elif op == "kill" and link is not None:
             with contextlib.suppress(LinkClosedError):

@@ -15,12 +15,12 @@ from multiprocessing_pdb.console.link import Channel, Link, LinkClosedError, wai
 from multiprocessing_pdb.console.relay import GREETING
 from multiprocessing_pdb.console.source import Warn
 from multiprocessing_pdb.console.target import clean
-from multiprocessing_pdb.directory import VARIABLE
-from multiprocessing_pdb.framing import Decoder, Frame, FrameError, encode
+from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, encode
+from multiprocessing_pdb.wire.runtime_directory import VARIABLE
 
 _START_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
-_CENSUS_SECONDS = 60.0
+_PROCESSES_SECONDS = 60.0
 
 
 class RemoteError(RuntimeError):
@@ -172,9 +172,9 @@ class RemoteSource:
             self._warn(f"{self._line}: no answer from the relay")
         return self._answers.pop(number, {})
 
-    def refresh(self) -> dict[str, Link]:
-        """Return a link to each stopped rank of that node."""
-        answer = self._ask({"op": "refresh"}, _ANSWER_SECONDS)
+    def refresh(self, *, armed: bool = False) -> dict[str, Link]:
+        """Return a link to each stopped rank, or to each armed process, of that node."""
+        answer = self._ask({"op": "refresh", "armed": armed}, _ANSWER_SECONDS)
         for warning in answer.get("warnings") or []:
             self._warn(f"{self._line}: {clean(warning)}")
         stems = answer.get("stems")
@@ -184,17 +184,17 @@ class RemoteSource:
                 found[stem] = self._links.setdefault(number, RemoteLink(self, number))
         return found
 
-    def _list_people(self, frame: Frame, seconds: float) -> list[dict[str, Any]]:
-        people = self._ask(frame, seconds).get("people")
-        return [p for p in people if isinstance(p, dict)] if isinstance(people, list) else []
+    def _list_records(self, frame: Frame, seconds: float) -> list[dict[str, Any]]:
+        records = self._ask(frame, seconds).get("processes")
+        return [p for p in records if isinstance(p, dict)] if isinstance(records, list) else []
 
-    def take_notes(self) -> list[dict[str, Any]]:
-        """Return the notes of that node's armed processes."""
-        return self._list_people({"op": "notes"}, _ANSWER_SECONDS)
+    def list_armed(self) -> list[dict[str, Any]]:
+        """Return the records of that node's armed processes."""
+        return self._list_records({"op": "armed"}, _ANSWER_SECONDS)
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of the job on that node."""
-        return self._list_people({"op": "census", "job": job, "action": action}, _CENSUS_SECONDS)
+        return self._list_records({"op": "processes", "job": job, "action": action}, _PROCESSES_SECONDS)
 
     def close(self) -> None:
         """End the relay; the ranks stay as they are."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from multiprocessing_pdb.console import commands
 from multiprocessing_pdb.console.attach import Attachment
 from multiprocessing_pdb.console.comparison import compare
 from multiprocessing_pdb.console.grouping import name_ranks, show_groups
-from multiprocessing_pdb.console.guide import GUIDE
-from multiprocessing_pdb.console.roster import JobError, Roster
+from multiprocessing_pdb.console.help_text import HELP
+from multiprocessing_pdb.console.recording import PROMPT, Recording, RecordingError, read_commands
+from multiprocessing_pdb.console.registry import JobError, RankRegistry
 from multiprocessing_pdb.console.selection import SelectionError, select
 from multiprocessing_pdb.console.target import Target, read_text
 from multiprocessing_pdb.console.terminal import Terminal
-
-_PROMPT = "mpdb> "
 
 
 class UsageError(ValueError):
@@ -24,28 +24,34 @@ class UsageError(ValueError):
 class Shell:
     """One console session."""
 
-    def __init__(self, roster: Roster, terminal: Terminal, deadline: float) -> None:
-        self._roster = roster
+    def __init__(self, registry: RankRegistry, terminal: Terminal, deadline: float) -> None:
+        self._registry = registry
         self._terminal = terminal
         self._deadline = deadline
         self._is_over = False
-        self._crowd: dict[str, Callable[[Sequence[Target], str], str | None]] = {
-            "ls": lambda targets, _: commands.list_ranks(self._roster, targets),
+        self._on_ranks: dict[str, Callable[[Sequence[Target], str], str | None]] = {
+            "ls": lambda targets, _: commands.list_ranks(self._registry, targets, self._find_armed(targets)),
             "diff": self._diff,
             "where": lambda targets, _: commands.show_stacks(targets, self._deadline),
             "interrupt": lambda targets, _: commands.interrupt(targets),
             "attach": self._attach_to,
             "kill": lambda targets, _: commands.kill(targets),
         }
-        self._plain: dict[str, Callable[[str], str | None]] = {
+        self._on_running: dict[str, Callable[[Sequence[Target], str], str]] = {
+            "stop": self._stop,
+            "break": self._break,
+        }
+        self._on_console: dict[str, Callable[[str], str | None]] = {
             "wait": self._wait,
-            "stacks": lambda _: commands.dump_stacks(self._roster),
+            "stacks": lambda _: commands.dump_stacks(self._registry),
             "jobs": lambda _: self._list_jobs(),
             "job": self._choose_job,
             "deadline": self._set_deadline,
-            "help": lambda _: GUIDE,
-            "h": lambda _: GUIDE,
-            "?": lambda _: GUIDE,
+            "record": self._record,
+            "replay": self._replay,
+            "help": lambda _: HELP,
+            "h": lambda _: HELP,
+            "?": lambda _: HELP,
             "q": lambda _: self._ask_quit_here(),
             "quit": lambda _: self._quit(),
             "exit": lambda _: self._quit(),
@@ -56,8 +62,8 @@ class Shell:
         """Read and do commands until the user leaves; the end of input leaves too."""
         while not self._is_over:
             try:
-                self._tell_late()
-                line = self._terminal.read(_PROMPT, self._complete)
+                self._show_late_answers()
+                line = self._terminal.read(PROMPT, self._complete)
             except EOFError:
                 self.do("quit")
                 return
@@ -68,9 +74,10 @@ class Shell:
 
     def do(self, line: str) -> bool:
         """Do one command and show what it says; return whether it could be done."""
+        self._terminal.record(line.strip())
         try:
             text = self._dispatch(line.strip())
-        except (SelectionError, JobError, UsageError) as error:
+        except (SelectionError, JobError, UsageError, RecordingError, commands.CommandError) as error:
             self._terminal.show(f"*** {error}")
             return False
         except KeyboardInterrupt:
@@ -88,27 +95,49 @@ class Shell:
             selection, _, line = line[1:].partition(" ")
             line = line.strip() or "ls"
         word, _, rest = line.partition(" ")
-        if selection is None and word in self._plain:
-            return self._plain[word](rest.strip())
+        if selection is None and word in self._on_console:
+            return self._on_console[word](rest.strip())
+        if word in self._on_running:
+            return self._on_running[word](self._choose_any(selection), rest.strip())
         if word in ("kill", "attach") and selection is None:
             if not rest.strip():
                 raise UsageError(f"{word} needs a rank, such as: {word} 3")
             selection = rest.strip().removeprefix("@")
-        if selection is None and word not in self._crowd and word not in commands.STEPS:
+        if selection is None and word not in self._on_ranks and word not in commands.STEPS:
             raise UsageError(f"no command {word!r}; try help, or @all {line}, or attach to a rank")
         targets = self._choose(selection)
-        if not targets:
-            return "no rank is stopped; wait 1 waits for one"
-        if word in self._crowd:
-            return self._crowd[word](targets, rest.strip())
+        if not targets and not (word == "ls" and selection is None and self._registry.find_armed()):
+            raise UsageError("no rank is stopped; wait 1 waits for one")
+        if word in self._on_ranks:
+            return self._on_ranks[word](targets, rest.strip())
         if word in commands.STEPS:
             step = f"{commands.STEPS[word]} {rest}".strip()
             return commands.run_line(targets, step, self._deadline, command=True)
         return commands.run_line(targets, line, self._deadline)
 
     def _choose(self, selection: str | None) -> list[Target]:
-        targets = self._roster.find()
+        targets = self._registry.find()
         return targets if selection is None or not targets else select(selection, targets)
+
+    def _find_armed(self, targets: Sequence[Target]) -> list[Target]:
+        """Return the armed ranks that `ls` shows too: with a selection none."""
+        return self._registry.find_armed() if len(targets) == len(self._registry.find()) else []
+
+    def _choose_any(self, selection: str | None) -> list[Target]:
+        """Return the chosen ones of the stopped ranks and of those that run armed."""
+        targets = [*self._registry.find(), *self._registry.find_armed()]
+        if not targets:
+            raise UsageError(
+                "no rank is stopped, and none is armed: arm() lets the console stop ranks that run"
+            )
+        return targets if selection is None else select(selection, targets)
+
+    def _stop(self, targets: Sequence[Target], rest: str) -> str:
+        chosen = select(rest.removeprefix("@"), targets) if rest else targets
+        return commands.stop(chosen)
+
+    def _break(self, targets: Sequence[Target], rest: str) -> str:
+        return commands.set_breakpoint(targets, rest, self._deadline)
 
     def _diff(self, targets: Sequence[Target], expression: str) -> str:
         if not expression:
@@ -119,7 +148,14 @@ class Shell:
     def _attach_to(self, targets: Sequence[Target], _: str) -> None:
         if len(targets) != 1:
             raise UsageError(f"attach takes one rank, not {name_ranks(targets)}")
-        Attachment(self._terminal, targets[0], self._roster.find_again, self._ask_quit).run()
+        Attachment(self._terminal, targets[0], self._find_next_stop, self._ask_quit).run()
+
+    def _find_next_stop(self, gone: Target) -> Target | None:
+        """Return the same rank at another stop; a replay of this session has to wait for it too."""
+        again = self._registry.find_next_stop(gone)
+        if again is not None:
+            self._terminal.record(f"wait {len(self._registry.find())}")
+        return again
 
     def _ask_quit_here(self) -> None:
         if self._ask_quit():
@@ -127,7 +163,7 @@ class Shell:
 
     def _ask_quit(self) -> bool:
         """Ask what is meant by q, do it, and return whether to leave what the user is in."""
-        stopped = self._roster.find()
+        stopped = self._registry.find()
         self._terminal.show(
             f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"
             " ranks  k: kill the job  anything else: nothing"
@@ -139,12 +175,12 @@ class Shell:
         if answer == "c":
             self._terminal.show(commands.run_line(stopped, "continue", self._deadline, command=True))
         elif answer == "k":
-            self._terminal.show(commands.kill_job(self._roster))
+            self._terminal.show(commands.kill_job(self._registry))
         return answer in ("d", "c", "k")
 
     def _quit(self) -> str:
         self._is_over = True
-        stopped = self._roster.refresh()
+        stopped = self._registry.refresh()
         return f"{name_ranks(stopped)}: still stopped" if stopped else "no rank is stopped"
 
     def _wait(self, rest: str) -> str:
@@ -152,18 +188,18 @@ class Shell:
         if not words or not words[0].isdecimal():
             raise UsageError("wait needs a number of ranks, and may have seconds: wait 8 60")
         seconds = _read_seconds(words[1]) if len(words) > 1 else 365 * 86400.0
-        found = self._roster.await_count(int(words[0]), seconds)
+        found = self._registry.await_count(int(words[0]), seconds)
         text = f"{len(found)} stopped: {name_ranks(found)}" if found else "no rank is stopped"
         if len(found) < int(words[0]):
             raise UsageError(f"{text} after {seconds:g} s")
         return text
 
     def _list_jobs(self) -> str:
-        jobs = self._roster.find_jobs()
+        jobs = self._registry.find_jobs()
         return "\n".join(f"{job}: {count} stopped" for job, count in jobs.items()) or "no rank is stopped"
 
     def _choose_job(self, rest: str) -> str:
-        self._roster.job = rest or None
+        self._registry.job = rest or None
         return f"job {rest}" if rest else "any job"
 
     def _set_deadline(self, rest: str) -> str:
@@ -171,8 +207,37 @@ class Shell:
             self._deadline = _read_seconds(rest)
         return f"each rank has {self._deadline:g} s to answer"
 
-    def _tell_late(self) -> None:
-        for target in self._roster.refresh():
+    def close(self) -> None:
+        """End the recording."""
+        if self._terminal.recording is not None:
+            self._terminal.recording.close()
+            self._terminal.recording = None
+
+    def _record(self, rest: str) -> str:
+        running = self._terminal.recording
+        if rest:
+            recording = Recording(Path(rest).expanduser(), self._registry.job or "(any)")
+        elif running is not None:
+            self.close()
+            return f"recorded in {running.path}; replay {running.path} does the same again"
+        else:
+            raise UsageError("nothing is recorded; record needs a file: record session.md")
+        self.close()
+        self._terminal.recording = recording
+        return f"recording in {rest}, until record without a file, or quit"
+
+    def _replay(self, rest: str) -> str:
+        if not rest:
+            raise UsageError("replay needs a file that record has written: replay session.md")
+        lines = read_commands(Path(rest).expanduser())
+        for number, line in enumerate(lines, 1):
+            self._terminal.echo(f"{PROMPT}{line}")
+            if not self.do(line):
+                raise UsageError(f"replay ends at command {number} of {len(lines)}: {line}")
+        return f"replayed {len(lines)} command(s) of {rest}"
+
+    def _show_late_answers(self) -> None:
+        for target in self._registry.refresh():
             target.sort()
             while target.late:
                 what, frame = target.late.popleft()
@@ -182,7 +247,7 @@ class Shell:
                 target.learn(frame)
 
     def _complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        words = [*self._crowd, *self._plain, *commands.STEPS]
+        words = [*self._on_ranks, *self._on_running, *self._on_console, *commands.STEPS]
         return (
             sorted({f"{word} " for word in words if word.startswith(text) and len(word) > 1})
             if begin == 0

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from multiprocessing_pdb import census
+from multiprocessing_pdb.console import processes
 from multiprocessing_pdb.console.link import Link, LinkClosedError, SocketLink, connect_local, connect_tcp
-from multiprocessing_pdb.credentials import StrangerError
-from multiprocessing_pdb.directory import SOCKET_SUFFIX, Directory
+from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError
+from multiprocessing_pdb.wire.runtime_directory import CONTROL_SUFFIX, SOCKET_SUFFIX, RuntimeDirectory
 
 
 class Source(Protocol):
     """A place that stopped ranks are found in."""
 
-    def refresh(self) -> dict[str, Link]:
-        """Return a link to each stopped rank, by the stem of its file; known links are kept."""
+    def refresh(self, *, armed: bool = False) -> dict[str, Link]:
+        """Return a link to each stopped rank, or to each armed process, by the stem of its file.
 
-    def take_notes(self) -> list[dict[str, Any]]:
+        Known links are kept.
+        """
+
+    def list_armed(self) -> list[dict[str, Any]]:
         """Return what armed processes that are not stopped say of themselves."""
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of a job, with what `action` ("list", "stacks", "kill") got from each."""
 
     def close(self) -> None:
@@ -37,40 +40,42 @@ class LocalSource:
         self._warn = warn
         self._links: dict[str, SocketLink] = {}
 
-    def refresh(self) -> dict[str, Link]:
+    def refresh(self, *, armed: bool = False) -> dict[str, Link]:
         """Return the links; a socket file whose process is gone is removed."""
+        suffix = CONTROL_SUFFIX if armed else SOCKET_SUFFIX
         try:
-            directory = Directory.open()
+            directory = RuntimeDirectory.open()
         except FileNotFoundError:
             return {}
         with directory:
-            names = directory.names(SOCKET_SUFFIX)
-            for name in [*self._links]:
+            names = directory.names(suffix)
+            for name in [name for name in self._links if name.endswith(suffix)]:
                 self._links[name].pump()
                 if self._links[name].closed or name not in names:
                     self._links.pop(name).close()
             for name in names:
                 if name not in self._links:
                     self._connect(directory, name)
-        return {name.removesuffix(SOCKET_SUFFIX): link for name, link in self._links.items()}
+        found = self._links.items()
+        return {name.removesuffix(suffix): link for name, link in found if name.endswith(suffix)}
 
-    def _connect(self, directory: Directory, name: str) -> None:
+    def _connect(self, directory: RuntimeDirectory, name: str) -> None:
         try:
             self._links[name] = connect_local(directory, name)
         except ConnectionRefusedError:
             directory.remove(name)  # a socket gets its name only once it listens: this one's process died
         except FileNotFoundError:
             pass  # it went on meanwhile
-        except (StrangerError, OSError) as error:
+        except (UnauthenticatedPeerError, OSError) as error:
             self._warn(f"{name}: {error}")
 
-    def take_notes(self) -> list[dict[str, Any]]:
-        """Return the notes of armed processes that live."""
-        return census.read_notes()
+    def list_armed(self) -> list[dict[str, Any]]:
+        """Return the records of armed processes that are alive."""
+        return processes.read_armed()
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of a job on this machine."""
-        return census.take_census(job, action)
+        return processes.list_processes(job, action)
 
     def close(self) -> None:
         """Close all links."""
@@ -87,8 +92,10 @@ class TcpSource:
         self._warn = warn
         self._links: dict[str, SocketLink] = {}
 
-    def refresh(self) -> dict[str, Link]:
-        """Return a link per address that answers the proof."""
+    def refresh(self, *, armed: bool = False) -> dict[str, Link]:
+        """Return a link per address that answers the proof; none to armed processes, which do not listen."""
+        if armed:
+            return {}
         for address in self._addresses:
             known = self._links.get(address)
             if known is not None:
@@ -102,13 +109,13 @@ class TcpSource:
                 pass  # not stopped
             except (LinkClosedError, OSError) as error:
                 self._warn(f"{address}: {error}")
-        return {f"tcp+{address}+0": link for address, link in self._links.items()}
+        return {f"tcp+{address}+0-0": link for address, link in self._links.items()}
 
-    def take_notes(self) -> list[dict[str, Any]]:
+    def list_armed(self) -> list[dict[str, Any]]:
         """Return nothing: TCP leads to stopped ranks only."""
         return []
 
-    def take_census(self, job: str, action: str) -> list[dict[str, Any]]:
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return nothing: TCP leads to stopped ranks only."""
         return []
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from multiprocessing_pdb.console.crowd import Answer
+from tabulate import tabulate
+
+from multiprocessing_pdb.console.broadcast import Answer
 from multiprocessing_pdb.console.target import Target, clean, read_number, read_text
 
-_HEADS = ("rank", "host", "pid", "mesh", "at", "why", "since")
+_LINES = re.compile(r"[\r\n\t]+")
+_HEADS = ("rank", "host", "pid", "mesh", "at", "reason", "since")
 
 
 def show_duration(seconds: float) -> str:
@@ -33,6 +37,8 @@ def _make_row(answer: Answer) -> tuple[str, ...]:
     state = target.state
     if answer.failure:
         place, since = answer.failure, ""
+    elif state == "armed":
+        place, since = f"{_shorten(target.place)} (runs)", ""
     elif state == "running":
         place = "running (a step or breakpoint stops it)"
         since = show_duration(read_number(info, "lasting") or 0)
@@ -48,31 +54,34 @@ def _make_row(answer: Answer) -> tuple[str, ...]:
         f"{pid:.0f}" if pid is not None else "",
         mesh,
         place,
-        read_text(info, "why"),
+        read_text(info, "reason"),
         since,
     )
 
 
 def show_table(answers: Sequence[Answer]) -> str:
-    """Return the table of `ls`; the column of the mesh is left out when there is none."""
-    rows = [_HEADS, *(_make_row(answer) for answer in answers)]
-    kept = [at for at in range(len(_HEADS)) if any(row[at] for row in rows[1:])]
-    widths = [max(len(row[at]) for row in rows) for at in kept]
-    return "\n".join(
-        "  ".join(row[at].ljust(width) for at, width in zip(kept, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    """Return the table of `ls`; columns that are empty for all ranks are left out."""
+    rows = [_make_row(answer) for answer in answers]
+    kept = [at for at in range(len(_HEADS)) if any(row[at] for row in rows)]
+    return format_table([_HEADS[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
-def show_countdowns(targets: Sequence[Target], notes: Sequence[dict[str, Any]]) -> list[str]:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a plain table of cells that are one line each, whatever a rank has sent."""
+    cells = [[_LINES.sub(" ", clean(cell)) for cell in row] for row in rows]
+    text = tabulate(cells, heads, tablefmt="plain", disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def show_countdowns(targets: Sequence[Target], armed: Sequence[dict[str, Any]]) -> list[str]:
     """Return what must be known of collectives: in flight ones that cannot be saved, and peers not armed."""
     lines = []
     stopped = {read_number(target.info, "pid") for target in targets}
     jobs = {target.job for target in targets}
-    waiting = [note for note in notes if note.get("job") in jobs and note.get("pid") not in stopped]
-    for note in waiting:
-        flight = note.get("in_flight")
-        name = f"rank {clean(note.get('label', '?'))}"
+    waiting = [record for record in armed if record.get("job") in jobs and record.get("pid") not in stopped]
+    for record in waiting:
+        flight = record.get("in_flight")
+        name = f"rank {clean(record.get('label', '?'))}"
         if isinstance(flight, dict):
             left = (read_number(flight, "deadline") or 0.0) - time.time()
             what = f"{name} waits in {read_text(flight, 'what')}, begun before its timeout could be raised"

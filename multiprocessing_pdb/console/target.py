@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from multiprocessing_pdb.console.link import Link
-from multiprocessing_pdb.framing import Frame
+from multiprocessing_pdb.console.link import Link, LinkClosedError
+from multiprocessing_pdb.wire.framing import Frame
 
 # Colours and pdbpp's "clear the screen" may pass; other sequences could forge what the terminal shows.
 _ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")
+_SCREEN = re.compile(r"\x1b\[2J|\x1b\[1;1H")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -27,6 +29,11 @@ def clean(text: object) -> str:
     return "".join([*kept, _CONTROL.sub("?", raw[at:])])
 
 
+def drop_screen_control(text: str) -> str:
+    """Return text without pdbpp's "clear the screen", for where it is shown among other ranks'."""
+    return _SCREEN.sub("", text)
+
+
 def read_text(frame: Frame, name: str) -> str:
     """Return a field as printable text, empty where it is absent."""
     value = frame.get(name)
@@ -37,6 +44,10 @@ def read_number(frame: Frame, name: str) -> float | None:
     """Return a field as a number, None where it is none."""
     value = frame.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# How a command ends that lets the rank run on, and what is said of it.
+ENDS = {"resumed": "runs on", "exited": "has exited", "ended": "has ended this thread"}
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Target:
 
     @property
     def state(self) -> str:
-        """Return "stopped", "busy" or "running"."""
+        """Return "stopped", "busy" or "running"; "left" once a command has let it go."""
         return read_text(self.info, "state")
 
     def learn(self, frame: Frame) -> None:
@@ -84,6 +95,8 @@ class Target:
         if "state" in frame:
             self.info = {key: value for key, value in frame.items() if key not in ("id", "out", "end")}
             self.job = read_text(frame, "job") or self.job
+        elif read_text(frame, "end") in ENDS:
+            self.info["state"] = "left"
 
     def ask(self, frame: Frame) -> int:
         """Send a request and return its number. Raises LinkClosedError."""
@@ -96,6 +109,11 @@ class Target:
         """Remember a request whose deadline has passed: its answer will be late."""
         self._answers.pop(number, None)
         self._overdue[number] = what
+
+    def cancel(self, number: int) -> None:
+        """Tell the rank that nobody waits for the answer to a request any longer."""
+        with contextlib.suppress(LinkClosedError):
+            self.link.send({"do": "cancel", "request": number})
 
     def take(self, number: int) -> list[Frame]:
         """Return the frames that have come for one request; the last is the one without a "part"."""

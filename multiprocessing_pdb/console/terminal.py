@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multiprocessing_pdb.directory import Directory, DirectoryRefusedError
+from multiprocessing_pdb.console.recording import Recording
+from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError, RuntimeDirectory
 
 Complete = Callable[[str, str, int, int], list[str]]
 _HISTORY_LINES = 2000
 _DELIMITERS = " \t\n`~!#$%^&*()-=+[{]}\\|;:'\",<>/?"
+
+
+def find_size() -> tuple[int, int]:
+    """Return columns and lines of the terminal, which the ranks' pdb cuts its lists and prints to."""
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS is not changed when a window is
+    except (OSError, ValueError):
+        size = shutil.get_terminal_size((80, 24))
+    return size.columns or 80, size.lines or 24
 
 
 class Terminal:
@@ -22,6 +33,7 @@ class Terminal:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
         self.has_colors = sys.stdout.isatty() and os.environ.get("NO_COLOR", "") == ""
+        self.recording: Recording | None = None
         self._readline: Any = None
         self._words: list[str] = []
         self._complete: Complete = lambda text, line, begin, end: []
@@ -39,7 +51,10 @@ class Terminal:
         readline.set_completer_delims(_DELIMITERS)
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        with contextlib.suppress(OSError, DirectoryRefusedError), Directory.open(create=True) as directory:
+        with (
+            contextlib.suppress(OSError, DirectoryRefusedError),
+            RuntimeDirectory.open(create=True) as directory,
+        ):
             self._history = directory.path / "history"
             with contextlib.suppress(FileExistsError):
                 os.close(directory.create("history"))
@@ -71,10 +86,21 @@ class Terminal:
             raise EOFError
         return line.rstrip("\n")
 
+    def record(self, line: str) -> None:
+        """Add a command to the recording of this session, if there is one."""
+        if self.recording is not None:
+            self.recording.add_command(line)
+
+    def echo(self, line: str) -> None:
+        """Print a command that was not typed, and do not record it: doing it does."""
+        print(line, flush=True)
+
     def show(self, text: str) -> None:
         """Print a text; one without colours where they would not be seen."""
-        print(text, flush=True)
+        self.show_part(f"{text}\n")
 
     def show_part(self, text: str) -> None:
         """Print a part of a text that goes on."""
         print(text, end="", flush=True)
+        if self.recording is not None:
+            self.recording.add_output(text, end="")

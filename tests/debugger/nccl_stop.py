@@ -28,12 +28,12 @@ os.environ.setdefault("MPDB_TERMINAL", "0")
 
 def drive(job, seconds):
     """Ask the stopped rank every second, as a console does; continue it when the time is over."""
-    from multiprocessing_pdb.console.crowd import ask
-    from multiprocessing_pdb.console.roster import Roster
+    from multiprocessing_pdb.console.broadcast import ask
+    from multiprocessing_pdb.console.registry import RankRegistry
     from multiprocessing_pdb.console.source import LocalSource
 
-    roster = Roster([LocalSource(lambda text: print("console:", text, flush=True))], job)
-    stopped = roster.await_count(1, 60)
+    registry = RankRegistry([LocalSource(lambda text: print("console:", text, flush=True))], job)
+    stopped = registry.await_count(1, 60)
     assert len(stopped) == 1, f"{len(stopped)} stopped"
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
@@ -42,7 +42,7 @@ def drive(job, seconds):
         time.sleep(1)
     (answer,) = ask(stopped, {"do": "line", "text": "continue", "command": True}, 30)
     print(f"driver: stopped for {time.monotonic() - begun:.0f} s, then {answer.frame.get('end')}", flush=True)
-    roster.close()
+    registry.close()
 
 
 def run(device, armed):
@@ -51,9 +51,9 @@ def run(device, armed):
     import torch.distributed as dist
 
     from multiprocessing_pdb import MultiprocessingPdb
-    from multiprocessing_pdb.process import PROCESS
-    from multiprocessing_pdb.rank import identify
-    from multiprocessing_pdb.watch import wait_until_raised
+    from multiprocessing_pdb.rank.monitor import wait_until_raised
+    from multiprocessing_pdb.rank.process_state import PROCESS
+    from multiprocessing_pdb.wire.identity import identify
 
     rank = dist.get_rank()
     value = torch.full((1 << 20,), rank + 1.0, device=device)

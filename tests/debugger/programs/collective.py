@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import multiprocessing_pdb
 from multiprocessing_pdb import MultiprocessingPdb
-from multiprocessing_pdb.process import PROCESS
-from multiprocessing_pdb.watch import wait_until_raised
+from multiprocessing_pdb.rank.monitor import wait_until_raised
+from multiprocessing_pdb.rank.process_state import PROCESS
 
 Tra = MultiprocessingPdb().set_trace
 LIMIT = 6.0

@@ -6,7 +6,7 @@ import os
 import sys
 
 from multiprocessing_pdb import MultiprocessingPdb
-from multiprocessing_pdb.debugger import load_pdb
+from multiprocessing_pdb.rank.debugger import load_pdb
 
 Tra = MultiprocessingPdb().set_trace
 

@@ -1,0 +1,112 @@
+"""The registry: which ranks are stopped now, over all sources, and which job is meant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from multiprocessing_pdb.console.broadcast import ask
+from multiprocessing_pdb.console.link import PEER_CLOSED, Link
+from multiprocessing_pdb.console.source import Source
+from multiprocessing_pdb.console.target import Target, clean, read_number
+from multiprocessing_pdb.wire.identity import FileOwner
+
+_STATUS_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+
+
+class JobError(ValueError):
+    """No job, or more than one, fits."""
+
+
+class RankRegistry:
+    """All stopped ranks of one job; `job` None means the only one there is."""
+
+    def __init__(self, sources: Sequence[Source], job: str | None) -> None:
+        self.sources = sources
+        self.job = job
+        self._targets: dict[bool, dict[int, Target]] = {False: {}, True: {}}  # of armed processes: True
+        self._links: dict[bool, dict[int, Link]] = {}  # keeps them alive: their ids are our keys
+
+    def refresh(self) -> list[Target]:
+        """Return the stopped ranks of all jobs, in order."""
+        return self._refresh(armed=False)
+
+    def _refresh(self, *, armed: bool) -> list[Target]:
+        """Return the stopped ranks, or the armed processes; of one that may have changed the state is asked."""
+        links = {stem: link for source in self.sources for stem, link in source.refresh(armed=armed).items()}
+        known = {id(link): link for link in links.values()}
+        targets = {key: target for key, target in self._targets[armed].items() if key in known}
+        self._links[armed], self._targets[armed] = known, targets
+        for stem, link in links.items():
+            if id(link) not in targets:
+                owner = FileOwner.parse(stem)
+                targets[id(link)] = Target(link, clean(owner.label), clean(owner.job))
+        unknown = [t for t in targets.values() if not t.info or t.state in ("running", "armed")]
+        for answer in ask(unknown, {"do": "status"}, _STATUS_SECONDS):
+            label = answer.frame.get("label")
+            if isinstance(label, str):
+                answer.target.label = clean(label)
+        # One that closed before its first answer was just going on; one that sent nonsense is shown.
+        found = [
+            t for t in targets.values() if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
+        ]
+        return sorted(found, key=lambda t: (t.number is None, t.number or 0, t.label))
+
+    def find_armed(self) -> list[Target]:
+        """Return the armed processes of the job of which no thread is stopped or being stepped."""
+        stopped = {read_number(target.info, "pid") for target in self.refresh()}
+        armed = self._refresh(armed=True)
+        jobs = {target.job for target in armed} if self.job is None else {self.job}
+        if len(jobs) > 1:
+            raise JobError(
+                f"ranks of {len(jobs)} jobs are armed: {', '.join(sorted(jobs))}; choose: job NAME"
+            )
+        return [t for t in armed if t.job in jobs and read_number(t.info, "pid") not in stopped]
+
+    def find_jobs(self) -> dict[str, int]:
+        """Return the jobs that have stopped ranks, and how many."""
+        jobs: dict[str, int] = {}
+        for target in self.refresh():
+            jobs[target.job] = jobs.get(target.job, 0) + 1
+        return jobs
+
+    def find(self) -> list[Target]:
+        """Return the stopped ranks of the job. Raises JobError when several have some and none is chosen."""
+        targets = self.refresh()
+        jobs = sorted({target.job for target in targets})
+        if self.job is None and len(jobs) > 1:
+            raise JobError(
+                f"ranks of {len(jobs)} jobs are stopped: {', '.join(jobs)}; choose one with: job NAME"
+            )
+        return [target for target in targets if self.job in (None, target.job)]
+
+    def find_job(self) -> str:
+        """Return the name of the job. Raises JobError when there is none."""
+        if self.job is not None:
+            return self.job
+        targets = self.find()
+        if not targets:
+            raise JobError("no rank is stopped; name the job with: job NAME")
+        return targets[0].job
+
+    def find_next_stop(self, gone: Target) -> Target | None:
+        """Return the same rank at another stop."""
+        for target in self.refresh():
+            if target.label == gone.label and target.job == gone.job and target.link is not gone.link:
+                return target
+        return None
+
+    def await_count(self, wanted: int, seconds: float) -> list[Target]:
+        """Return the stopped ranks once there are `wanted`, or fewer after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [target for target in self.find() if target.state != "running"]
+            if len(found) >= wanted or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Leave all ranks as they are."""
+        for source in self.sources:
+            source.close()

@@ -1,0 +1,1 @@
+"""The debugged process: stopping, the prompt, and the server that consoles connect to."""

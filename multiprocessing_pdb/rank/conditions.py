@@ -1,0 +1,64 @@
+"""Conditions that stop a rank at whatever line makes them true: `until EXPR` and `watch EXPR changes|nan|inf`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
+from multiprocessing_pdb.rank.values import Value
+
+KINDS = ("changes", "nan", "inf")
+
+
+class Condition:
+    """An expression that is evaluated before each line of one function.
+
+    `kind` is one of KINDS, or "true" for `until`, which is asked once only. An expression that cannot be
+    evaluated yet, such as a name without a value, does not hold.
+    """
+
+    def __init__(self, expression: str, kind: str, code: CodeType) -> None:
+        self.expression = expression
+        self.kind = kind
+        self.code = code
+        self._compiled = compile_expression(expression, "<watch>")
+        self._last: str | None = None
+
+    @property
+    def is_once(self) -> bool:
+        """Whether the condition is dropped once it has held."""
+        return self.kind == "true"
+
+    def __str__(self) -> str:
+        """Return it as the user has written it, and where it is checked."""
+        words = f"until {self.expression}" if self.is_once else f"watch {self.expression} {self.kind}"
+        return f"{words} (checked at each line of {self.code.co_name})"
+
+    def check(self, global_names: Mapping[str, Any], local_names: Mapping[str, Any]) -> str:
+        """Return why the program is to stop here, or an empty text."""
+        try:
+            value = evaluate(self._compiled, global_names, local_names)
+            return self._judge(value)
+        except Exception:
+            return ""
+
+    def _judge(self, value: Any) -> str:
+        if self.kind == "true":
+            return f"until {self.expression}" if value else ""
+        taken = Value(value, lambda: None)
+        if self.kind == "changes":
+            key = str(taken.describe()["key"])
+            previous, self._last = self._last, key
+            return f"{self.expression} changed" if previous is not None and previous != key else ""
+        found = taken.find_bad(self.kind)
+        return f"{self.kind} in {self.expression}{found}" if found is not None else ""
+
+
+def parse_watch(text: str, code: CodeType) -> Condition:
+    """Return the condition of a `watch` command. Raises ValueError, or SyntaxError for the expression."""
+    expression, _, kind = text.strip().rpartition(" ")
+    if kind not in KINDS or not expression:
+        raise ValueError(f"watch needs an expression and one of {', '.join(KINDS)}: watch loss nan")
+    return Condition(expression, kind, code)

@@ -1,0 +1,348 @@
+"""The Pdb of a stopped rank: pdbpp or pdb, whose commands come from consoles and not from the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from bdb import BdbQuit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from multiprocessing_pdb.rank.conditions import Condition, parse_watch
+from multiprocessing_pdb.rank.endpoint import write_stderr
+from multiprocessing_pdb.rank.interruption import Interrupted
+from multiprocessing_pdb.rank.pdb_loader import is_own_module, load_pdb, without_readline
+from multiprocessing_pdb.rank.streams import redirect_streams
+
+if TYPE_CHECKING:
+    from multiprocessing_pdb.rank.session import Session, Stop
+
+# All debuggers of a process know the same breakpoints, as bdb's own list of them is one per process.
+_BREAKS: dict[str, list[int]] = {}
+
+
+class ConsolePdb:
+    """What differs from an ordinary Pdb; mixed in before it.
+
+    Types of pdb's attributes are Any: the base is chosen when it is loaded.
+    """
+
+    session: Session
+    stop: Stop
+    is_nested = False  # stopped inside an expression that another prompt evaluates
+    conditions: list[Condition]
+    runs_free = False  # the last command lets the program run, and nothing is set to stop it again
+
+    @property
+    def breaks(self) -> dict[str, list[int]]:
+        """The breakpoints of this process: file to lines."""
+        return _BREAKS
+
+    @breaks.setter
+    def breaks(self, value: dict[str, list[int]]) -> None:
+        # bdb assigns an empty one to a new instance, which then loads all, and when all are cleared.
+        _BREAKS.clear()
+        _BREAKS.update(value)
+
+    def is_skipped_module(self, name: str | None) -> bool:
+        """Return whether steps pass over a module: over the debugger's own."""
+        return is_own_module(name)
+
+    def start_tracing(self, frame: FrameType) -> None:
+        """Stop at the next line of `frame`.
+
+        A nested debugger traces the frames of its expression alone: those below belong to the outer one.
+        """
+        sys.settrace(None)  # else bdb stops in its own set_trace when the line that came here is stepped over
+        floor = self.session.command_frame if self.is_nested else None
+        outer, at = [], floor
+        while at is not None:
+            outer.append((at, at.f_trace))
+            at = at.f_back
+        self.set_trace(frame)  # type: ignore[attr-defined]
+        if floor is None:
+            return
+        for known, trace in outer:
+            known.f_trace = trace
+        bottom, at = frame, frame
+        while at is not None and at is not floor:
+            bottom = bottom if is_own_module(at.f_globals.get("__name__")) else at
+            at = at.f_back
+        self.botframe = bottom
+
+    def stop_now(self, frame: FrameType) -> None:
+        """Stop in `frame` where it is: for a breakpoint that was hit outside of bdb's own tracing."""
+        self.start_tracing(frame)
+        sys.settrace(None)
+        with self._guard():
+            self.interaction(frame, None)
+        if not self.runs_free:
+            sys.settrace(self.trace_dispatch)  # type: ignore[attr-defined]
+
+    # Called by bdb when the program has reached a place to stop at.
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Keep a stop inside a stop from mixing up bdb, and a failure of pdb from reaching the program."""
+        accepts, self.session.accepts_stops = self.session.accepts_stops, False
+        try:
+            yield
+        except BdbQuit:
+            raise
+        except Exception as error:
+            write_stderr(f"the debugger failed ({type(error).__name__}: {error}); the program runs on")
+            self._run_free()
+        finally:
+            self.session.accepts_stops = accepts
+
+    def _run_free(self) -> None:
+        self.set_continue()
+        self.runs_free = True
+        sys.settrace(None)
+
+    def user_call(self, frame: FrameType, arguments: Any) -> None:
+        """Stop at the call of a function."""
+        with self._guard():
+            super().user_call(frame, arguments)  # type: ignore[misc]
+
+    def user_line(self, frame: FrameType) -> None:
+        """Stop at a line."""
+        with self._guard():
+            super().user_line(frame)  # type: ignore[misc]
+
+    def user_return(self, frame: FrameType, value: Any) -> None:
+        """Stop at a return."""
+        with self._guard():
+            super().user_return(frame, value)  # type: ignore[misc]
+
+    def user_exception(self, frame: FrameType, error: Any) -> None:
+        """Stop at an exception."""
+        with self._guard():
+            super().user_exception(frame, error)  # type: ignore[misc]
+
+    def break_here(self, frame: FrameType) -> bool:
+        """Return whether a breakpoint or a condition is due; a Tra() that either reaches does not stop."""
+        accepts, self.session.accepts_stops = self.session.accepts_stops, False
+        try:
+            return bool(super().break_here(frame)) or self._meets_condition(frame)  # type: ignore[misc]
+        finally:
+            self.session.accepts_stops = accepts
+
+    def break_anywhere(self, frame: FrameType) -> bool:
+        """Return whether something may stop in the function of `frame`."""
+        watched = any(condition.code is frame.f_code for condition in self.conditions)
+        return watched or bool(super().break_anywhere(frame))  # type: ignore[misc]
+
+    def _meets_condition(self, frame: FrameType) -> bool:
+        for condition in self.conditions:
+            if condition.code is not frame.f_code:
+                continue
+            reason = condition.check(frame.f_globals, frame.f_locals)
+            if reason:
+                self.stop = replace(self.stop, reason=reason)
+                self.currentbp = 0  # bdb's: the commands of a breakpoint are not meant
+                if condition.is_once:
+                    self.conditions.remove(condition)
+                return True
+        return False
+
+    def interaction(self, *arguments: Any) -> None:
+        """Stop, whichever way led here."""
+        with self._guard():
+            super().interaction(*arguments)  # type: ignore[misc]
+
+    def _cmdloop(self) -> None:
+        # Every prompt comes through here. pdb swallows KeyboardInterrupt; here Ctrl-C in the program's own
+        # terminal must go on ending the program.
+        if sys.is_finalizing() or not self.session.enter(self):
+            self._run_free()
+            return
+        try:
+            self.cmdloop()  # type: ignore[attr-defined]
+        except BaseException:
+            self.runs_free = True  # Python ends tracing when a trace function raises
+            raise
+        finally:
+            self.session.leave(self)
+
+    def onecmd(self, line: str) -> Any:
+        """Run one command with tracing possible, so that a Tra() that it reaches can stop there."""
+        session = self.session
+        outer, session.command_frame = session.command_frame, sys._getframe()
+        session.accepts_stops = True
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return sys.call_tracing(super().onecmd, (line,))  # type: ignore[misc]
+        except Interrupted:
+            self.message("--KeyboardInterrupt--")  # type: ignore[attr-defined]
+            return None
+        finally:
+            session.accepts_stops = False
+            session.command_frame = outer
+            if not self.runs_free:
+                sys.settrace(trace)
+
+    def set_continue(self) -> None:
+        """Run on, and end the session unless a breakpoint can stop this thread again."""
+        if self.conditions:  # bdb would end tracing when there are no breakpoints
+            self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]
+            self.runs_free = False
+            return
+        super().set_continue()  # type: ignore[misc]
+        self.runs_free = not self.breaks
+
+    def set_quit(self) -> None:
+        """Abandon the nested expression."""
+        super().set_quit()  # type: ignore[misc]
+        self.runs_free = True
+
+    # Commands of our own, at every prompt.
+
+    def do_watch(self, argument: str) -> None:
+        """Watch EXPR changes|nan|inf: stop at the line of this function after which it holds. watch: list."""
+        if not argument:
+            self.message("\n".join(f"{n} {c}" for n, c in enumerate(self.conditions)) or "nothing is watched")  # type: ignore[attr-defined]
+            return
+        try:
+            condition = parse_watch(argument, self.curframe.f_code)  # type: ignore[attr-defined]
+        except (ValueError, SyntaxError) as error:
+            self.error(str(error))  # type: ignore[attr-defined]
+            return
+        # What it is before it changes.
+        condition.check(self.curframe.f_globals, self.frame_locals())  # type: ignore[attr-defined]
+        self.conditions.append(condition)
+        self.message(str(condition))  # type: ignore[attr-defined]
+
+    def do_unwatch(self, argument: str) -> None:
+        """Unwatch [N]: forget a watched expression, or all."""
+        if not argument:
+            self.conditions.clear()
+        elif argument.isdecimal() and int(argument) < len(self.conditions):
+            del self.conditions[int(argument)]
+        else:
+            self.error(f"no watched expression {argument}; watch lists them")  # type: ignore[attr-defined]
+
+    def do_until(self, argument: str) -> Any:
+        """Until [LINE]: as in pdb. until EXPR: run until it is true at a line of this function."""
+        if not argument or argument.strip().isdecimal():
+            return super().do_until(argument)  # type: ignore[misc]
+        try:
+            self.conditions.append(Condition(argument, "true", self.curframe.f_code))  # type: ignore[attr-defined]
+        except SyntaxError as error:
+            self.error(str(error))  # type: ignore[attr-defined]
+            return None
+        self.set_continue()
+        return 1
+
+    do_unt = do_until
+
+    # Commands that would use the program's terminal, or end the program.
+
+    def _custom_completer(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # pdbpp would import readline
+
+    def get_terminal_size(self) -> tuple[int, int]:
+        """Return columns and lines of the console's terminal."""
+        return self.session.terminal_size
+
+    def do_quit(self, argument: str) -> Any:
+        """Abandon a nested stop; otherwise the console decides what becomes of the rank."""
+        if self.is_nested:
+            return super().do_quit(argument)  # type: ignore[misc]
+        self.message("*** the console decides: detach, c, or kill; this rank stays stopped")  # type: ignore[attr-defined]
+        return None
+
+    do_q = do_exit = do_run = do_restart = do_quit
+    do_EOF = do_quit  # noqa: N815  # pdb's name
+
+    def _refuse_editor(self, argument: str) -> None:
+        self.message("*** an editor here would take the program's terminal")  # type: ignore[attr-defined]
+
+    do_edit = do_ed = do_put = do_paste = _refuse_editor
+
+    def do_clear(self, argument: str) -> Any:
+        """Clear breakpoints; the confirmation is asked in the console."""
+        with redirect_streams(self.session.stdin, self.session.stdout):
+            return super().do_clear(argument)  # type: ignore[misc]
+
+    do_cl = do_clear
+
+    def do_interact(self, argument: str) -> Any:
+        """Start an interactive interpreter in the console; end of input leaves it."""
+        with redirect_streams(self.session.stdin, self.session.stdout), without_readline():
+            return super().do_interact(argument)  # type: ignore[misc]
+
+    def do_debug(self, argument: str) -> None:
+        """Debug code: step through a statement in a nested debugger."""
+        frame, names = self.curframe, self.frame_locals()  # type: ignore[attr-defined]
+        nested = make_debugger(self.session, outer=self)
+        self.message("ENTERING RECURSIVE DEBUGGER")  # type: ignore[attr-defined]
+        try:
+            nested.run(argument, frame.f_globals, names)
+        except Exception as error:
+            self.error("".join(traceback.format_exception_only(error)).strip())  # type: ignore[attr-defined]
+        self.message("LEAVING RECURSIVE DEBUGGER")  # type: ignore[attr-defined]
+
+    # What the request handler asks for.
+
+    def frame_locals(self) -> Any:
+        """Return the locals of the current frame with what was assigned at the prompt.
+
+        Before Python 3.13 another look at f_locals would undo the assignments.
+        """
+        if sys.version_info >= (3, 13):
+            return self.curframe.f_locals  # type: ignore[attr-defined]
+        return self.curframe_locals  # type: ignore[attr-defined]
+
+    def complete_words(self, text: str, line: str, begin: int, end: int) -> list[str]:
+        """Return what may stand for `text`, as pdb's own completion finds it, without readline."""
+        margin = len(line) - len(line.lstrip())
+        line, begin, end = line.lstrip(), begin - margin, end - margin
+        expression = self._complete_expression  # type: ignore[attr-defined]
+        if begin > 0:
+            command, _, _ = self.parseline(line)  # type: ignore[attr-defined]
+            finders = [getattr(self, f"complete_{command}", None) or expression]
+        else:
+            finders = [self.completenames, expression]  # type: ignore[attr-defined]
+        with without_readline():
+            words = {str(word) for find in finders for word in find(text, line, begin, end) or []}
+        return sorted(words)
+
+    def paint(self, colors: bool) -> None:
+        """Turn pdbpp's colours on or off; pdb has none."""
+        config = getattr(self, "config", None)
+        if config is not None:
+            config.highlight = colors
+            config.use_pygments = None if colors else False
+        elif hasattr(self, "colorize"):  # Python 3.14
+            self.colorize = colors
+
+
+@cache
+def _load_class() -> type:
+    base: Any = load_pdb().Pdb
+    made: type = type(base)("RankPdb", (ConsolePdb, base), {})
+    return made
+
+
+def make_debugger(session: Session, outer: Any = None) -> Any:
+    """Return a debugger whose commands and answers are the session's; one nested in `outer` says so."""
+    parent = _load_class()
+    bound = type(parent)("RankPdb", (parent,), {"session": session, "is_nested": outer is not None})
+    with without_readline():
+        # pdbpp's metaclass hands out a thread's old instance inside a function called set_trace.
+        debugger = type.__call__(bound, stdin=session.stdin, stdout=session.stdout, nosigint=True)
+    debugger.conditions = []
+    debugger.use_rawinput = 0
+    debugger.skip = {"multiprocessing_pdb"}  # not empty, so that bdb asks is_skipped_module
+    debugger.paint(False)
+    if outer is not None:
+        debugger.stop = outer.stop
+        debugger.prompt = f"({outer.prompt.strip()}) "
+    return debugger

@@ -1,0 +1,20 @@
+"""Keeping our descriptors away from 0, 1 and 2, which belong to the program even when it has closed them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def above_standard_streams() -> Iterator[None]:
+    """Make every descriptor that is opened meanwhile higher than 2."""
+    fillers = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
+    try:
+        while fillers[-1] <= 2:
+            fillers.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+        yield
+    finally:
+        for filler in fillers:
+            os.close(filler)

@@ -1,0 +1,126 @@
+"""How a rank is reached: its socket file, its TCP port if asked for, its line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from multiprocessing_pdb.rank.descriptors import above_standard_streams
+from multiprocessing_pdb.rank.server import Server
+from multiprocessing_pdb.wire.framing import Frame
+from multiprocessing_pdb.wire.handshake import read_token, token_path
+from multiprocessing_pdb.wire.identity import RankIdentity
+from multiprocessing_pdb.wire.runtime_directory import VARIABLE, RuntimeDirectory
+
+Receive = Callable[[int, Frame], None]
+Leave = Callable[[int], None]
+
+
+class Endpoint:
+    """A server and the socket file `name` that leads to it.
+
+    Raises OSError when the directory, the token file or the TCP address cannot be used.
+    """
+
+    def __init__(self, name: str, receive: Receive, leave: Leave, tcp: str | None = None) -> None:
+        with above_standard_streams():
+            self._name = name
+            self._is_hidden = False
+            self._lock = threading.Lock()  # hiding the file, against making it again
+            self._directory = RuntimeDirectory.open(create=True)
+            listeners: list[socket.socket] = []
+            try:
+                token = read_token(token_path()) if tcp else None
+                listeners.append(self._directory.listen(name))
+                if tcp:
+                    listeners.append(_listen_tcp(tcp))
+                self.server = Server(listeners, receive, leave, self._restore_file, token)
+            except BaseException:
+                for listener in listeners:
+                    listener.close()
+                self._directory.remove(name)
+                self._directory.close()
+                raise
+        self.tcp_address = ":".join(str(part) for part in listeners[1].getsockname()[:2]) if tcp else ""
+
+    def start(self) -> None:
+        """Answer from now on; consoles that came before wait. Raises RuntimeError when no thread can start."""
+        try:
+            with above_standard_streams():
+                self.server.start()
+        except RuntimeError:  # at the interpreter's end
+            self.hide()
+            self.abandon()
+            raise
+
+    def _restore_file(self) -> None:
+        """Listen anew where something has removed the socket file: a stopped rank must stay reachable."""
+        with self._lock, contextlib.suppress(OSError), above_standard_streams():
+            if self._is_hidden or self._directory.has(self._name):
+                return
+            directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
+            self.server.replace_unix_listener(directory.listen(self._name))
+            self._directory.close()
+            self._directory = directory
+
+    def hide(self) -> None:
+        """Remove the file, so that no console finds a server that is about to end."""
+        with self._lock:
+            self._is_hidden = True
+            self._directory.remove(self._name)
+
+    def close(self) -> None:
+        """Hide, deliver what is queued, and end."""
+        self.hide()
+        self.server.shut(patience=1.0)
+        self._directory.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child."""
+        self.server.abandon()
+        self._directory.close()
+
+
+def _listen_tcp(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), int(port)))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def write_stderr(line: str) -> None:
+    """Write one line to the program's stderr, whole, and only if it has one; past pytest's capture."""
+    with _without_capture(), contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        sys.stderr.write(f"multiprocessing_pdb: {line}\n")
+        sys.stderr.flush()
+
+
+def _without_capture() -> contextlib.AbstractContextManager[None]:
+    """Suspend pytest's capture as its own pdb does: a captured line is shown only after the test has ended."""
+    debugging = sys.modules.get("_pytest.debugging")
+    manager = getattr(getattr(debugging, "pytestPDB", None), "_pluginmanager", None)
+    capture = manager.getplugin("capturemanager") if manager is not None else None
+    if capture is None:
+        return contextlib.nullcontext()
+    return capture.global_and_fixture_disabled()  # type: ignore[no-any-return]
+
+
+def announce(rank: RankIdentity, place: str, reason: str, tcp_address: str) -> None:
+    """Write to stderr where this rank stopped and which command opens the console."""
+    prefix = f"{VARIABLE}={shlex.quote(os.environ[VARIABLE])} " if os.environ.get(VARIABLE) else ""
+    command = f"{prefix}{shlex.quote(sys.executable)} -m multiprocessing_pdb {rank.job}"
+    tcp = f" (tcp {tcp_address})" if tcp_address else ""
+    name = f"rank {rank.label}" if rank.number is not None else f"process {rank.label}"
+    write_stderr(f"{name} on {rank.host} stopped at {place}, {reason}{tcp}; open the console with: {command}")

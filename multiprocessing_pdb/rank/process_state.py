@@ -1,0 +1,69 @@
+"""What this process has open for the debugger, and how it lets go of it: at exit, and in a forked child."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import Protocol
+
+from multiprocessing_pdb.rank.timeouts import Timeouts
+
+
+class Closable(Protocol):
+    """Something that consoles are connected to."""
+
+    def close(self, end: str) -> None:
+        """Answer the requests that wait, and close the endpoint."""
+
+    def abandon(self) -> None:
+        """Close descriptors only: this is a forked child, and files and peers are the parent's."""
+
+
+class ProcessState:
+    """The open sessions of this process and the timeouts of its collectives."""
+
+    def __init__(self) -> None:
+        self.timeouts = Timeouts()
+        self._open: list[Closable] = []
+        self._exit_pid = 0  # the process whose exit closes the endpoints: not that of a parent
+        self._knows_forks = False
+
+    def add(self, opened: Closable) -> None:
+        """Close `opened` when the process exits, and abandon it in forked children."""
+        self._open.append(opened)
+        if self._exit_pid != os.getpid():
+            self._exit_pid = os.getpid()
+            atexit.register(self._close_all, self._exit_pid)
+        self.survive_forks()
+
+    def survive_forks(self) -> None:
+        """Let forked children begin without what their parent has open, from now on."""
+        if not self._knows_forks:
+            self._knows_forks = True
+            os.register_at_fork(after_in_child=self._abandon_all)
+
+    def remove(self, opened: Closable) -> None:
+        """Forget what was closed."""
+        if opened in self._open:
+            self._open.remove(opened)
+
+    def has_open(self) -> bool:
+        """Tell whether a thread of this process is stopped or being stepped."""
+        return bool(self._open)
+
+    def _close_all(self, pid: int) -> None:
+        if os.getpid() == pid:
+            for opened in list(self._open):
+                opened.close("exited")
+
+    def _abandon_all(self) -> None:
+        self.timeouts = Timeouts()  # another thread may have held the old one's lock
+        if self._open:
+            sys.settrace(None)  # a child forked while its parent is stepped is not itself stepped
+        for opened in self._open:
+            opened.abandon()
+        self._open.clear()
+
+
+PROCESS = ProcessState()

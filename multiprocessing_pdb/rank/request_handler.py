@@ -1,0 +1,116 @@
+"""What a stopped thread answers itself, in its own frame and context: values, hashes, completions, stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from multiprocessing_pdb.rank import tensors
+from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
+from multiprocessing_pdb.rank.pdb_loader import is_own_module
+from multiprocessing_pdb.rank.values import Value
+from multiprocessing_pdb.wire.framing import Frame
+
+_MOST_FRAMES = 200
+_MOST_LEAVES = 1000  # of one answer: it must fit into a frame
+_Answer = Callable[[Any, int, Frame], Frame]
+
+
+class CancelledError(RuntimeError):
+    """The console gave up waiting."""
+
+
+class RequestHandler:
+    """Answers the requests of consoles about one stopped thread.
+
+    The value of a `diff` is kept for the console that asked, so that it can look for the first difference in
+    what it was shown; it is dropped at the next question, when that console goes and when the thread goes on.
+    """
+
+    def __init__(self) -> None:
+        self._retained: dict[int, Value] = {}
+        self._cancelled: set[tuple[int, object]] = set()
+        self._handlers: dict[str, _Answer] = {
+            "evaluate": self._evaluate,
+            "leaves": self._list_leaves,
+            "hash": self._hash,
+            "element": self._read_element,
+            "complete": self._complete,
+            "where": self._list_stack,
+        }
+
+    def handles(self, do: object) -> bool:
+        """Return whether `do` is a request of this kind."""
+        return isinstance(do, str) and do in self._handlers
+
+    def forget(self, connection: int | None = None) -> None:
+        """Drop what is kept for a console, or for all."""
+        if connection is None:
+            self._retained.clear()
+        else:
+            self._retained.pop(connection, None)
+
+    def cancel(self, connection: int, number: object) -> None:
+        """Give up comparing for a request, from another thread; evaluating the expression itself goes on."""
+        self._cancelled.add((connection, number))
+
+    def answer(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        """Return the answer, or {"error"} with what went wrong; nothing user code raises goes further."""
+        try:
+            return self._handlers[frame["do"]](debugger, connection, frame)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of an expression included
+            return {"error": f"{type(error).__name__}: {error}"[:2000]}
+        finally:
+            self._cancelled.discard((connection, frame.get("id")))
+
+    def _make_check(self, connection: int, frame: Frame) -> tensors.Check:
+        key = (connection, frame.get("id"))
+
+        def check() -> None:
+            if key in self._cancelled:
+                raise CancelledError("the console's deadline has passed")
+
+        return check
+
+    def _evaluate(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        self._retained.pop(connection, None)
+        code = compile_expression(str(frame["text"]), "<console>")
+        torch = sys.modules.get("torch")
+        quiet = torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
+        with quiet:
+            found = evaluate(code, debugger.curframe.f_globals, debugger.frame_locals())
+            value = self._retained[connection] = Value(found, self._make_check(connection, frame))
+        return {"value": value.describe()}
+
+    def _list_leaves(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        begin = int(frame["begin"])
+        return {"leaves": self._retained[connection].list_leaves(begin, begin + _MOST_LEAVES)}
+
+    def _hash(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        begin, end, parts = int(frame["begin"]), int(frame["end"]), int(frame["parts"])
+        tensor = self._retained[connection].get_tensor(str(frame.get("path", "")))
+        return {"hashes": tensors.hash_parts(tensor, begin, end, parts, self._make_check(connection, frame))}
+
+    def _read_element(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        tensor = self._retained[connection].get_tensor(str(frame.get("path", "")))
+        return {"element": tensors.read_element(tensor, int(frame["at"]))}
+
+    def _complete(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        words = debugger.complete_words(
+            str(frame["text"]), str(frame["line"]), int(frame["begin"]), int(frame["end"])
+        )
+        return {"words": words[:500]}
+
+    def _list_stack(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        stack = []
+        for at, line in debugger.stack[-_MOST_FRAMES:]:
+            code = at.f_code
+            if is_own_module(at.f_globals.get("__name__")):
+                continue
+            source = linecache.getline(code.co_filename, line, at.f_globals).strip()
+            mark = ">" if at is debugger.curframe else " "
+            stack.append(f"{mark} {code.co_filename}:{line} {code.co_name}: {source}")
+        return {"stack": stack}

@@ -1,0 +1,351 @@
+"""One stopped thread: its prompts, the requests that wait for it, and what may be asked while it is busy."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from multiprocessing_pdb.rank.endpoint import Endpoint, announce, write_stderr
+from multiprocessing_pdb.rank.identify import identify
+from multiprocessing_pdb.rank.interruption import Interrupted, Interruption
+from multiprocessing_pdb.rank.mesh import find_coordinates
+from multiprocessing_pdb.rank.process_state import PROCESS
+from multiprocessing_pdb.rank.request_handler import RequestHandler
+from multiprocessing_pdb.rank.stacks import format_stacks
+from multiprocessing_pdb.rank.streams import CommandInput, CommandOutput
+from multiprocessing_pdb.wire.framing import Frame
+from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a thread stops, how it may be reached, and names that its prompt knows besides the frame's."""
+
+    reason: str
+    tcp: str | None = None
+    coordinates: Mapping[str, int] | None = None
+    names: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Request:
+    """A frame that the stopped thread itself must answer."""
+
+    connection: int
+    frame: Frame
+
+
+class Session:
+    """The state of one thread between its first stop and the moment it runs free.
+
+    `state` is "stopped" (at a prompt), "busy" (a command or expression runs) or "running" (the program runs,
+    and a step or a breakpoint will stop it again). While an expression runs that itself stops, `debuggers`
+    holds the prompts of both, the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.rank = identify()
+        self.stdout = CommandOutput(threading.get_ident(), self._emit_part)
+        self.stdin = CommandInput(self._read_line)
+        self.terminal_size = (80, 24)
+        self.base: Any = None  # kept: a second stop must not take the first one's displays away
+        self.debuggers: list[Any] = []
+        self.accepts_stops = True  # False inside of the debugger's own code
+        self.command_frame: FrameType | None = None  # below it is the debugger, above it what it evaluates
+        self._coordinates: dict[str, int] | None = None
+        self._state = "running"
+        self._since = self._state_since = time.time()
+        self._banner = self._prompt = ""
+        self._is_fresh = True  # nothing printed since this stop began
+        self._handler = RequestHandler()
+        self._interruption = Interruption(threading.current_thread())
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._current: Request | None = None
+        self._endpoint: Endpoint | None = None
+        self._attached: set[int] = set()
+        self._given: list[tuple[Any, str]] = []  # names that the prompt got, and where they are
+
+    # Called by the stopped thread.
+
+    def open(self, stop: Stop) -> bool:
+        """Open the endpoint, or keep the open one, for the stop that comes next; return whether it is open.
+
+        Where it cannot be opened safely the program goes on: a debugger must not end a run.
+        """
+        if not self.debuggers:
+            self._coordinates = dict(stop.coordinates) if stop.coordinates is not None else None
+        return self._reopen(stop)
+
+    def _reopen(self, stop: Stop) -> bool:
+        if self._endpoint is not None:
+            return True
+        self.rank = identify()
+        try:
+            name = self.rank.file_stem() + SOCKET_SUFFIX
+            endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp)
+            self._endpoint = endpoint  # before it answers: the answers go through it
+            endpoint.start()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no threads at interpreter's end
+            self._endpoint = None
+            write_stderr(f"rank {self.rank.label} does not stop: {error}")
+            return False
+        PROCESS.add(self)
+        return True
+
+    def enter(self, debugger: Any) -> bool:
+        """Begin to answer: the thread is at a prompt. Return False when no console could reach it."""
+        if not self._reopen(debugger.stop):
+            return False
+        self.debuggers.append(debugger)
+        debugger.runs_free = False
+        self._is_fresh = True
+        self._since = time.time()
+        self.stdout.program_stdout = sys.stdout
+        self._give_names(debugger.stop.names or {}, debugger.frame_locals())
+        PROCESS.timeouts.hold(self)
+        return True
+
+    def leave(self, debugger: Any) -> None:
+        """Let the program run; the endpoint stays open when a step or a breakpoint will stop it again."""
+        self._interruption.forbid()
+        self.debuggers.remove(debugger)
+        self._handler.forget()
+        while self._given:
+            names, name = self._given.pop()
+            names.pop(name, None)
+        if self.debuggers:
+            self._set_state("busy")  # the outer prompt's command goes on
+            self._interruption.allow()
+            return
+        PROCESS.timeouts.release(self)
+        self._set_state("running")
+        if debugger.runs_free:
+            self.close("resumed")
+
+    def _give_names(self, given: Mapping[str, Any], names: Any) -> None:
+        for name, value in given.items():
+            free = f"_{name}" if name in names else name  # the program's own variables keep their values
+            names[free] = value
+            self._given.append((names, free))
+
+    def close(self, end: str) -> None:
+        """Answer the command that let the program go, and close the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.hide()
+        if self._current is not None:
+            self._reply(self._current, {"end": end, "out": self.stdout.take()})
+            self._current = None
+        while not self._requests.empty():  # meant for this stop; at the next one nobody expects them
+            self._reply(self._requests.get(), {"error": "the rank went on before it came to this"})
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+        PROCESS.remove(self)
+
+    def abandon(self) -> None:
+        """Forget the endpoint in a forked child; a stop there opens its own."""
+        endpoint, self._endpoint = self._endpoint, None
+        self._current = None
+        if endpoint is not None:
+            endpoint.abandon()
+
+    def _set_state(self, state: str) -> None:
+        self._state, self._state_since = state, time.time()
+
+    def _read_line(self) -> str:
+        """Finish the line before, then answer requests until one is a line for the prompt."""
+        self._interruption.forbid()
+        accepts, self.accepts_stops = self.accepts_stops, False
+        try:
+            self._finish_line()
+            while True:
+                self._set_state("stopped")
+                request = self._requests.get()
+                self._set_state("busy")
+                if self._handler.handles(request.frame["do"]):
+                    self._answer(request)
+                elif request.frame["do"] == "cancel":
+                    raise Interrupted
+                elif request.frame.get("nested", self._is_question()) == self._is_question():
+                    return self._accept_line(request)
+                else:
+                    self._reply(request, {"error": self._refuse_line()})
+        finally:
+            self.accepts_stops = accepts
+
+    def _refuse_line(self) -> str:
+        if not self._is_question():
+            return "the question was answered meanwhile; the rank is at its prompt"
+        who = f"@{self.rank.label}"
+        return (
+            f"the rank asks {self._prompt.strip()!r}; answer with {who} TEXT, end the input with {who} EOF, "
+            "or cancel it with interrupt"
+        )
+
+    def _accept_line(self, request: Request) -> str:
+        """Return the line that a request holds, as pdb is to read it."""
+        frame = request.frame
+        self._current = request
+        self.debuggers[-1].paint(frame.get("colors") is True)
+        self._interruption.allow()
+        text = str(frame.get("text", "")).replace("\n", " ")
+        if frame["do"] == "eof" or (self._is_question() and text.strip() == "EOF"):
+            return ""
+        # pdbpp takes `next` for a variable where there is one; "!!" says that the command is meant.
+        force = "!!" if frame.get("command") is True and hasattr(self.debuggers[-1], "config") else ""
+        return force + text + "\n"
+
+    def _answer(self, request: Request) -> None:
+        answer: Frame = {"error": "interrupted"}
+        try:
+            self._interruption.allow()
+            answer = self._handler.answer(self.debuggers[-1], request.connection, request.frame)
+        except KeyboardInterrupt:  # between the answer and here
+            pass
+        finally:
+            self._interruption.forbid()
+        self._reply(request, answer)
+
+    def _finish_line(self) -> None:
+        text, expected = self.stdout.take(), str(self.debuggers[-1].prompt)
+        if text.endswith(expected):
+            out, self._prompt = text[: -len(expected)], expected
+        else:
+            whole, newline, self._prompt = text.rpartition("\n")
+            out = whole + newline
+        if self._is_fresh:
+            self._begin_stop(out)
+        request, self._current = self._current, None
+        if request is not None:
+            self._set_state("stopped")
+            self._reply(request, {"end": "ready", "out": out, **self.describe()})
+
+    def _begin_stop(self, banner: str) -> None:
+        self._is_fresh, self._banner = False, banner
+        if self._coordinates is None:
+            self._coordinates = find_coordinates(self.debuggers[-1].curframe)
+        if self._current is None:
+            place = self._find_place()
+            where = f"{place['file']}:{place['line']}"
+            tcp = self._endpoint.tcp_address if self._endpoint else ""
+            announce(self.rank, where, self._find_stop().reason, tcp)
+
+    def _is_question(self) -> bool:
+        """Return whether the prompt is that of `interact`, `commands` or a confirmation."""
+        return bool(self.debuggers) and self._prompt != str(self.debuggers[-1].prompt)
+
+    def _emit_part(self, text: str) -> bool:
+        """Send output ahead of the answer, and return whether anybody waits for one."""
+        if self._current is not None:
+            self._reply(self._current, {"part": text})
+        return self._current is not None
+
+    def _reply(self, request: Request, frame: Frame) -> None:
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        # A command runs traced. A step that is still under way must not stop in json under the server's lock:
+        # its thread would wait for the lock, and no console would be answered again.
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            endpoint.server.send(request.connection, {"id": request.frame.get("id"), **frame})
+        finally:
+            sys.settrace(trace)
+
+    # Called by the server's thread.
+
+    def receive(self, connection: int, frame: Frame) -> None:
+        """Answer at once what needs no stopped thread, and leave the rest to it."""
+        do = frame.get("do")
+        request = Request(connection, frame)
+        if do == "status":
+            self._reply(request, self.describe())
+        elif do == "attach":
+            self._attached.add(connection)
+            self._reply(request, {**self.describe(), "banner": self._banner})
+        elif do == "detach":
+            self._attached.discard(connection)
+            self._reply(request, {})
+        elif do == "cancel":
+            self._handler.cancel(connection, frame.get("request"))
+        elif do == "interrupt":
+            self._reply(request, {"interrupted": self._interrupt(request)})
+        elif do == "stacks":
+            self._reply(request, {"text": format_stacks()})
+        elif do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif do in ("line", "eof") or self._handler.handles(do):
+            if self._state == "running":
+                self._reply(request, {"error": "the rank runs; it is not at a prompt"})
+            else:
+                self._take_size(frame.get("size"))
+                self._requests.put(request)
+        else:
+            self._reply(request, {"error": f"unknown request {str(do)[:40]!r}"})
+
+    def _take_size(self, size: object) -> None:
+        if (
+            isinstance(size, list)
+            and len(size) == 2
+            and all(isinstance(n, int) and 0 < n < 9999 for n in size)
+        ):
+            self.terminal_size = (size[0], size[1])
+
+    def forget_connection(self, connection: int) -> None:
+        """Forget a console that has gone, however it went."""
+        self._attached.discard(connection)
+        self._handler.forget(connection)
+
+    def _interrupt(self, request: Request) -> str:
+        """Interrupt what the thread does, and return what that was."""
+        state = self._state
+        if state == "busy":
+            self._interruption.send()
+        elif state == "stopped" and self._is_question():
+            self._requests.put(Request(request.connection, {"do": "cancel"}))
+            return "busy"
+        elif state == "running" and self._endpoint is not None:
+            self.base.set_step()  # the next traced event stops it; a call into C has to end first
+        return state
+
+    def _find_stop(self) -> Stop:
+        debugger = self.debuggers[-1] if self.debuggers else self.base
+        return debugger.stop if debugger is not None else Stop("")
+
+    def _find_place(self) -> Frame:
+        debugger = self.debuggers[-1] if self.debuggers else None
+        frame = getattr(debugger, "curframe", None)
+        if frame is None:
+            return {}
+        index = getattr(debugger, "curindex", 0)
+        stack = getattr(debugger, "stack", [])
+        line = stack[index][1] if index < len(stack) else frame.f_lineno
+        return {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}
+
+    def describe(self) -> Frame:
+        """Return what `ls` shows of this rank."""
+        now = time.time()
+        return {
+            **vars(self.rank),
+            **(self._find_place() if self._state != "running" else {}),
+            "python": sys.executable,
+            "coordinates": self._coordinates or {},
+            "reason": self._find_stop().reason,
+            "stopped": now - self._since,
+            "state": self._state,
+            "lasting": now - self._state_since,
+            "prompt": self._prompt,
+            "nested": self._is_question(),
+            "depth": len(self.debuggers),
+            "attached": len(self._attached),
+            "limit": PROCESS.timeouts.shortest(),
+        }

@@ -1,0 +1,89 @@
+"""What a debugger reads and writes: the requests and answers of consoles, never the program's own streams."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_MOST_TEXT = 512 * 1024  # of one command; what comes after is dropped, and that is said
+_PART_TEXT = 8 * 1024
+_PART_SECONDS = 0.1
+
+
+class CommandOutput(io.TextIOBase):
+    """A debugger's stdout. What other threads write meanwhile goes on to the program's stdout."""
+
+    encoding = "utf-8"  # pdbpp wraps a stream that does not say utf-8
+
+    def __init__(self, owner: int, emit: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.owner = owner
+        self._emit = emit
+        self._text = ""
+        self._length = 0
+        self._emitted_at = time.monotonic()
+        self.program_stdout: TextIO | None = None
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Keep the text for the console, and hand long or slow output on in parts."""
+        if threading.get_ident() != self.owner:
+            stdout = self.program_stdout
+            return stdout.write(text) if stdout is not None else len(text)
+        if self._length < _MOST_TEXT:
+            self._text += text[: _MOST_TEXT - self._length]
+            self._length += len(text)
+            if self._length >= _MOST_TEXT:
+                self._text += f"\n... cut after {_MOST_TEXT} characters\n"
+        if len(self._text) > _PART_TEXT or time.monotonic() - self._emitted_at > _PART_SECONDS:
+            self._hand_on()
+        return len(text)
+
+    def _hand_on(self) -> None:
+        whole, newline, rest = self._text.rpartition("\n")
+        if newline and self._emit(whole + newline):
+            self._text = rest
+            self._emitted_at = time.monotonic()
+
+    def take(self) -> str:
+        """Return what is left of this command's output, and begin the next."""
+        text, self._text, self._length = self._text, "", 0
+        self._emitted_at = time.monotonic()
+        return text
+
+
+class CommandInput(io.TextIOBase):
+    """A debugger's stdin: each line is what a console asked for."""
+
+    encoding = "utf-8"
+
+    def __init__(self, read: Callable[[], str]) -> None:
+        super().__init__()
+        self._read = read
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readline(self, limit: int | None = -1, /) -> str:  # type: ignore[override]
+        """Return the next line, or an empty string when a console ends a nested prompt."""
+        return self._read()
+
+
+@contextmanager
+def redirect_streams(stdin: CommandInput, stdout: CommandOutput) -> Iterator[None]:
+    """Lend sys.stdin, sys.stdout and sys.stderr to commands that talk through them (clear, interact)."""
+    kept = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stdout
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = kept

@@ -1,0 +1,94 @@
+"""MultiprocessingPdb: deciding, in less than a microsecond, that a call of Tra() is not to stop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from types import FrameType
+from typing import Any
+
+
+def _on_nan(model: Any) -> Any:
+    """Stop where a value of the model first goes bad, as multiprocessing_pdb.on_nan() does."""
+    from multiprocessing_pdb.rank.nan_hooks import watch_model
+
+    return watch_model(model)
+
+
+class MultiprocessingPdb:
+    """A debugger for one of many processes.
+
+        Tra = MultiprocessingPdb().set_trace
+
+    `tcp` ("host:port") also listens on TCP while stopped, for consoles that prove the token; nothing does
+    otherwise. `coordinates` names this rank's place, such as {"tp": 1}, for programs without a DeviceMesh;
+    a callable is asked at the stop. `arm` raises the timeouts of this process's collectives whenever another
+    rank is stopped, as `arm()` does.
+    """
+
+    def __init__(
+        self,
+        *,
+        tcp: str | None = None,
+        coordinates: Mapping[str, int] | Callable[[], Mapping[str, int]] | None = None,
+        arm: bool = False,
+    ) -> None:
+        self._tcp = tcp
+        self._coordinates = coordinates
+        self._hits: dict[tuple[str, int], int] = {}
+        self._done: set[tuple[str, int]] = set()
+        if arm:
+            from multiprocessing_pdb.rank.monitor import arm as start
+
+            start()
+
+    def set_trace(
+        self,
+        *,
+        ranks: int | Collection[int] | None = None,
+        when: Any = True,
+        skip: int = 0,
+        every: int = 1,
+        once: bool = False,
+        header: str | None = None,
+    ) -> None:
+        """Stop this rank at the next line, if it is one of `ranks` and `when` holds. No collective.
+
+        `when` may be a value, a tensor of one element, or a callable that is asked last. Per place in the
+        source, the first `skip` hits are passed over, then each `every`-th stops; `once` stops one time.
+        `header` is shown by the console.
+        """
+        if when is False or (ranks is not None and not self._is_among(ranks)):
+            return
+        if not (when() if callable(when) else when):
+            return
+        frame = sys._getframe(1)
+        if self._is_due(frame, skip, every, once):
+            self._stop(frame, header)
+
+    set_trace.on_nan = _on_nan  # type: ignore[attr-defined]  # so that Tra.on_nan(model) reads as it does
+
+    @staticmethod
+    def _is_among(ranks: int | Collection[int]) -> bool:
+        from multiprocessing_pdb.rank.identify import identify
+
+        number = identify().number
+        return number is not None and (number == ranks if isinstance(ranks, int) else number in ranks)
+
+    def _is_due(self, frame: FrameType, skip: int, every: int, once: bool) -> bool:
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if place in self._done:
+            return False
+        hits = self._hits[place] = self._hits.get(place, 0) + 1
+        if hits <= skip or (hits - skip) % max(1, every) != 0:
+            return False
+        if once:
+            self._done.add(place)
+        return True
+
+    def _stop(self, frame: FrameType, header: str | None) -> None:
+        from multiprocessing_pdb.rank.session import Stop
+        from multiprocessing_pdb.rank.stop import stop_at
+
+        coordinates = self._coordinates() if callable(self._coordinates) else self._coordinates
+        stop_at(frame, Stop(header or "Tra()", self._tcp, coordinates))

@@ -1,0 +1,188 @@
+"""The runtime directory: one per user and machine, mode 0700, where stopped ranks put their sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from multiprocessing_pdb.wire.peer_credentials import check_peer
+
+VARIABLE = "MPDB_DIR"
+SOCKET_SUFFIX = ".sock"
+ARMED_SUFFIX = ".armed"  # what an armed process says of itself, written by it
+CONTROL_SUFFIX = ".control"  # the socket of an armed process that runs
+STACKS_SUFFIX = ".stacks"  # what faulthandler wrote
+_RECORD_LIMIT = 64 * 1024
+_PATH_LIMIT = 104  # of sun_path: 108 bytes on Linux, 104 elsewhere, the final zero included
+
+
+class DirectoryRefusedError(PermissionError):
+    """The runtime directory cannot be trusted; the message says why and what to do."""
+
+
+def runtime_path() -> Path:
+    """Return where the runtime directory is: MPDB_DIR, or a directory of this user in /tmp.
+
+    Not TMPDIR and not XDG_RUNTIME_DIR: a batch job and the shell of the same user often disagree on them.
+    """
+    return Path(os.environ.get(VARIABLE) or f"/tmp/mpdb-{os.geteuid()}")
+
+
+class RuntimeDirectory:
+    """An open, checked runtime directory. All access is through its descriptor: it cannot be swapped."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: Path | None = None, *, create: bool = False) -> RuntimeDirectory:
+        """Return the checked directory.
+
+        Raises DirectoryRefusedError for a symbolic link, another owner or a mode that lets others in, and
+        FileNotFoundError where it is absent and `create` is false.
+        """
+        path = path or runtime_path()
+        if create:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise DirectoryRefusedError(
+                    f"{path} is a symbolic link or no directory; set {VARIABLE} to a directory of your own"
+                ) from None
+            raise
+        status = os.fstat(descriptor)
+        reason = ""
+        if status.st_uid != os.geteuid():
+            reason = f"belongs to user {status.st_uid}; set {VARIABLE} to a directory of your own"
+        elif status.st_mode & 0o077:
+            reason = (
+                f"has mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it if its content is yours"
+            )
+        if reason:
+            os.close(descriptor)
+            raise DirectoryRefusedError(f"{path} {reason}")
+        return cls(path, descriptor)
+
+    def __enter__(self) -> RuntimeDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def names(self, suffix: str) -> list[str]:
+        """Return the finished file names that end with `suffix`, sorted."""
+        names = os.listdir(self._descriptor)  # noqa: PTH208  # pathlib cannot list a descriptor
+        return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
+
+    def address(self, name: str) -> str:
+        """Return a socket address for `name`: short however long the path is, and not to be redirected."""
+        short = f"/proc/self/fd/{self._descriptor}/{name}"
+        if Path(f"/proc/self/fd/{self._descriptor}").exists():
+            return short
+        plain = str(self.path / name)
+        if len(os.fsencode(plain)) >= _PATH_LIMIT:
+            raise DirectoryRefusedError(f"{plain} is too long for a socket; set {VARIABLE} to a shorter path")
+        return plain
+
+    def listen(self, name: str) -> socket.socket:
+        """Return a listening socket whose file `name` has mode 0600.
+
+        It appears under its name only once it listens: whatever refuses a connection is therefore dead.
+        """
+        unfinished = f".{name}"
+        self.remove(unfinished)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # Linux gives the file this mode: it is never open to others
+            listener.bind(self.address(unfinished))
+            os.chmod(unfinished, 0o600, dir_fd=self._descriptor)
+            listener.listen(64)
+            os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException:
+            listener.close()
+            self.remove(unfinished)
+            raise
+        return listener
+
+    def connect(self, name: str, seconds: float = 2.0) -> socket.socket:
+        """Return a connection to the process that listens at `name`, which the kernel says is this user's.
+
+        Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user
+        does, and OSError otherwise.
+        """
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(seconds)
+            stream.connect(self.address(name))
+            check_peer(stream)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def has(self, name: str) -> bool:
+        """Return whether `name` is there, in a directory that still has its path."""
+        try:
+            here = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            reached = (self.path / name).lstat()
+        except OSError:
+            return False
+        return (here.st_dev, here.st_ino) == (reached.st_dev, reached.st_ino)
+
+    def remove(self, name: str) -> None:
+        """Remove `name` if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+    def create(self, name: str) -> int:
+        """Return the descriptor of a new file of mode 0600 that did not exist before."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
+
+    def write_record(self, name: str, record: dict[str, Any]) -> None:
+        """Write a small JSON file of mode 0600 that readers see whole or not at all."""
+        unfinished = f".{name}"
+        self.remove(unfinished)
+        with os.fdopen(self.create(unfinished), "w", encoding="ascii") as stream:
+            json.dump(record, stream)
+        os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def read_text(self, name: str, limit: int) -> str:
+        """Return the text of a regular file of ours, `limit` bytes at most. Raises OSError otherwise."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise DirectoryRefusedError(f"{self.path / name} is no regular file of user {os.geteuid()}")
+            return stream.read(limit).decode("utf-8", "replace")
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each readable record with its name; anything else is passed over."""
+        for name in self.names(ARMED_SUFFIX):
+            try:
+                record = json.loads(self.read_text(name, _RECORD_LIMIT))
+            except (OSError, ValueError):
+                continue
+            if isinstance(record, dict):
+                yield name, record

@@ -1,0 +1,165 @@
+"""A program that reaches Tra() by every kind of Python call; what it computes must not depend on a debugger."""
+
+import asyncio
+import contextlib
+import sys
+import threading
+
+from multiprocessing_pdb import MultiprocessingPdb, post_mortem
+
+Tra = MultiprocessingPdb().set_trace
+
+
+def inner(value):
+    doubled = value * 2
+    Tra(header="inner")
+    return doubled + 1
+
+
+def outer(value):
+    first = inner(value)
+    second = inner(first)
+    return first + second
+
+
+def recurse(depth):
+    if depth == 0:
+        Tra(header="bottom")
+        return 0
+    return recurse(depth - 1) + depth
+
+
+def generate(count):
+    for number in range(count):
+        Tra(header="generator")
+        yield number * 3
+
+
+def fail(value):
+    Tra(header="before the error")
+    raise ValueError(value)
+
+
+class Loud:
+    """Stops where debuggers look at values: in repr and in a property."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        Tra(header="repr")
+        return f"Loud({self.value})"
+
+    @property
+    def twice(self):
+        Tra(header="property")
+        return self.value * 2
+
+
+class Dying:
+    """Stops when it is collected."""
+
+    def __del__(self):
+        Tra(header="del")
+
+
+async def wait_and_stop(value):
+    await asyncio.sleep(0)
+    Tra(header=f"task {value}")
+    held = value + 1
+    await asyncio.sleep(0)
+    return held * 2
+
+
+async def gather(count):
+    return await asyncio.gather(*(wait_and_stop(number) for number in range(count)))
+
+
+def in_loop(count):
+    """Return what the tasks compute, or nothing where a loop runs already."""
+    return asyncio.run(gather(count)) if asyncio._get_running_loop() is None else None
+
+
+def in_threads(count):
+    results = [None] * count
+
+    def work(at):
+        results[at] = inner(at)
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def loop(count):
+    total = 0
+    for number in range(count):
+        Tra(header=f"loop {number}")
+        total += inner(number)
+    return total
+
+
+def caught(value):
+    try:
+        fail(value)
+    except ValueError as error:
+        Tra(header="in except")
+        return str(error)
+    finally:
+        Tra(header="finally")
+
+
+def looked_at(value):
+    try:
+        return 1 // (value - value)
+    except ZeroDivisionError:
+        post_mortem()
+        return value
+
+
+def managed(value):
+    with contextlib.suppress(ValueError):
+        fail(value)
+    return value
+
+
+def lost_object(value):
+    dying = Dying()
+    del dying
+    return value
+
+
+OPS = {
+    "inner": lambda: inner(3),
+    "outer": lambda: outer(2),
+    "recurse": lambda: recurse(2),
+    "generate": lambda: list(generate(2)),
+    "comprehend": lambda: [inner(number) for number in range(2)],
+    "lambda": lambda: list(map(lambda value: Tra() or value, [1, 2])),  # noqa: C417
+    "loud": lambda: Loud(4).twice,
+    "lost": lambda: lost_object(5),
+    "gather": lambda: in_loop(2),
+    "threads": lambda: in_threads(2),
+    "loop": lambda: loop(2),
+    "caught": lambda: caught(6),
+    "looked_at": lambda: looked_at(7),
+    "managed": lambda: managed(8),
+    "exec": lambda: exec("Tra(); x = 1"),
+    "nothing": lambda: None,
+}
+
+
+def play(ops):
+    """Return what the named operations compute, in turn."""
+    log = []
+    loud = Loud(1)
+    for name in ops:
+        log.append((name, OPS[name]()))
+    return log, loud.value
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"result {play(sys.argv[1:])}\n")
