@@ -43,7 +43,7 @@ from moeverify.train.loop import train_step
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
-from moeverify.train.subjects import replays_routing
+from moeverify.train.subjects import replays_routing, subject_of
 from moeverify.worker.reload import explain_load
 from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_losses, list_names
 
@@ -97,6 +97,7 @@ def _begin(case: Case, device: torch.device, seed: int | None = None) -> Trainin
     """Return the state before the first step; with `seed` of a model whose initial values are others."""
     recipe = case.recipe if seed is None else case.recipe.model_copy(update={"seed": seed})
     program = assemble_parallel(recipe, case.layout, build_meshes(case.layout, device.type), device)
+    program.subject = subject_of(case.recipe)  # whose batches are those of the case's seed, not of the other
     return TrainingState.begin(case.recipe, program)
 
 
