@@ -28,6 +28,7 @@ _GOLDEN_CODE = (
     "layout",
     "model",
     "recording",
+    "seams.py",
     "train",
 )
 

@@ -83,6 +83,7 @@ DESCRIPTOR = '''"""The axis of a test: its ranks see other rows."""
 from __future__ import annotations
 
 from moeverify.axes.axis import Axis, Divided
+from moeverify.results.checks import Kind
 
 AXIS = Axis(
     name="island",
@@ -101,7 +102,6 @@ from moeverify.axes.groups import axis_affects, list_degrees, list_groups
 from moeverify.axes.mesh import MeshPlan
 from moeverify.faults.setting import make_case
 from moeverify.validation.rules import validate
-from moeverify.results.checks import Kind
 
 case = make_case("a", island=3, tp=2)
 plan = MeshPlan.of(case.layout)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from moeverify.controller.fault_benchmark import score
-from moeverify.faults.fault import Expected, load_faults
+from moeverify.faults.catalogue import load_faults
+from moeverify.faults.fault import Expected
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
