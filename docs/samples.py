@@ -108,7 +108,7 @@ def block(lines: list[str], command: str = "") -> str:
 
 def target_of(fault: str) -> str:
     """Return what `--fault` takes for a fault of the catalogue."""
-    from moeverify.faults.fault import load_faults
+    from moeverify.faults.catalogue import load_faults
 
     return load_faults()[fault].target
 
@@ -270,29 +270,31 @@ def floors() -> str:
 
 
 def json_keys() -> str:
-    """The keys of `--json`, as the models of results have them."""
+    """The keys of `--json`, as the models of results have them, those of each model once."""
     from moeverify.results.run import RunResult
 
     lines: list[str] = []
-    _list_keys(RunResult, "", lines)
+    _list_keys(RunResult, "", lines, set())
     return block(lines)
 
 
-def _list_keys(model: Any, indent: str, lines: list[str]) -> None:
+def _list_keys(model: Any, indent: str, lines: list[str], listed: set[Any]) -> None:
+    listed.add(model)
     for name, field in model.model_fields.items():
-        inner = _find_model(field.annotation)
-        many = "[]" if inner is not None and "tuple[" in str(field.annotation) else ""
-        lines.append(f"{indent}{name}{many}")
-        if inner is not None:
-            _list_keys(inner, f"{indent}    ", lines)
+        inner = _find_models(field.annotation)
+        many = "[]" if inner and "tuple[" in str(field.annotation) else ""
+        kinds = f"    one of {len(inner)} kinds" if len(inner) > 1 else ""
+        again = f"    {inner[0].__name__}, as above" if len(inner) == 1 and inner[0] in listed else ""
+        lines.append(f"{indent}{field.serialization_alias or name}{many}{kinds}{again}")
+        if len(inner) == 1 and not again:
+            _list_keys(inner[0], f"{indent}    ", lines, listed)
 
 
-def _find_model(annotation: Any) -> Any:
-    """Return the model that a field holds, alone, optionally or in a tuple."""
+def _find_models(annotation: Any) -> list[Any]:
+    """Return the models that a field may hold, alone, optionally or in a tuple."""
     if hasattr(annotation, "model_fields"):
-        return annotation
-    found = (_find_model(inner) for inner in getattr(annotation, "__args__", ()))
-    return next((model for model in found if model is not None), None)
+        return [annotation]
+    return [model for inner in getattr(annotation, "__args__", ()) for model in _find_models(inner)]
 
 
 TABLES: dict[str, Callable[[], str]] = {"commands": commands, "floors": floors, "json": json_keys}

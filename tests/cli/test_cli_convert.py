@@ -18,7 +18,7 @@ from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 from moeverify.report.transfer import describe_transfer, open_transfer
 from moeverify.weights.dcp import DcpSink
-from moeverify.weights.source import Piece, Spec, cut
+from moeverify.weights.source import Chunk, Spec, cut
 
 Invoke = Callable[..., Result]
 
@@ -33,8 +33,8 @@ def start(tmp_path: Path) -> Path:
     initialize(model, spec, 0)
     values = {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
-    def read(piece: Piece) -> torch.Tensor:
-        return values[piece.name][piece.rows.start : piece.rows.stop].clone()
+    def read(chunk: Chunk) -> torch.Tensor:
+        return values[chunk.name][chunk.rows.start : chunk.rows.stop].clone()
 
     specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in values.items()}
     DcpSink(tmp_path / "start").write(cut(specs), read)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,9 +11,6 @@ from typing import Any
 import pytest
 import typer
 
-from moeverify.case.expectation import find_sections
-from moeverify.case.presets import PRESETS
-from moeverify.case.schema import Case, Section
 from moeverify.cli import app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
@@ -102,34 +98,6 @@ def test_make_targets_exist() -> None:
     assert {"verify", "test", "test-fast", "lint", "megablocks", "samples"} <= named
     for target in named:
         assert re.search(rf"^{target}:", rules, re.MULTILINE), target
-
-
-def list_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each field that a user may write, with its default as the table shows it."""
-    for name, field in section.model_fields.items():
-        path = prefix + name
-        if path in {"file", "name"}:
-            continue
-        sections = find_sections(section, name)
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        plain = "" if sections or default in (None, "", (), {}) else json.dumps(default).replace('"', "")
-        yield path, "required" if field.is_required() else plain
-        for inner in sections:
-            yield from list_fields(inner, f"{path}.")
-
-
-def test_fields_of_a_case_are_those_of_the_schema() -> None:
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| [^|]+ \| ([^|]*) \| [^|]+ \|$", REFERENCE, re.MULTILINE)
-    told = {path: default.strip().strip("`") for path, default in rows if path not in {"name", "recipe.base"}}
-    wanted = dict(list_fields(Case)) | {"recipe.name": "of the file, the base or the case"}
-    assert told == wanted
-    assert len(rows) == len(wanted) + 2
-
-
-def test_presets_are_named() -> None:
-    told = set(re.findall(r"`([\w.-]+)`", REFERENCE.partition("Presets: ")[2].partition("\n\n")[0]))
-    whole = {name for name in PRESETS if f"tiny-{name}" in PRESETS}
-    assert told - {"tiny-"} == {name for name in PRESETS if name.removeprefix("tiny-") not in whole} | whole
 
 
 def test_keys_that_are_explained_are_keys_of_the_json() -> None:

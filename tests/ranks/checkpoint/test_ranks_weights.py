@@ -18,7 +18,7 @@ from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 from moeverify.weights.dcp import DcpSink
 from moeverify.weights.description import Description
-from moeverify.weights.source import Piece, Spec, cut
+from moeverify.weights.source import Chunk, Spec, cut
 from moeverify.weights.stream import convert
 
 LAYOUTS = {
@@ -45,8 +45,8 @@ def write_folders(root: Path, preset: str) -> dict[str, Path]:
     torch.save(whole, root / f"{preset}.pt")
     specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
 
-    def read(piece: Piece) -> torch.Tensor:
-        return whole[piece.name][piece.rows.start : piece.rows.stop].clone()
+    def read(chunk: Chunk) -> torch.Tensor:
+        return whole[chunk.name][chunk.rows.start : chunk.rows.stop].clone()
 
     folders = {kind: root / f"{preset}-{kind}" for kind in KINDS}
     start = root / f"{preset}-start"
