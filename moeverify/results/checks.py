@@ -67,6 +67,7 @@ class CheckName(StrEnum):
     ROUTING = "routing", "which experts each token chose, and their counts"
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
+    ACTIVATIONS = "activations", "the output of every block, with the first block that diverges", True
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"

@@ -129,3 +129,15 @@ def swap() -> None:
         time.sleep(600)
     dist.broadcast(tensor, 0)
     time.sleep(600)
+
+
+def change_second_block(patch: Patch) -> None:
+    """Let the second block return hidden states that are too large by one in a million."""
+
+    @patch.wrap(assemble_parallel)
+    def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        program = original(*arguments, **named)
+        for name, module in program.model.named_modules():
+            if name.endswith("layers.1"):
+                module.register_forward_hook(lambda _, __, output: (output[0] * 1.000001, *output[1:]))
+        return program
