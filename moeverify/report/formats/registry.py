@@ -24,6 +24,7 @@ FORMATS = (
     Format("json", "Write all results for machines."),
     Format("junit", "Write JUnit XML for a CI server."),
     Format("html", "Write one HTML page."),
+    Format("csv", "Write a table with a row for each check of each case."),
 )
 
 
