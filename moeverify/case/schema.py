@@ -39,7 +39,7 @@ Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 # The options of what has several implementations. `moeverify.validation.choices` lists where each is implemented.
 DataParallel = Literal["ddp", "fsdp1", "fsdp2"]
 Fsdp1Strategy = Literal["full_shard", "shard_grad_op"]
-ContextParallel = Literal["allgather", "alltoall", "torch"]
+ContextParallel = Literal["allgather", "alltoall", "ring", "torch"]
 AttentionCore = Literal["plain", "fused"]
 ExpertBackend = Literal["loop", "grouped_mm", "megablocks"]
 RouterLosses = Literal["global", "megablocks"]

@@ -12,7 +12,7 @@ import pytest
 
 from moeverify.case import choice as choice_module
 from moeverify.case.choice import Modules, Row, Table, list_options
-from moeverify.case.schema import Layout, Optimizer
+from moeverify.case.schema import ContextParallel, Layout, Optimizer
 from moeverify.faults.setting import make_case
 from moeverify.validation import rules
 from moeverify.validation.choices import CHOICES
@@ -81,7 +81,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "moeverify", folder / "moeverify", ignore=shutil.ignore_patterns("__pycache__"))
     schema = folder / "moeverify" / "case" / "schema.py"
     text = schema.read_text()
-    options = '"allgather", "alltoall", "torch"'
+    options = ", ".join(f'"{option}"' for option in get_args(ContextParallel))
     assert options in text
     schema.write_text(text.replace(options, f'{options}, "spiral"'))
     return folder
@@ -102,7 +102,8 @@ def test_an_option_without_code_is_refused_by_check(copy: Path) -> None:
     assert "case.yaml:2: layout.context_parallel" in told
     assert "`spiral` has no implementation" in told
     assert "moeverify/parallel/context_parallel/spiral.py" in told
-    assert "choose from `allgather`, `alltoall`, `torch`, or write it" in told
+    known = ", ".join(f"`{option}`" for option in get_args(ContextParallel))
+    assert f"choose from {known}, or write it" in told
 
 
 def test_the_other_options_go_on_working(copy: Path) -> None:

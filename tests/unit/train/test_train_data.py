@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from moeverify.axes.split import split_rows
-from moeverify.case.schema import Data
+from moeverify.case.schema import ContextParallel, Data
 from moeverify.parallel.context_parallel import split_positions
 from moeverify.train.data import IGNORED, Batch, Share, make_batch, whole_share
 
@@ -18,7 +20,7 @@ def make(share: Share, *, data: Data = DATA, seed: int = 0, step: int = 0) -> Ba
     return make_batch(data, 97, seed, step, share, CPU)
 
 
-@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+@pytest.mark.parametrize("kind", get_args(ContextParallel))
 def test_shares_are_parts_of_the_global_batch(kind: str) -> None:
     whole = make(whole_share(DATA))
     tokens, targets = torch.full((8, 16), -1), torch.full((8, 16), -1)
