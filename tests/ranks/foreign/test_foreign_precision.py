@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from moeverify.report.words.cause import describe_cause
+
 
 @pytest.mark.parametrize("name", ["built-in", "right", "micro-batches", "wide-norms", "autocast"])
 def test_what_was_asked_for_is_seen(mixed: Any, name: str) -> None:
@@ -57,7 +59,7 @@ def test_only_the_dtype_tells(mixed: Any, name: str, expected: dict[str, str]) -
     case = mixed.results[name]
     assert case.verdict == "mismatch"
     assert {finding.check for finding in case.findings} == {"precision"}
-    causes = {finding.tensor: finding.cause for finding in case.findings}
+    causes = {finding.tensor: describe_cause(finding) for finding in case.findings}
     assert causes.keys() == expected.keys()
     assert [cause for place, cause in causes.items() if expected[place] not in cause] == []
     assert {finding.code for finding in case.findings} == {"precision"}
@@ -72,7 +74,7 @@ def test_what_is_compiled_is_left_alone_and_counted(mixed: Any) -> None:
 
 
 def test_narrow_weights_are_seen_where_they_are_kept(mixed: Any) -> None:
-    causes = {f.cause for f in mixed.results["narrow-storage"].findings if f.check == "precision"}
+    causes = {describe_cause(f) for f in mixed.results["narrow-storage"].findings if f.check == "precision"}
     assert causes == {
         "the parameters of the model are kept in bfloat16 instead of float32",
         "the gradients of the model are kept in bfloat16 instead of float32",

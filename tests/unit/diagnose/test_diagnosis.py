@@ -55,13 +55,13 @@ def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
 
 
 def test_tensors_of_a_kind_that_only_its_check_knows_are_explained_if_nothing_else_is_wrong() -> None:
-    tensor = double(kind="activations")
-    (origin,) = diagnose([find("activations")], make_inputs(tensor))
+    tensor = double(kind="hidden states")
+    (origin,) = diagnose([find("hidden states")], make_inputs(tensor))
     assert (origin.unexplained, origin.explanation.cause) == ((), Cause.SCALE)
     assert origin.explanation.subject.quantity is Quantity.TENSOR
     assert origin.place.axes == ("dp_replicate", "ep")
-    unknown = make_tensor(draw(8), *2 * [draw(8, seed=4)], kind="activations")
-    (origin,) = diagnose([find("activations")], make_inputs(unknown))
+    unknown = make_tensor(draw(8), *2 * [draw(8, seed=4)], kind="hidden states")
+    (origin,) = diagnose([find("hidden states")], make_inputs(unknown))
     assert origin.unexplained == (NAME,)
 
 
