@@ -39,7 +39,7 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     found, refused = result.cases
     assert (found.name, found.ranks, refused.step) == ("fsdp2-2", 2, None)
     assert found.step is not None
-    assert found.floors is not None
+    assert found.roofline is not None
     assert 0 < found.step.least <= found.step.median <= found.step.most
     assert found.tokens_per_second == pytest.approx(8 * 16 / found.step.median)
     assert found.flops is not None
@@ -47,8 +47,8 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     assert found.peak_memory > (found.parameters or 0) > 0
     assert {"all_gather"} <= {traffic.kind for traffic in found.traffic}
     assert all(traffic.seconds > 0 and traffic.count > 0 for traffic in found.traffic)
-    assert set(found.floors.collectives) == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
-    assert found.floors.matmul > found.flops > 0
+    assert set(found.roofline.collectives) == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
+    assert found.roofline.matmul > found.flops > 0
     assert "fsdp2-2" in done.stdout
 
 

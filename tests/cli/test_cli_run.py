@@ -34,17 +34,14 @@ import os
 import time
 
 
-def halve():
-    import moeverify.parallel.plan as plan
+def halve(patch):
+    from moeverify.parallel.ddp import apply_ddp
 
-    apply = plan.apply_ddp
-
-    def apply_halved(model, *rest):
+    @patch.wrap(apply_ddp)
+    def apply_halved(original, model, *rest, **named):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * 0.5)
-        return apply(model, *rest)
-
-    plan.apply_ddp = apply_halved
+        return original(model, *rest, **named)
 
 
 def fail():
