@@ -37,9 +37,12 @@ def golden(
         cases = selection.load()
         from moeverify.controller.golden import record_goldens
         from moeverify.controller.options import RunOptions
+        from moeverify.report.files import check_writable
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
 
+        if not check:  # before the goldens take their time
+            check_writable((), goldens)
         options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache)
         with open_progress(context.out, quiet=quiet) as progress:
             rows = record_goldens(cases, options, progress.on_event, check=check)

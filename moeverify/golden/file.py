@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 
 VERSION = 1
 
@@ -68,14 +69,16 @@ def read_golden(path: Path) -> GoldenFile | None:
     Raises: FormatError where the file cannot be read, is truncated, or is of another version.
     """
     try:
-        text = path.read_text()
+        text = read_input(path).decode("utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
     remedy = "restore it from version control, or record it anew with `moeverify golden`"
     try:
-        golden = GoldenFile.model_validate(json.loads(text))
+        golden = GoldenFile.model_validate(parse_json(text))
     except json.JSONDecodeError as error:
         raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg})", remedy) from error
     except ValidationError as error:
