@@ -56,9 +56,7 @@ Ranks = Annotated[
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option(
-        "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
-    ),
+    typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that a case, or a golden, may take."),
 ]
 Fault = Annotated[
     str | None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,6 +42,10 @@ def write_golden(path: Path, golden: GoldenFile) -> None:
     """Write a golden so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    for other in path.parent.glob(f".{path.name}.*"):  # of a process that was killed: a write takes no minute
+        with suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > 60.0:
+                other.unlink()
     content = golden.model_dump(mode="json")
     content["tensors"] = dict(sorted(content["tensors"].items()))
     content["losses"] = dict(sorted(content["losses"].items()))

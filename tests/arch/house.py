@@ -46,6 +46,7 @@ FLOORS: Mapping[str, int] = {
     "errors": -1,
     "hashing": -1,
     "input_file": -1,
+    "abandoned": -1,
     "multiprocessing_pdb": -1,
 }
 
