@@ -30,12 +30,14 @@ class GoldenOrder(Record):
     """One full golden to have: of a recipe, with what optional checks look at.
 
     `folder` is where it is kept, without the class of device, which only a rank knows; `fresh` makes it anew.
+    Units: `timeout` in seconds, for this golden alone; None leaves it to the limit of the job.
     """
 
     recipe: Recipe
     also: tuple[str, ...] = ()
     folder: Path
     fresh: bool = False
+    timeout: float | None = None
     search_path: tuple[str, ...] = ()
 
 
@@ -117,10 +119,14 @@ class VerifyResult(Record):
 
 
 class GoldenSummary(Record):
-    """What the file in git holds of a golden: losses and norms of every step, fingerprints of logical tensors."""
+    """What the file in git holds of a golden: losses and norms of every step, fingerprints of logical tensors.
+
+    `damage` says what was wrong with the full golden in the cache that this one replaces.
+    """
 
     losses: dict[str, float]
     tensors: dict[str, list[float] | str]
+    damage: str = ""
 
 
 class GoldenResult(Record):

@@ -8,15 +8,29 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+from ruamel.yaml.events import (
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from moeverify.case.entry import Entry, Place, Scalar
 from moeverify.case.suggest import find_nearest
 from moeverify.errors import Problem
+from moeverify.input_file import read_input
 
 Report = Callable[[Problem], None]
 
 _TAG = "tag:yaml.org,2002:"
+# Far above any case, and read in a few seconds at worst; values are counted as often as aliases repeat them.
+_MOST_BYTES = 1 << 16
+_MOST_VALUES = 2000
+_MOST_DEEP = 50
+_UNSUSPECTED = 1 << 12
+
 _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null"))
 
 
@@ -39,7 +53,7 @@ def read_document(path: Path, report: Report) -> Entry | None:
 def _read_text(path: Path, report: Report) -> str | None:
     file = str(path)
     try:
-        raw = path.read_bytes()
+        raw = read_input(path, _MOST_BYTES)
     except FileNotFoundError:
         report(Problem("there is no such file", file, remedy=_list_siblings(path)))
         return None
@@ -61,28 +75,62 @@ def parse_text(text: str, file: str, report: Report, *, has_lines: bool = True) 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)
+            _check_size(yaml, text)
             node = yaml.compose(text)
-    except MarkedYAMLError as error:
-        report(_translate(error, file, has_lines))
+        if node is None:
+            return Entry(None, Place(file, 1 if has_lines else None))
+        return _Builder(yaml, file, report, has_lines).build(node, "", _line_of(node), ())
+    except (YAMLError, RecursionError, _TooLarge) as error:
+        report(_explain(error, text, file, has_lines))
         return None
-    except YAMLError as error:
+
+
+def _explain(error: Exception, text: str, file: str, has_lines: bool) -> Problem:
+    """Return what is wrong with a text that the YAML reader, or its limits, refuse."""
+    if isinstance(error, MarkedYAMLError):
+        return _translate(error, file, has_lines)
+    if isinstance(error, YAMLError):
         position = getattr(error, "position", None)
         line = text[:position].count("\n") + 1 if position is not None and has_lines else None
         character = f" U+{ord(text[position]):04X}" if position is not None and position < len(text) else ""
-        report(
-            Problem(f"a control character{character} is not allowed in YAML", file, line, remedy="delete it")
-        )
-        return None
-    except RecursionError:
-        report(Problem("this is nested too deeply", file))
-        return None
-    if node is None:
-        return Entry(None, Place(file, 1 if has_lines else None))
-    return _Builder(yaml, file, report, has_lines).build(node, "", _line_of(node), ())
+        message = f"a control character{character} is not allowed in YAML"
+        return Problem(message, file, line, remedy="delete it")
+    message = str(error) if isinstance(error, _TooLarge) else "this is nested too deeply"
+    return Problem(message, file, remedy="a case has a few dozen fields: write only these")
 
 
 def _line_of(node: Node) -> int:
     return int(node.start_mark.line) + 1
+
+
+class _TooLarge(Exception):
+    """A document means more than any case does."""
+
+
+def _check_size(yaml: YAML, text: str) -> None:
+    """Stop reading a text that is too large or too deep before the YAML reader takes its time over it.
+
+    Raises: _TooLarge.
+    """
+    depth = 0
+    for letter in text:  # the reader takes a time of the square of the brackets that are open
+        depth += (letter in "[{") - (letter in "]}")
+        _limit(0, depth)
+    if len(text) <= _UNSUSPECTED:
+        return
+    num_values, depth = 0, 0
+    for event in yaml.parse(text):
+        num_values += isinstance(event, NodeEvent)
+        depth += isinstance(event, MappingStartEvent | SequenceStartEvent)
+        depth -= isinstance(event, MappingEndEvent | SequenceEndEvent)
+        _limit(num_values, depth)
+
+
+def _limit(num_values: int, depth: int) -> None:
+    if depth > _MOST_DEEP:
+        raise _TooLarge(f"this is nested too deeply: more than {_MOST_DEEP} levels")
+    if num_values > _MOST_VALUES:
+        raise _TooLarge(f"this means more than {_MOST_VALUES} values, counting what aliases repeat")
 
 
 class _Builder:
@@ -93,9 +141,12 @@ class _Builder:
         self.file = file
         self.report = report
         self.has_lines = has_lines
+        self._num_values = 0
 
     def build(self, node: Node, path: str, line: int, parents: tuple[int, ...]) -> Entry:
         """Return the entry of `node` at the dotted `path`; `line` is that of its key."""
+        self._num_values += 1
+        _limit(self._num_values, len(parents))
         place = Place(self.file, line if self.has_lines else None)
         if id(node) in parents:
             self._reject("this alias contains itself", path, line, "write the value out")

@@ -19,8 +19,8 @@ from moeverify.case.schema import Recipe
 from moeverify.case.section import Ledger, build_section
 from moeverify.case.suggest import suggest
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-NAME_WORDS = "letters, digits, `-`, `_` and `.`"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # a golden's file is called after it
+NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from moeverify.errors import Problem
 S = TypeVar("S", bound=Section)
 
 
+_MOST_UNKNOWN = 20
+
+
 class Ledger:
     """Collects problems, each once, and the dotted paths of the fields that could not be read.
 
@@ -27,12 +30,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
+        self._known: set[Problem] = set()
         self.broken: set[str] = set()
         self.meant: set[str] = set()
 
     def report(self, problem: Problem) -> None:
         """Keep `problem` unless it is known already."""
-        if problem not in self.problems:
+        if problem not in self._known:
+            self._known.add(problem)
             self.problems.append(problem)
 
     def reject(self, entry: Entry, path: str, message: str, remedy: str = "") -> None:
@@ -99,9 +104,12 @@ def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger
     """Report each field of the mapping `entry` that is not one of `names`, with where it belongs."""
     known = list(names)
     prefix = f"{path}." if path else ""
-    for name, field in entry.fields.items():
-        if name in known:
-            continue
+    unknown = {name: field for name, field in entry.fields.items() if name not in known}
+    for number, (name, field) in enumerate(unknown.items()):
+        if number == _MOST_UNKNOWN:  # what is meant by each takes milliseconds to find
+            message = f"and {len(unknown) - number} more unknown fields"
+            ledger.reject(field, prefix + name, message, "write the fields that `moeverify schema` lists")
+            return
         elsewhere = [place for place in index_fields().get(name, ()) if place != prefix + name]
         nearest = find_nearest(name, known)
         remedy = _find_remedy(name, prefix + name, known, elsewhere)

@@ -18,6 +18,7 @@ from typing import Any
 from moeverify.checkpoint.hyperrect import Hyperrect
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 
 MANIFEST = "checkpoint.json"
 FORMAT = "moeverify checkpoint"
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_input(path).decode("utf-8"))
     except FileNotFoundError:
         raise FormatError(_explain_absence(folder)) from None
     except OSError as error:

@@ -20,6 +20,7 @@ from moeverify.cli.report import report
 from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
 from moeverify.cli.schema import schema
+from moeverify.cli.streams import standard_streams
 from moeverify.results.checks import CheckName
 
 app = typer.Typer(
@@ -69,4 +70,5 @@ app.add_typer(faults, name="faults")
 
 def main() -> None:
     """Run the command line; the process ends with the exit code of the command."""
-    app(prog_name="moeverify")
+    with standard_streams():
+        app(prog_name="moeverify")

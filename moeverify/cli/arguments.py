@@ -14,6 +14,7 @@ from moeverify.cli.options import OptionGroup
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.controller.options import RunOptions
+    from moeverify.validation.load import Loaded
 
 
 class Device(StrEnum):
@@ -55,9 +56,7 @@ Ranks = Annotated[
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option(
-        "--timeout", min=1.0, metavar="S", help="Seconds a case may take, in place of its own limit."
-    ),
+    typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that a case, or a golden, may take."),
 ]
 Fault = Annotated[
     str | None,
@@ -91,6 +90,15 @@ class CaseSelection(OptionGroup):
         from moeverify.validation.load import load_cases
 
         return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+
+    def load_valid(self) -> Loaded:
+        """Return the valid cases; files of a folder that are refused do not keep the others from running.
+
+        Raises: CaseError where a file that is named itself is refused, or an option, or where no case is left.
+        """
+        from moeverify.validation.load import load_valid_cases
+
+        return load_valid_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
 
 @dataclass(frozen=True)

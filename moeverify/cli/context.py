@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from moeverify.cli.refusals import describe_refusal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -80,11 +82,28 @@ def open_context() -> Iterator[CommandContext]:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         raise typer.Exit(READER_GONE) from None
+    except OSError as error:
+        _print_error(context, describe_refusal(error) or _report_fault())
+        raise typer.Exit(FAILED) from None
+    except MemoryError:
+        _print_error(context, "this machine has no memory left for it; try smaller sizes, or fewer ranks")
+        raise typer.Exit(FAILED) from None
     except Exception:
         # Python would exit with 1, which here means that a layout computes something else.
-        traceback.print_exc()
-        context.err.print("error: this is a fault of moeverify itself, or of the code that a case names")
+        _print_error(context, _report_fault())
         raise typer.Exit(FAILED) from None
+
+
+def _report_fault() -> str:
+    """Print the traceback of the error that is being handled, and return what to make of it."""
+    with suppress(OSError):
+        traceback.print_exc()
+    return "this is a fault of moeverify itself, or of the code that a case names"
+
+
+def _print_error(context: CommandContext, text: str) -> None:
+    with suppress(OSError):  # the disk that is full may be that of the log
+        context.err.print(f"error: {text}", soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from moeverify.cli.arguments import (
     DeviceOption,
     GoldenFolder,
     Quiet,
+    Timeout,
 )
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
@@ -30,6 +31,7 @@ def golden(
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
+    timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
     """Record or refresh the goldens of cases."""
@@ -37,10 +39,13 @@ def golden(
         cases = selection.load()
         from moeverify.controller.golden import record_goldens
         from moeverify.controller.options import RunOptions
+        from moeverify.report.files import check_writable
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
 
-        options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache)
+        if not check:  # before the goldens take their time
+            check_writable((), goldens)
+        options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache, timeout=timeout)
         with open_progress(context.out, quiet=quiet) as progress:
             rows = record_goldens(cases, options, progress.on_event, check=check)
         render_goldens(rows, context.out)

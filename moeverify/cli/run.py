@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.controller.run import OnEvent
     from moeverify.results.run import RunResult
+    from moeverify.validation.load import Loaded
 
 
 @with_groups
@@ -45,7 +46,9 @@ def run(
         outputs = outputs.keeping(out)
         if context.is_first:
             outputs.check()
-        cases = selection.load()
+        loaded = selection.load_valid()
+        cases = loaded.cases
+        render_refused(loaded, context)
         options = settings.make_options(cases, out)
 
         def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
@@ -55,7 +58,20 @@ def run(
             result = run_cases(cases, options, on_event)
             return run_follow_up(cases, result, options, show) if follow_up and result is not None else result
 
-        raise typer.Exit(run_and_report(go, cases, outputs, context, quiet=quiet))
+        code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded)
+        raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
+
+
+def render_refused(loaded: Loaded, context: CommandContext) -> None:
+    """Print all that is wrong with the files of a folder that are left out, before the others take their time."""
+    if not loaded.problems:
+        return
+    from moeverify.errors import CaseError
+    from moeverify.report.problems import render_error
+
+    render_error(CaseError(loaded.problems), context.err)
+    names = ", ".join(str(path) for path in loaded.refused)
+    context.err.print(f"left out: {names}; the other cases run", soft_wrap=True)
 
 
 def run_and_report(
@@ -65,11 +81,12 @@ def run_and_report(
     context: CommandContext,
     *,
     quiet: bool,
+    refused: Loaded | None = None,
 ) -> int:
     """Run, write and print what came of the cases, and return the exit code.
 
     `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
-    is there is written and printed before the reason is raised again.
+    is there is written and printed before the reason is raised again. The files that are `refused` are skipped cases.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
@@ -80,11 +97,28 @@ def run_and_report(
             result = go(keeper.watch(progress.on_event), progress.on_event)
     except BaseException as error:
         if context.is_first:
-            deliver(keeper.make_partial(cases, error), outputs, context, quiet=quiet or not keeper.results)
+            partial = _add_refused(keeper.make_partial(cases, error), refused)
+            deliver(partial, outputs, context, quiet=quiet or not keeper.results)
         raise
     if result is None:  # one of several ranks; the first one reports
         return 0
-    return deliver(result, outputs, context, quiet=quiet)
+    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet)
+
+
+def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
+    """Return the run with a skipped case for each file that was refused, so that its reports lose none."""
+    if refused is None or not refused.refused:
+        return result
+    from moeverify.results.run import CaseResult
+
+    skipped = []
+    for path in refused.refused:
+        own = [str(problem) for problem in refused.problems if problem.file == str(path)]
+        reason = f"refused: {(own or [str(refused.problems[0])])[0]}"
+        skipped.append(
+            CaseResult(name=path.stem, file=str(path), verdict="skipped", reason=reason, ranks=0, seconds=0.0)
+        )
+    return result.model_copy(update={"cases": (*result.cases, *skipped)})
 
 
 def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool) -> int:

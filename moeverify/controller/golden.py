@@ -43,7 +43,7 @@ def record_goldens(
         if event.kind == "launch":
             on_event(Event(kind="launch", num_total=total, num_ranks=event.num_ranks))
         elif event.kind == "start":
-            on_event(Event(kind="golden", num_total=total, num_recipes=total))
+            on_event(Event(kind="golden", num_total=total, recipes=goldens.recipes))
 
     task = Task(goldens.job(min(2, total)), lambda outcome: _settle_all(goldens, outcome, check=check))
     with scratch_folder() as folder:

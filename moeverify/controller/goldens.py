@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ GOLDENS = "goldens"
 """The name of the job that makes them."""
 
 GOLDEN_TIMEOUT = 1800.0
+_GRACE = 5.0  # seconds
 TOLERANCE = 1e-9
 """How far fingerprints may differ between machines: rounding of float64 sums, carried through a few steps."""
 
@@ -66,6 +68,7 @@ class GoldenSet:
                     folder=folder,
                     # A user's code may have changed: nothing but running it says what it computes.
                     fresh=fresh or bool(case.recipe.model.functions),
+                    timeout=options.timeout,
                     search_path=tuple(search_path(case)),
                 ),
             )
@@ -74,7 +77,16 @@ class GoldenSet:
     def job(self, num_ranks: int) -> Job:
         """Return the job that makes what is not kept."""
         asked = GoldenJob(orders=tuple(self.orders.values()))
-        return make_job(GOLDENS, num_ranks, GOLDEN_TIMEOUT, asked)
+        timeout = GOLDEN_TIMEOUT
+        if self.options.timeout is not None:
+            # Each golden has its own limit: that of the job is for one that is stuck where no signal reaches it.
+            timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
+        return make_job(GOLDENS, num_ranks, timeout, asked)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """Return the names of the recipes, each once."""
+        return tuple(dict.fromkeys(order.recipe.name for order in self.orders.values()))
 
     def examine(self, folder: Path, answer: GoldenSummary | Refusal, device_class: str) -> GoldenState:
         """Return how the golden in git stands to what a rank computed."""
@@ -90,7 +102,7 @@ class GoldenSet:
         )
         if isinstance(answer, Refusal):
             return state.model_copy(update={"status": "failed", "error": answer.error})
-        own = _examine_own(state, path, answer)
+        own = _examine_own(state.model_copy(update={"damage": answer.damage}), path, answer)
         if device_class == CPU or own.status not in ("recorded", "missing"):
             return own
         return self._examine_across(own, recipe, answer)

@@ -15,7 +15,7 @@ class RunOptions:
     `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
     is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
     before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in
-    seconds, for each case, in place of its own.
+    seconds, for each case, in place of its own, and for each golden.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

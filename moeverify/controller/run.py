@@ -279,7 +279,7 @@ class CaseRun:
             assert isinstance(known, VerifyResult)
             self._early[event.job] = known
         elif event.kind == "start" and event.job == GOLDENS:
-            self._emit("golden", num_recipes=len(self._goldens.orders))
+            self._emit("golden", recipes=self._goldens.recipes)
         elif event.kind == "start":
             self._emit("case-start", case=event.job)
 

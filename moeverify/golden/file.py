@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 
 VERSION = 1
 
@@ -39,6 +42,10 @@ def write_golden(path: Path, golden: GoldenFile) -> None:
     """Write a golden so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    for other in path.parent.glob(f".{path.name}.*"):  # of a process that was killed: a write takes no minute
+        with suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > 60.0:
+                other.unlink()
     content = golden.model_dump(mode="json")
     content["tensors"] = dict(sorted(content["tensors"].items()))
     content["losses"] = dict(sorted(content["losses"].items()))
@@ -68,14 +75,16 @@ def read_golden(path: Path) -> GoldenFile | None:
     Raises: FormatError where the file cannot be read, is truncated, or is of another version.
     """
     try:
-        text = path.read_text()
+        text = read_input(path).decode("utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
     remedy = "restore it from version control, or record it anew with `moeverify golden`"
     try:
-        golden = GoldenFile.model_validate(json.loads(text))
+        golden = GoldenFile.model_validate(parse_json(text))
     except json.JSONDecodeError as error:
         raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg})", remedy) from error
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 Fingerprint = list[float] | str
@@ -9,11 +10,12 @@ Fingerprint = list[float] | str
 
 
 def distance(expected: Fingerprint, actual: Fingerprint) -> float:
-    """Return how far two fingerprints are apart, relative to the expected norm; infinite for other kinds."""
+    """Return how far two fingerprints are apart, relative to the expected norm; infinite for other kinds and NaN."""
     if isinstance(expected, str) or isinstance(actual, str):
         return 0.0 if expected == actual else float("inf")
     scale = abs(expected[0]) or 1.0
-    return max((abs(e - a) / scale for e, a in zip(expected, actual, strict=True)), default=0.0)
+    apart = [abs(e - a) / scale for e, a in zip(expected, actual, strict=True)]
+    return max(apart, default=0.0) if all(map(math.isfinite, apart)) else float("inf")
 
 
 def worst_distance(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.errors import CaseError, Problem
+from moeverify.input_file import read_input
 from moeverify.placement.placement import Matrix, Placement
 
 _FIELDS = ("num_experts", "matrix", "layers")
@@ -32,7 +33,7 @@ def read_placement(path: Path) -> Placement:
     Raises: CaseError with everything that is wrong, each with its line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path).decode("utf-8")
     except FileNotFoundError:
         raise CaseError([Problem("there is no such file", str(path), remedy=_REMEDY)]) from None
     except OSError as error:

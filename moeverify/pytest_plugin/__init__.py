@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--moeverify-timeout",
         type=float,
         metavar="S",
-        help="Seconds a case may take, in place of its own limit.",
+        help="Seconds that a case, or a golden, may take.",
     )
     group.addoption(
         "--moeverify-goldens",

@@ -23,6 +23,7 @@ from moeverify.results.run import CaseResult, Event
 
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
+_NUM_NAMES = 3
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -130,8 +131,10 @@ def describe_event(event: Event) -> str:
     size = ""
     if event.num_ranks:
         size = f"({format_count(event.num_ranks, 'rank')})"
-    elif event.num_recipes:
-        size = f"({format_count(event.num_recipes, 'recipe')}, each on one device)"
+    elif event.recipes:
+        names = ", ".join(map(clean, event.recipes[:_NUM_NAMES]))
+        more = ", ..." if len(event.recipes) > _NUM_NAMES else ""
+        size = f"({format_count(len(event.recipes), 'recipe')}, each on one device: {names}{more})"
     return " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
 
 

@@ -21,8 +21,9 @@ class GoldenState(Record):
     """Whether the golden in git is that of the recipe.
 
     `recorded` and `current` are fingerprints of recipes, `case_file` that of a case that uses it. `error` says why it
-    could not be read or made, and `remedy` what to do. `deviation` is from the golden of the same class of devices,
-    and `across` from that of a CPU in `across_path`, where the devices are GPUs.
+    could not be read or made, and `remedy` what to do. `damage` is what was wrong with the full golden in the cache,
+    which was made again. `deviation` is from the golden of the same class of devices, and `across` from that of a CPU
+    in `across_path`, where the devices are GPUs.
     """
 
     status: GoldenStatus
@@ -34,6 +35,7 @@ class GoldenState(Record):
     current: str = ""
     error: str = ""
     remedy: str = ""
+    damage: str = ""
     deviation: Deviation | None = None
     across: Deviation | None = None
     across_path: str = ""

@@ -95,7 +95,7 @@ class RunResult(Record):
 class Event(Record):
     """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
 
-    `launch`: `num_ranks` ranks are started; `golden`: those of `num_recipes` are made; the rest is about a `case`.
+    `launch`: `num_ranks` ranks are started; `golden`: those of `recipes` are had; the rest is about a `case`.
     """
 
     kind: Literal["launch", "golden", "case-start", "case-end"]
@@ -103,5 +103,5 @@ class Event(Record):
     num_total: int = 0
     case: str = ""
     num_ranks: int = 0
-    num_recipes: int = 0
+    recipes: tuple[str, ...] = ()
     result: CaseResult | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moeverify.case.document import Report, read_document
 from moeverify.case.entry import Entry, Place, build_entry, merge, show
+from moeverify.case.override import FILE as OVERRIDE
 from moeverify.case.override import Override, parse_overrides
 from moeverify.case.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
 from moeverify.case.schema import Case, Checkpoint, Checks, Layout, Recipe, Section
@@ -33,6 +35,15 @@ class _Built:
     is_valid: bool
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """The chosen cases that are valid, and all that is wrong with other files: `refused` of them are left out."""
+
+    cases: list[Case]
+    problems: list[Problem]
+    refused: list[Path]
+
+
 def load_cases(
     paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
 ) -> list[Case]:
@@ -43,11 +54,26 @@ def load_cases(
 
     Raises: CaseError, with all problems of all files.
     """
+    loaded = load_valid_cases(paths, overrides=overrides, pattern=pattern)
+    if loaded.problems:
+        raise CaseError(loaded.problems)
+    return loaded.cases
+
+
+def load_valid_cases(
+    paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
+) -> Loaded:
+    """Return the cases of `paths` as `load_cases` does, less the files of folders that are refused.
+
+    Raises: CaseError, with all problems of all files, where a file that is named itself is refused, an option is
+        wrong, or no case is left.
+    """
     ledger = Ledger()
     changes = parse_overrides(overrides, ledger.report)
     match = _read_pattern(pattern, ledger.report)
-    documents = [(path, read_document(path, ledger.report)) for path in find_files(paths, ledger.report)]
-    trees = [(path, tree) for path, tree in documents if tree is not None]
+    files = find_files(paths, ledger.report)
+    must_stop = bool(ledger.problems)
+    trees, refused = _read_documents(files, ledger)
     chosen = [(path, tree, match(_name_of(path, tree))) for path, tree in trees]
     if trees and not any(is_chosen for _, _, is_chosen in chosen):
         names = enumerate_names(_name_of(path, tree) for path, tree in trees)
@@ -55,11 +81,33 @@ def load_cases(
     built = [
         _build_case(path, tree, changes if is_chosen else [], ledger) for path, tree, is_chosen in chosen
     ]
-    _report_same_names(built, ledger)
-    _report_same_recipes(built, ledger)
-    if ledger.problems:
+    doubles = [*_report_same_names(built, ledger), *_report_same_recipes(built, ledger)]
+    refused |= {Path(item.case.file) for item in built if not item.is_valid or item in doubles}
+    cases = [
+        item.case
+        for item, (path, _, is_chosen) in zip(built, chosen, strict=True)
+        if is_chosen and path not in refused
+    ]
+    must_stop |= any(problem.file in ("-k", OVERRIDE) for problem in ledger.problems)
+    if ledger.problems and (must_stop or not cases or not refused.isdisjoint(paths)):
         raise CaseError(_order(ledger.problems))
-    return [item.case for item, (_, _, is_chosen) in zip(built, chosen, strict=True) if is_chosen]
+    return Loaded(cases, _order(ledger.problems), [path for path in files if path in refused])
+
+
+def _read_documents(files: Sequence[Path], ledger: Ledger) -> tuple[list[tuple[Path, Entry]], set[Path]]:
+    """Return what can be read of each file, and the files in which something is refused."""
+    trees: list[tuple[Path, Entry]] = []
+    refused: set[Path] = set()
+    for path in files:
+        own = Ledger()
+        tree = read_document(path, own.report)
+        if tree is not None:
+            trees.append((path, tree))
+        if own.problems:
+            refused.add(path)
+        for problem in own.problems:
+            ledger.report(problem)
+    return trees, refused
 
 
 def build_case(fields: Mapping[str, Any]) -> Case:
@@ -88,7 +136,7 @@ def find_files(paths: Sequence[Path], report: Report) -> list[Path]:
             )
             report(Problem("there is no case in this folder", str(path), remedy=remedy))
         for file in found:
-            files.setdefault(file.resolve(), file)
+            files.setdefault(Path(os.path.realpath(file)), file)  # `resolve` raises on a circle of links
     if not paths:
         report(Problem("no case was given", remedy="give files, or a folder such as `cases`"))
     return list(files.values())
@@ -200,8 +248,8 @@ def _build_recipe(
     return build_recipe(resolve_recipe(written, before, case_name, path.parent, ledger), ledger)
 
 
-def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> None:
-    """Report each case whose name an earlier file has."""
+def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
+    """Report and yield each case whose name an earlier file has."""
     first: dict[str, _Built] = {}
     for item in built:
         other = first.setdefault(item.case.name, item)
@@ -210,10 +258,11 @@ def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> None:
             line = field.place.line if field is not None else None
             message = f"the name `{item.case.name}` is also that of {other.case.file}"
             ledger.report(Problem(message, item.case.file, line, "name", "give one of them another `name:`"))
+            yield item
 
 
-def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> None:
-    """Report each recipe that is called like another one: both would claim the same golden."""
+def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
+    """Report each recipe that is called like another one: both would claim the same golden. Yield their cases."""
     first: dict[str, _Built] = {}
     for item in built:
         recipe = item.case.recipe
@@ -226,3 +275,4 @@ def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> None:
             ledger.report(
                 Problem(message, place.file, place.line, "recipe", "give one of them another `name:`")
             )
+            yield item

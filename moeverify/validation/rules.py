@@ -13,8 +13,9 @@ from moeverify.validation.checks import CHECK_RULES
 from moeverify.validation.choices import CHOICE_RULES, CHOICES, list_chosen
 from moeverify.validation.precision import PRECISION_RULES
 from moeverify.validation.recipe import RECIPE_RULES
+from moeverify.validation.sizes import SIZE_RULES
 
-RULES = (*RECIPE_RULES, *AXIS_RULES, *CHOICE_RULES, *PRECISION_RULES, *CHECK_RULES)
+RULES = (*SIZE_RULES, *RECIPE_RULES, *AXIS_RULES, *CHOICE_RULES, *PRECISION_RULES, *CHECK_RULES)
 
 
 def validate(case: Case, *, is_broken: Callable[[str], bool] = lambda path: False) -> list[Problem]:

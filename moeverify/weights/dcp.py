@@ -7,11 +7,13 @@ which is read here by an unpickler that knows the few classes of a checkpoint's 
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +96,7 @@ class DcpSource:
             raise FormatError(f"{path}: {name} is no tensor")
         if tuple(stored.size) != shape:
             raise FormatError(f"{path}: {name} has shape {tuple(stored.size)}, and the model {shape}")
-        if sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks) != torch.Size(shape).numel():
+        if not _cover_once(stored.chunks, shape):
             raise FormatError(f"{path}: the chunks of {name} are not the whole of it")
         return list(stored.chunks)
 
@@ -170,9 +172,61 @@ def read_metadata(folder: Path) -> Metadata:
         raise FormatError(f"{path}: {error.strerror}") from None
     except Exception as error:  # a broken pickle raises whatever its bytes happen to mean
         raise FormatError(f"{path}: it is no metadata of a distributed checkpoint ({error})") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata):
         raise FormatError(f"{path}: it is no metadata of a distributed checkpoint")
+    for problem in _check_metadata(metadata):
+        raise FormatError(f"{path}: it is damaged: {problem}")
     return metadata
+
+
+def _check_metadata(metadata: Metadata) -> Iterator[str]:
+    """Yield what a pickle of the right classes may still have wrong: missing fields, and values of other types."""
+    # A pickle sets what its bytes name: any field may be missing.
+    tensors, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+    if not isinstance(tensors, dict) or not isinstance(places, dict):
+        yield "its lists of tensors and files are not there"
+        return
+    for name, stored in tensors.items():
+        if not isinstance(name, str):
+            yield f"a tensor is called {name!r}"
+        elif isinstance(stored, TensorStorageMetadata) and not _is_whole(stored):
+            yield f"what it says of {name} is incomplete"
+    for index, place in places.items():
+        numbers = [getattr(place, field, None) for field in ("offset", "length")]
+        is_named = isinstance(index, MetadataIndex) and isinstance(getattr(place, "relative_path", None), str)
+        if not is_named or any(type(number) is not int or number < 0 for number in numbers):
+            yield f"the place of {getattr(index, 'fqn', index)!r} in its files is incomplete"
+
+
+def _is_whole(stored: TensorStorageMetadata) -> bool:
+    """Return whether shape, dtype and chunks of a tensor are there."""
+    size, chunks = getattr(stored, "size", None), getattr(stored, "chunks", None)
+    dtype = getattr(getattr(stored, "properties", None), "dtype", None)
+    if not _is_shape(size) or not isinstance(chunks, list) or not isinstance(dtype, torch.dtype):
+        return False
+    for chunk in chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
+            return False
+    return True
+
+
+def _is_shape(value: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
+
+
+def _cover_once(chunks: Sequence[ChunkStorageMetadata], shape: Shape) -> bool:
+    """Return whether every element of a tensor is in one of its chunks."""
+    boxes = [
+        [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks
+    ]
+    if any(stop > most for box in boxes for (_, stop), most in zip(box, shape, strict=True)):
+        return False
+    overlap = any(
+        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
+    return not overlap and sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(shape)
 
 
 class _Planner(DefaultSavePlanner):

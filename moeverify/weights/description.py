@@ -11,7 +11,9 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from moeverify.case.schema import ReferenceModel
+from moeverify.case.size import describe_excess
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 from moeverify.weights.families import Config, Family, find_family, read_config, write_config
 from moeverify.weights.safetensors_index import INDEX, SINGLE
 
@@ -68,10 +70,17 @@ def read_description(folder: Path) -> Description:
     """
     config = _read_json(folder / CONFIG) if (folder / CONFIG).exists() else None
     if (folder / MODEL).exists():
-        return Description(_read_model(folder / MODEL), config)
+        return _describe(_read_model(folder / MODEL), config, folder / MODEL)
     if config is None:
         raise FormatError(f"{folder}: neither {CONFIG} nor {MODEL} says which model this is; give a preset")
-    return Description(read_config(config, str(folder / CONFIG))[1], config)
+    return _describe(read_config(config, str(folder / CONFIG))[1], config, folder / CONFIG)
+
+
+def _describe(model: ReferenceModel, config: Config | None, path: Path) -> Description:
+    excess = describe_excess(model)
+    if excess is not None:
+        raise FormatError(f"{path}: {excess[1]}")
+    return Description(model, config)
 
 
 def write_description(folder: Path, kind: Kind, described: Description, dtype: str) -> None:
@@ -92,7 +101,7 @@ def write_description(folder: Path, kind: Kind, described: Description, dtype: s
 def read_config_file(path: Path) -> Description:
     """Return the model of a config.json that lies anywhere."""
     config = _read_json(path)
-    return Description(read_config(config, str(path))[1], config)
+    return _describe(read_config(config, str(path))[1], config, path)
 
 
 def describe_preset(fields: Mapping[str, Any]) -> Description:
@@ -113,7 +122,7 @@ def _read_model(path: Path) -> ReferenceModel:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_input(path))
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 from moeverify.weights.tensor_mapping import Shape, TensorMapping
 
 SINGLE = "model.safetensors"
@@ -66,7 +66,7 @@ def _list_files(folder: Path) -> dict[Path, list[str] | None]:
             raise FormatError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
         return {folder / SINGLE: None}
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = parse_json(read_input(index))["weight_map"]
         listed: dict[Path, list[str] | None] = {}
         for key, name in weight_map.items():
             if Path(name).name != name:
@@ -74,7 +74,7 @@ def _list_files(folder: Path) -> dict[Path, list[str] | None]:
             keys = listed.setdefault(folder / name, [])
             assert keys is not None
             keys.append(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: it is no index of safetensors files ({error})") from None
     return listed
 

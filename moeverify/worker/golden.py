@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from moeverify.case.schema import Recipe
 from moeverify.errors import CaseError, FormatError
-from moeverify.golden.store import StoredGolden, is_stored
+from moeverify.golden.store import StoredGolden, is_stored, sweep_unfinished
 from moeverify.jobs import GoldenJob, GoldenOrder, GoldenResult, GoldenSummary, Refusal
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.runner import RankContext
@@ -22,7 +26,10 @@ _ANSWERS: TypeAdapter[GoldenSummary | Refusal] = TypeAdapter(GoldenSummary | Ref
 
 
 def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
-    """Make the goldens that are not kept, each on one rank; return their summaries on rank 0."""
+    """Make the goldens that are not kept whole, each on one rank; return their summaries on rank 0."""
+    if context.rank == 0:
+        for cache in {order.folder.parent for order in job.orders}:
+            sweep_unfinished(cache)
     for number in range(context.rank, len(job.orders), context.world_size):
         order = job.orders[number]
         with import_path(order.search_path):
@@ -39,13 +46,11 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
     recipe = order.recipe
     _error_file(folder).unlink(missing_ok=True)
     try:
-        if order.fresh or not is_stored(folder):
-            make_golden(recipe, folder, device, also=order.also)
-        try:
-            return _read_summary(recipe, folder)
-        except FormatError:
-            make_golden(recipe, folder, device, also=order.also)
-            return _read_summary(recipe, folder)
+        with _limit(order.timeout):
+            return _have_one(order, folder, device)
+    except _OverTimeError:
+        text = f"one device did not compute the golden of {recipe.name} within {order.timeout or 0.0:g} s"
+        return _note_error(folder, f"{text}; raise --timeout")
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:
@@ -55,12 +60,54 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
         return _note_error(folder, text)
 
 
-def _read_summary(recipe: Recipe, folder: Path) -> GoldenSummary:
-    """Return the summary of a full golden, all of whose files can be read."""
-    golden = StoredGolden(folder)
-    for step in range(INITIAL, recipe.steps):
-        golden.keys(step)
-    return GoldenSummary.model_validate(golden.summary)
+def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary:
+    """Return the summary of a full golden that is whole, after making it where it is not."""
+    damage = "" if order.fresh else find_damage(order.recipe, folder)
+    if order.fresh or damage or not is_stored(folder):
+        make_golden(order.recipe, folder, device, also=order.also)
+    summary = GoldenSummary.model_validate(StoredGolden(folder).summary)
+    return summary.model_copy(update={"damage": damage})
+
+
+class _OverTimeError(BaseException):
+    """A golden is over its time; no Exception, so that a user's model does not catch it."""
+
+
+@contextmanager
+def _limit(seconds: float | None) -> Iterator[None]:
+    """Interrupt what runs inside after some time, unless it is stuck where no signal reaches Python.
+
+    Raises: _OverTimeError.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _OverTimeError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def find_damage(recipe: Recipe, folder: Path) -> str:
+    """Return what is wrong with the files of a full golden; nothing for a whole one, and for none."""
+    if not is_stored(folder):
+        return ""
+    try:
+        golden = StoredGolden(folder)
+        golden.verify(range(INITIAL, recipe.steps))
+        GoldenSummary.model_validate(golden.summary)
+    except FormatError as error:
+        return error.problem
+    except ValidationError as error:
+        return f"{folder}: its summary is none ({error.error_count()} wrong fields)"
+    return ""
 
 
 def _note_error(folder: Path, text: str) -> Refusal:

@@ -32,7 +32,7 @@ from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import import_path, resolve
-from moeverify.worker.golden import find_folder, make_goldens, read_error
+from moeverify.worker.golden import find_damage, find_folder, make_goldens, read_error
 from moeverify.worker.reshard import load_case, save_case
 from moeverify.worker.verify import verify_case
 
@@ -91,8 +91,9 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
     if known := read_error(folder):
         return known
     try:
-        if context.local_rank == 0 and not is_stored(folder):
-            # A node that does not share the cache.
+        # A node that does not share the cache of rank 0, which has looked at its own before the first case.
+        is_remote = context.local_rank == 0 and context.rank != 0
+        if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
         for target, path in _list_targets(job):
             resolve(target, path)

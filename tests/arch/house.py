@@ -45,6 +45,8 @@ FLOORS: Mapping[str, int] = {
     "seams": -1,
     "errors": -1,
     "hashing": -1,
+    "input_file": -1,
+    "abandoned": -1,
     "multiprocessing_pdb": -1,
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moeverify.errors import FormatError
+from moeverify.input_file import parse_json, read_input
 from moeverify.report.files import write_atomically
 from moeverify.report.numbers import format_count
 from moeverify.report.words.run import word_run
@@ -43,7 +44,7 @@ def read_run(path: Path) -> RunResult:
     if path.is_dir() and not file.exists():
         raise FormatError(f"{path} holds no {RUN_FILE}; name a folder that `moeverify run --out` made")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_input(file).decode("utf-8"))
     except FileNotFoundError:
         raise FormatError(
             f"{file} does not exist; `moeverify run CASE --out DIR` makes a run folder"
@@ -56,8 +57,6 @@ def read_run(path: Path) -> RunResult:
         what = "empty" if not error.doc.strip() else "not JSON, or was cut off"
         place = f"line {error.lineno} column {error.colno}"
         raise FormatError(f"{file} is {what} ({place}: {error.msg}); run the cases again") from error
-    except RecursionError as error:
-        raise FormatError(f"{file} is nested too deeply to be a run; name what `--json` wrote") from error
     _check_version(content, file)
     try:
         # Of version 1 findings have words and no data behind them, which every report can do with.

@@ -111,6 +111,11 @@ def describe_nearness(state: GoldenState) -> str:
     return f"the golden of {state.device_class} is within {state.across.distance:.1e} of {state.across_path}"
 
 
+def describe_damage(state: GoldenState) -> str:
+    """Return that the full golden in the cache was damaged and is made again; nothing where it was not."""
+    return f"the cached golden was made again: {state.damage}" if state.damage else ""
+
+
 def describe_row(row: GoldenRow) -> str:
     """Return what there is to say of what became of a golden."""
     if row.status == "unused":
@@ -137,4 +142,5 @@ def list_notes(
     notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
     notes += [check.unseen for check in checks]
     notes += [describe_golden(golden) if golden.status == "missing" else "", describe_nearness(golden)]
+    notes.append(describe_damage(golden))
     return tuple(note for note in notes if note)

@@ -86,7 +86,7 @@ def only(problems: list[Problem], path: str) -> Problem:
         ("checks: {skip: [1]}", "checks.skip", "expected a list, each text, got a list of 1", ""),
         ("checks: {tolerance: exact}", "checks.tolerance", "expected a mapping of fields, got `exact`", ""),
         ("checks: {tolerance: {rtl: 1}}", "checks.tolerance.rtl", "unknown field", "did you mean `rtol`?"),
-        ("name: 3", "name", "expected a name of letters, digits, `-`, `_` and `.`, got `3`", ""),
+        ("name: 3", "name", "expected a name of at most 100 letters, digits, `-`, `_` and `.`, got `3`", ""),
         ("name: a b", "name", "got `a b`", ""),
         ("name: a+b", "name", "got `a+b`", ""),
         ("description: 3", "description", "expected text, got `3`", "put it in quotes"),
@@ -124,7 +124,7 @@ def test_wrong_field_beside_the_recipe(write, find_problems, *, section, path, m
         ),
         ("optimizer: {lr: .nan}", "recipe.optimizer.lr", "expected a number above 0, got `nan`", ""),
         ("optimizer: {clip_norm: no}", "recipe.optimizer.clip_norm", "a number above 0 or nothing", ""),
-        ("name: 3", "recipe.name", "expected a name of letters", ""),
+        ("name: 3", "recipe.name", "expected a name of at most 100 letters", ""),
     ],
 )
 def test_wrong_field_of_the_recipe(write, find_problems, *, field, path, message, remedy):

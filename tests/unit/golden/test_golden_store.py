@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeverify.errors import FormatError
-from moeverify.golden.store import GoldenWriter, StoredGolden, is_stored
+from moeverify.golden.store import GoldenWriter, StoredGolden, is_stored, sweep_unfinished
 from moeverify.layout.region import Region
 
 SHAPE = (6, 4)
@@ -151,3 +154,32 @@ def test_a_narrowed_golden_keeps_single_numbers_and_integers(tmp_path: Path, wei
         ".safetensors",
         ".safetensors",
     ]
+
+
+@pytest.mark.parametrize("place", [0.05, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("name", ["step0.safetensors", "golden.json"])
+def test_a_flipped_bit_is_found(name: str, place: float, tmp_path: Path, weight: Tensor) -> None:
+    store(tmp_path / "g", weight).verify([0])
+    path = tmp_path / "g" / name
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=name):
+        StoredGolden(tmp_path / "g").verify([0])
+
+
+def test_what_a_killed_process_has_left_is_swept(tmp_path: Path, weight: Tensor) -> None:
+    recording = (
+        "import os, signal, sys; from pathlib import Path; from moeverify.golden.store import GoldenWriter\n"
+        "with GoldenWriter(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", recording, str(tmp_path / "killed")], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.glob("killed.*.partial"))) == 1
+    (tmp_path / "old.1.retired").mkdir()
+    with GoldenWriter(tmp_path / "g") as writer:  # in use: it stays
+        sweep_unfinished(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"g.{os.getpid()}.partial"]
+        writer.observe(0, "gradient", "w", weight, Region.whole(SHAPE))
+        writer.finish({}, {})
+    assert sorted(path.name for path in (tmp_path / "g").iterdir()) == ["golden.json", "step0.safetensors"]

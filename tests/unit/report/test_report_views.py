@@ -97,7 +97,7 @@ def test_console_of_a_log_has_a_width_of_its_own() -> None:
 def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> None:
     events = [
         Event(kind="launch", num_total=2, num_ranks=4),
-        Event(kind="golden", num_recipes=1),
+        Event(kind="golden", recipes=("tiny",)),
         Event(kind="case-start", case="stress [a]"),
         Event(kind="case-start", case="a", num_total=2),
         Event(kind="case-end", case="a", num_done=1, num_total=2, result=make_case("a", "mismatch")),
@@ -112,7 +112,7 @@ def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> 
 
     assert print_at(show, terminal=False, width=120).splitlines() == [
         "starting ranks (4 ranks)",
-        "golden (1 recipe, each on one device)",
+        "golden (1 recipe, each on one device: tiny)",
         "running stress [a]",
         "running a",
         "[1/2] MISMATCH a  216 tensors, worst nan / 1e-10 in gradient_norm, 3.2 s",

@@ -1,0 +1,59 @@
+"""Reading of files that a user names: never a pipe or a device, and never more than is sane to hold in memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 28
+"""The most that a file of ours holds: results of runs with thousands of cases are a tenth of it."""
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return what a regular file holds.
+
+    Units: `most` in bytes.
+
+    Raises: OSError, also where it is a pipe, a socket or a device, or larger than `most`.
+    """
+    # Opening a pipe waits for whoever writes to it, unless it is asked not to.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if kind != stat.S_IFREG:
+            raise OSError(
+                errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, and no regular file", str(path)
+            )
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what JSON text holds.
+
+    Raises: json.JSONDecodeError, also for what is nested too deeply and for numbers of thousands of digits;
+        UnicodeDecodeError.
+    """
+    doc = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", doc, 0) from None
+    except ValueError:
+        raise json.JSONDecodeError("a number has too many digits", doc, 0) from None
