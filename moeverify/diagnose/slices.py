@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.families import name_family
 from moeverify.diagnose.wrong_tensor import EXACT
 from moeverify.results.part import Block
 
@@ -16,7 +17,7 @@ _MOST_SLICES = 4096
 
 def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
     """Return some slices of a tensor, by what the dim is: experts, rows, columns."""
-    units = {0: "expert" if "experts" in name.split(".") else "row", 1: "column"}
+    units = {0: name_family([name]) or "row", 1: "column"}
     return Block(dim=dim, indices=tuple(indices), unit=units.get(dim, "index"))
 
 

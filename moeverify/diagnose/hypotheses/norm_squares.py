@@ -89,7 +89,10 @@ def _find_group(
         count = 1.0 + excess / square
         if round(count) == 1 or not 0 <= round(count) <= most or abs(count - round(count)) > _WHOLE:
             continue
-        factor = find_factor(float(round(count)), sources)
+        # The axis that makes the group was tested; another one of its size makes another group, which does not fit.
+        tested = [source for source in sources if source.name == group.axis]
+        factor = find_factor(float(round(count)), tested)
+        factor = factor if factor.equals else find_factor(float(round(count)), sources)
         operation = Scaled(contributions=(Contribution(part=Part(group=group), factor=factor),))
         return explain_by(Cause.NORM, operation, [tensor], inputs)
     return None
