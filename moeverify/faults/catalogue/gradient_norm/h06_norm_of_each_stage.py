@@ -36,7 +36,7 @@ FAULT = Fault(
     source="pytorch/torchtitan issue #596, PR #649",
     mechanism="the norm is not reduced over the stages",
     trigger="a pipeline",
-    case=make_case("h06", preset="tiny-gpt", pp=2, micro_batches=2),
+    case=make_case("h06", preset="tiny-gpt", pp=2, micro_batches=2, stage_layers=(2, 1)),
     expected=Expected(where=(At(stage=Stage.GRADIENT_NORM, axis="pp"),), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
