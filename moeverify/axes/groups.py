@@ -6,10 +6,15 @@ No torch: the controller asks too, for layouts that have not run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
 from moeverify.case.schema import Case
+
+# Integers that are no axes, and of which tensors they can be a factor.
+TIED_USES, TOP_K = "uses of the tied weight", "top_k"
+_OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
@@ -53,6 +58,10 @@ def list_degrees(case: Case) -> dict[str, int]:
             degrees[label] = size
             named.add(size)
     degrees["micro-batches"] = case.layout.micro_batches
+    reference = case.recipe.model.reference
+    if reference is not None:
+        degrees[TIED_USES] = 2 if reference.tie_embedding else 1
+        degrees[TOP_K] = reference.moe.top_k if reference.moe is not None else 1
     return {name: size for name, size in degrees.items() if size > 1}
 
 
@@ -70,6 +79,8 @@ def axis_affects(case: Case, axis: str, tensor: str) -> bool:
     """
     if axis == "etp" and not cuts_experts_apart(case):
         return False  # its ranks are those of tp
+    if axis in _OF_TENSORS:
+        return fnmatchcase(tensor, _OF_TENSORS[axis])
     found = AXIS_OF.get(axis)
     return found is None or case.recipe.model.reference is None or found.affects(tensor)
 

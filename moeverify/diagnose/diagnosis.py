@@ -11,6 +11,7 @@ from moeverify.checks.base import Role
 from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
+from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
@@ -96,7 +97,10 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
     if failed.intersection(_NORMS):
         # The clip coefficient is made of the norm: of the two, the norm is the cause.
         return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
-    return explain_tensors(inputs.of_quantity(Quantity.UPDATE, Quantity.OPTIMIZER_STATE), inputs)
+    tensors = inputs.of_quantity(Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
+    # An update is made with the number of its step: where that is wrong, it is the cause.
+    counters = [tensor for tensor in tensors if is_counter(tensor)]
+    return explain_tensors(counters or tensors, inputs)
 
 
 def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:

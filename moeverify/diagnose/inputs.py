@@ -11,6 +11,7 @@ from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
+from moeverify.layout.region import Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
@@ -52,7 +53,8 @@ class DiagnosisInputs:
     tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
     `num_tokens` are the tokens of the batch with padding, `clip` is the golden's clip coefficient. `stale` says
     whether the weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is
-    there after a load.
+    there after a load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the
+    golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -65,6 +67,9 @@ class DiagnosisInputs:
     clip: float | None = None
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
+    regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
+    golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
+    valid: Tensor | None = None
 
     @property
     def origins(self) -> Mapping[str, Origin]:

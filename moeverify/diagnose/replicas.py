@@ -67,6 +67,41 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
     return SumOfReplicas(axis, size, factors[0], None, worst)
 
 
+def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], dim: int) -> list[int] | None:
+    """Return the slices along a dim whose replicas over an axis add up to the golden, where all others are right.
+
+    None where the ranks of a group do not hold the whole tensor, or where replicas are equal; empty where some slice
+    is neither right nor such a sum. Shape: the tensor as (slices, the rest).
+    """
+    partial: set[int] = set()
+    replicas = list(_find_replicas(tensor, groups))
+    if not replicas or any(len(members) < 2 for members in replicas):
+        return None
+    if not all(member.region.is_whole for members in replicas for member in members):
+        return None
+    if not any(map(_differ, replicas)):
+        return None
+    wanted = tensor.expected.movedim(dim, 0).reshape(tensor.expected.shape[dim], -1)
+    bound = EXACT * float(wanted.norm(dim=1).max())
+    for members in replicas:
+        found = torch.stack([shard.values().movedim(dim, 0).reshape(wanted.shape) for shard in members])
+        wrong = ((found - wanted).norm(dim=2) > bound).any(dim=0)
+        sums = (found.sum(dim=0) - wanted).norm(dim=1) <= bound
+        if bool((wrong & ~sums).any()):
+            return []
+        partial |= set(torch.nonzero(wrong).flatten().tolist())
+    return sorted(partial) if len(partial) < len(wanted) else []
+
+
+def sum_of_squares_explains(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether the squares of a number on the ranks of each group add up to the expected square."""
+    values = {shard.rank: float(shard.values()) for shard in tensor.shards if shard.local is not None}
+    expected = float(tensor.expected) ** 2
+    sums = [sum(values[rank] ** 2 for rank in group) for group in groups if all(r in values for r in group)]
+    differ = any(len({values[rank] for rank in group}) > 1 for group in groups if set(group) <= set(values))
+    return bool(sums) and differ and all(is_same(total, expected) for total in sums)
+
+
 def _find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
     """Yield, for each region, what each group of ranks that have it holds."""
     for shards in tensor.by_region().values():

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.families import name_family
 from moeverify.diagnose.wrong_tensor import EXACT
+from moeverify.results.part import Block
 
 # Distances of all slices from all others take (slices, slices) numbers: 128 MiB in float64.
 _MOST_SLICES = 4096
+
+
+def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
+    """Return some slices of a tensor, by what the dim is: experts, rows, columns."""
+    units = {0: name_family([name]) or "row", 1: "column"}
+    return Block(dim=dim, indices=tuple(indices), unit=units.get(dim, "index"))
 
 
 def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None:

@@ -52,6 +52,7 @@ class RouterRecord(NamedTuple):
     margin: Tensor
 
 
+@seam
 def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids (..., count) of the best scores (..., n), best first, and the margin (...) to the next.
 

@@ -101,6 +101,7 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
     return arriving.view(group.size(), -1)
 
 
+@seam
 def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the permutation that sorts rows, which come by rank and then expert, by expert and then rank.
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Operation, Scaled, Unreduced
+from moeverify.results.operation import Offset, Operation, Scaled, Unreduced
 from moeverify.results.record import Record
 
 
@@ -58,6 +58,8 @@ class Explanation(Record):
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
         if isinstance(self.operation, Unreduced):
             return self.operation.axes
+        if isinstance(self.operation, Offset):
+            return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
 
     def keep(self, left: tuple[Product, ...]) -> Explanation:
@@ -70,11 +72,16 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
+        elif isinstance(operation, Offset):
+            products = tuple(each for each in operation.products if each in left)
+            operation = operation.model_copy(update={"products": products})
         elif isinstance(operation, Scaled):
             kept = tuple(
                 each.model_copy(update={"factor": narrow(each.factor)}) for each in operation.contributions
             )
-            operation = operation.model_copy(update={"contributions": kept})
+            means = operation.means_factor
+            fields = {"contributions": kept, "means_factor": None if means is None else narrow(means)}
+            operation = operation.model_copy(update=fields)
         return self.model_copy(update={"operation": operation})
 
     @property
@@ -83,5 +90,6 @@ class Explanation(Record):
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
         if isinstance(self.operation, Scaled):
-            return tuple(each.factor for each in self.operation.contributions)
+            extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()
+            return (*(each.factor for each in self.operation.contributions), *extra)
         return ()

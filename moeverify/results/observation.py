@@ -126,6 +126,15 @@ class WrongElements(Record):
     num_elements: int
 
 
+class RightAlike(Record):
+    """How many of the parameters that lie on an axis alike have right gradients, though the axis may be the cause."""
+
+    kind: Literal["right-alike"] = "right-alike"
+    axis: str
+    num_right: int
+    num_alike: int
+
+
 class HiddenByRounding(Record):
     """The recipe's own rounding is large enough to hide a cause; float64 would show it."""
 
@@ -158,6 +167,7 @@ Observation = Annotated[
     | StaleWeights
     | KeptElements
     | WrongElements
+    | RightAlike
     | HiddenByRounding
     | DiagnosisFailed,
     Field(discriminator="kind"),

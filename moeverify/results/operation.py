@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moeverify.results.factor import Factor, Product
-from moeverify.results.part import Contribution
+from moeverify.results.part import Block, Contribution, Tokens
 from moeverify.results.record import Record
 
 
@@ -20,25 +20,28 @@ class Scaled(Record):
     """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
 
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
-    means of so many shares, each divided by its own number of valid tokens.
+    means of so many shares, each divided by its own number of valid tokens, times `means_factor`.
     """
 
     kind: Literal["scaled"] = "scaled"
     contributions: tuple[Contribution, ...]
     local_means: int = 0
+    means_factor: Factor | None = None
 
 
 class Unreduced(Record):
     """Ranks hold partial sums: a reduction over an axis is missing.
 
     `axes` are those whose groups explain it equally well, `num_replicas` the ranks of a group, and the sum over a
-    group is `factor` times the expected value.
+    group is `factor` times the expected value. With `block` that holds of these slices alone, and
+    the others are right.
     """
 
     kind: Literal["unreduced"] = "unreduced"
     axes: tuple[Product, ...]
     num_replicas: int
     factor: Factor
+    block: Block | None = None
 
 
 class Zeroed(Record):
@@ -85,9 +88,13 @@ class Replaced(Record):
 
 
 class Unmoved(Record):
-    """The optimizer has not changed the weight, or a step has not changed the state, though it should have."""
+    """The optimizer has not changed the weight, or a step has not changed the state, though it should have.
+
+    With `ranks` that holds of these alone, and what the others have is right.
+    """
 
     kind: Literal["unmoved"] = "unmoved"
+    ranks: tuple[int, ...] = ()
 
 
 class Unclipped(Record):
@@ -129,11 +136,30 @@ class OwnValues(Record):
     axes: tuple[str, ...] = ()
 
 
+class Stepped(Record):
+    """An optimizer's counter of steps has another number than it should: `num_steps` too many, or too few."""
+
+    kind: Literal["stepped"] = "stepped"
+    num_steps: int
+
+
+class Offset(Record):
+    """A number is off by a constant: by the logarithm of `products`, where that is known."""
+
+    kind: Literal["offset"] = "offset"
+    value: float
+    products: tuple[Product, ...] = ()
+
+
 class Altered(Record):
-    """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone."""
+    """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
+
+    With `tokens` it is right at all others.
+    """
 
     kind: Literal["altered"] = "altered"
     first_micro_batch: int = 0
+    tokens: Tokens | None = None
 
 
 Operation = Annotated[
@@ -149,6 +175,8 @@ Operation = Annotated[
     | Miscounted
     | RepeatedShard
     | OwnValues
+    | Stepped
+    | Offset
     | Altered,
     Field(discriminator="kind"),
 ]

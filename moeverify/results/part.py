@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from moeverify.results.factor import Factor
 from moeverify.results.record import Record
 
@@ -27,20 +29,34 @@ class Block(Record):
     unit: str = "index"
 
 
+class Group(Record):
+    """Some parameters, of a sum over all: those that are alike in `placement` over an axis, or of one name.
+
+    `axis` is empty where it is their name that they have in common.
+    """
+
+    tensors: tuple[str, ...]
+    axis: str = ""
+    placement: Literal["", "replicated", "sharded"] = ""
+
+
 class Part(Record):
     """What of a tensor is meant: all that every given field selects, and the whole of it where none is given.
 
-    `term` is a loss term (lm, balance, z) of which the tensor is a gradient.
+    `term` is a loss term (lm, balance, z) of which the tensor is a gradient. `added` is something else that was added
+    to it. `group` are the parameters whose squares are meant, of a norm.
     """
 
     term: str = ""
     tokens: Tokens | None = None
     block: Block | None = None
+    added: Literal["", "weight", "gradient-of-step-before"] = ""
+    group: Group | None = None
 
     @property
     def belongs(self) -> bool:
-        """Return whether the expected value has this part: padding has no place in it."""
-        return self.tokens is None or not self.tokens.padding
+        """Return whether the expected value has this part: padding and what is added have no place in it."""
+        return not self.added and (self.tokens is None or not self.tokens.padding)
 
 
 WHOLE = Part()

@@ -33,10 +33,10 @@ def gradient_norm(
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for shard in shards:
-        gradient = shard.tensor.grad
-        if gradient is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(gradient)
+        # A parameter that got no gradient here may have one on the other ranks of its mesh, which reduce its norm.
+        gradient = torch.zeros_like(shard.tensor) if shard.tensor.grad is None else shard.tensor.grad
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(gradient)
     squares = []
     for mesh, gradients in by_mesh.items():
         # torch's foreach norm refuses DTensors of several meshes together: experts and the rest have two.
@@ -50,6 +50,7 @@ def gradient_norm(
     return (sum_over_stages(total) if sum_over_stages else total).sqrt()
 
 
+@seam
 @torch.no_grad()
 def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""

@@ -44,6 +44,7 @@ def reference_losses(
     return Losses(lm, balance, z), token_loss.detach()
 
 
+@seam
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross entropy of each token, in at least float32, zero where the target is ignored.
 

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import is_partial, local_part
+from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
+from moeverify.model.moe import MoE
 from moeverify.parallel.pipeline import Stage
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -63,12 +66,14 @@ class Tap:
         self._room = limit
         self._micro_batches: dict[nn.Module, int] = {}
         self._seen: set[tuple[str, str, int]] = set()
+        self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read while the block runs."""
         handles: list[RemovableHandle] = []
+        dispatchers: dict[MoE, Dispatcher] = {}
         root: nn.Module = self._model
         for name, module in self._model.named_modules():
             if isinstance(module, Stage):
@@ -76,11 +81,32 @@ class Tap:
             pre_hook = self._make_pre_hook(logical_name(name), root)
             handles.append(module.register_forward_pre_hook(pre_hook))
             handles.append(module.register_forward_hook(self._make_hook(logical_name(name), root)))
+            if isinstance(module, MoE):
+                dispatchers[module] = module.dispatcher
+                module.dispatcher = tap_dispatcher(
+                    module.dispatcher, self._make_edge(logical_name(name), root)
+                )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for block, dispatcher in dispatchers.items():
+                block.dispatcher = dispatcher
+
+    def _make_edge(self, block: str, root: nn.Module) -> Callable[[str, Tensor], Tensor]:
+        """Return what reads an end of the dispatcher of a block, and hands on what goes through it."""
+
+        def read(end: str, value: Tensor) -> Tensor:
+            shape = self._shapes.get(block)
+            if shape is None or shape.numel() != len(value):
+                return value
+            # A node of the graph of its own: its gradient is what comes through the experts, and by no other way.
+            passed = value.view(*shape, -1)
+            self._take(f"{block}.dispatcher", end, passed, self._micro_batches.get(root, 0))
+            return passed.flatten(0, 1)
+
+        return read
 
     def _make_pre_hook(self, name: str, root: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
@@ -101,6 +127,8 @@ class Tap:
     def _take(self, name: str, end: str, value: Any, micro_batch: int) -> None:
         key = (name, end, micro_batch)
         tensor = _first_float(value)
+        if tensor is not None and end == "input" and tensor.ndim > 2:
+            self._shapes[name] = tensor.shape[:2]
         if tensor is None or key in self._seen or tensor.ndim < 3:
             return  # a second visit is a recomputation
         self._seen.add(key)
@@ -132,6 +160,33 @@ class Tap:
         self._orders[direction] += 1
         copy = local.to("cpu", copy=True)
         self.readings.append(Reading(direction, order, name, end, micro_batch, copy))
+
+
+class _TappedDispatcher:
+    """A dispatcher whose tokens are read on their way in and out."""
+
+    def __init__(self, inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> None:
+        self.inner = inner
+        self.read = read
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
+        """Return what the inner dispatcher does; shapes as there."""
+        return self.read("output", self.inner(self.read("input", x), ids, weights, experts))
+
+
+class _TappedOverlapping(_TappedDispatcher, Overlapping):
+    """One that computes something else while tokens travel."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
+        """Return what the inner dispatcher does, with what it is to compute meanwhile."""
+        assert isinstance(self.inner, Overlapping)
+        self.inner.meanwhile, self.meanwhile = self.meanwhile, None
+        return super().__call__(x, ids, weights, experts)
+
+
+def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
+    """Return a dispatcher that shows its input (N, H) and output to `read`, and goes on with what that returns."""
+    return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
 
 
 def _first_float(value: Any) -> Tensor | None:

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from moeverify.case.schema import Optimizer as OptimizerSpec
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
+from moeverify.seams import seam
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 
 
+@seam
 def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: str) -> Optimizer:
     """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
 

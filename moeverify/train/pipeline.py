@@ -54,6 +54,7 @@ class StageWork(StepInputs):
             replay(self.recipe, self._routers(stage), batch, self.ids, self.step, self.program.device)
         return batch.positions, batch.valid
 
+    @seam
     def add(
         self, stage: Stage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
     ) -> Tensor:

@@ -36,6 +36,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
+from moeverify.train.data import make_batch, whole_share
 from moeverify.train.loop import train
 from moeverify.train.module_taps import FORWARD, Reading, Tap
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
@@ -47,12 +48,14 @@ Assemble = Callable[[], Program]
 class RankEvidence:
     """What one rank has of the step where it began.
 
-    `issued` are the collectives that it issued inside each module, by module.
+    `issued` are the collectives that it issued inside each module, by module. `regions` says what it has of each
+    parameter.
     """
 
     captured: Sequence[Captured]
     readings: RankReadings
     issued: Mapping[str, tuple[IssuedCollective, ...]]
+    regions: Mapping[str, Region]
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def _rerun(
     observer.close()
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
-    return RankEvidence(capture.captured, RankReadings(tap.readings, shares), _list_issued(case, tap, trace))
+    readings = RankReadings(tap.readings, shares)
+    regions = {shard.name: shard.region for shard in program.shards}
+    return RankEvidence(capture.captured, readings, _list_issued(case, tap, trace), regions)
 
 
 def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
@@ -228,7 +233,37 @@ def _make_inputs(
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         clip=None if clip is None else float(clip),
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
+        regions=_gather_regions(evidence),
+        golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
+        valid=_find_valid(case, step),
     )
+
+
+def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
+    found: dict[str, dict[int, Region]] = {}
+    for rank, each in enumerate(evidence.by_rank):
+        for name, region in each.regions.items():
+            found.setdefault(name, {})[rank] = region
+    return found
+
+
+def _read_golden_value(
+    read: Callable[[Key], Tensor | None], step: int, kind: str, name: str, before: int
+) -> Tensor | None:
+    """Return the golden's value some steps earlier; what a weight was before the first step is its initial value."""
+    if kind == Kind.WEIGHT and step - before == INITIAL:
+        kind = Kind.INITIAL_WEIGHT
+    return None if step - before < INITIAL else read((step - before, kind, name))
+
+
+def _find_valid(case: Case, step: int) -> Tensor | None:
+    """Return the tokens (B, S) of a step that are no padding."""
+    reference = case.recipe.model.reference
+    if step < 0 or reference is None:
+        return None
+    recipe = case.recipe
+    whole = whole_share(recipe.data)
+    return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu")).valid
 
 
 def _make_axes(case: Case) -> Axes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.diagnose.components import Components
+from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column, Fit
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -39,30 +40,46 @@ class BatchShares(LinearFit):
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the shares that are off, and whether a mean of their means would weight them so."""
         assert inputs.components is not None
-        return Scaled(contributions=wrong, local_means=count_local_means(fit, inputs.components()))
+        return describe_means(wrong, fit, inputs, inputs.components())
 
 
-def count_local_means(fit: Fit, components: Components) -> int:
-    """Return the number of shares if the lm weights are those of a mean of each share's own mean, else 0.
+def describe_means(
+    wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs, components: Components
+) -> Scaled:
+    """Return the shares that are off, and whether those of each such term have the weights of a mean of means.
 
     The right loss of V valid tokens in n shares is sum_i(sum of share i) / V; the mean of means is
-    1/n * sum_i(sum of share i) / V_i. So share i then has the weight V / (n * V_i).
+    1/n * sum_i(sum of share i) / V_i. So share i then has the weight f * V / (n * V_i), with f = 1, or another number
+    that all shares have in common where the means are added up or divided by something else.
     """
+    count = len(components.cells)
+    terms = {each.part.term for each in wrong}
+    factors = [_measure_means(term, fit, components) for term in sorted(terms)]
+    first = factors[0] if factors else None
+    if first is None or any(each is None or not is_same(each, first) for each in factors):
+        return Scaled(contributions=wrong)
+    factor = None if is_same(first, 1.0) else find_factor(first, inputs.axes.sources)
+    return Scaled(contributions=wrong, local_means=count, means_factor=factor)
+
+
+def _measure_means(term: str, fit: Fit, components: Components) -> float | None:
+    """Return f of a term, None where its weights are not those of a mean of means, or all shares are as long."""
     weights = {
         part.tokens: value
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
-        if part.term in ("", "lm")
+        if part.term == term
     }
     total, count = sum(components.num_valid), len(components.cells)
-    hits = 0
+    found: list[float] = []
     for cell, num_valid in zip(components.cells, components.num_valid, strict=True):
         value = weights.get(cell.tokens)
-        if value is None:
+        if value is None or not num_valid:
             continue
-        if not num_valid or not is_same(value, total / (count * num_valid)):
-            return 0
-        hits += 1
-    return count if hits and any(not is_same(value, 1.0) for value in weights.values()) else 0
+        found.append(value * count * num_valid / total)
+    same = all(is_same(each, found[0]) for each in found)
+    if not same or len(found) < 2 or len(set(components.num_valid)) < 2:
+        return None
+    return found[0]
 
 
 HYPOTHESIS = BatchShares()

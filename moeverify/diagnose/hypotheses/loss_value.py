@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -11,9 +13,10 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import ScalarValues
-from moeverify.results.operation import Altered
+from moeverify.results.operation import Altered, Offset
 from moeverify.results.trial import Reason
 
+_LARGEST_OFFSET = 50.0  # beyond it the exponential is no number of ranks
 TOTAL = "total"  # the sum of the terms, which says nothing of its own
 
 
@@ -47,7 +50,18 @@ class LossValue(Hypothesis):
             for loss in losses
         ]
         # The subject is the loss, and what it explains are the gradients.
-        return self.accept(explain_by(Cause.FORWARD, Altered(), losses, inputs), *seen)
+        operation = _find_offset(losses, inputs) or Altered()
+        return self.accept(explain_by(Cause.FORWARD, operation, losses, inputs), *seen)
+
+
+def _find_offset(losses: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Offset | None:
+    """Return by the logarithm of what a lone loss is off: a sum of exponentials that was taken so many times."""
+    if len(losses) != 1:
+        return None
+    (loss,) = losses
+    value = float(loss.worst_shard.values()) - float(loss.expected)
+    found = find_factor(math.exp(value), inputs.axes.sources) if abs(value) < _LARGEST_OFFSET else None
+    return Offset(value=value, products=found.equals) if found is not None and found.equals else None
 
 
 HYPOTHESIS = LossValue()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from moeverify.diagnose.counter_tests import count_right_alike
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
@@ -80,6 +82,9 @@ class OneFactor(LinearFit):
             return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
         outcome = super().test(tensors, inputs)
         cause = _CAUSES.get(first.quantity)
+        if outcome.explanation is not None:
+            seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
+            outcome = replace(outcome, observations=seen)
         if outcome.explanation is None or cause is None:
             return outcome
         explanation = outcome.explanation.model_copy(update={"cause": cause})

@@ -1,5 +1,9 @@
 """Hypothesis: the values are right up to the rounding of a narrower dtype than the recipe's.
 
+A norm alone shows no rounding: a bug that touches few elements, or adds a term of low rank, can have any. So nearly
+all elements must be off, and where rounding began, at a module, the errors of its tokens must have no direction of
+their own: singular values of one size.
+
 A number rounded to a dtype with p bits of significand is off by up to 2^-p of itself: 2^-24 for float32, 2^-8 for
 bfloat16. A tensor made of such numbers is off by about that much in the Frobenius norm: less where errors of many
 terms average out, more where terms cancel.
@@ -19,11 +23,16 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.observation import RelativeError
 from moeverify.results.operation import Rounded
 from moeverify.results.trial import Reason
+from moeverify.train.module_taps import BACKWARD
 
 # The narrowest first: what bfloat16 can represent, float32 can too.
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 _WINDOW = (0.01, 8.0)  # errors of sums and products of rounded numbers, in units of rounding
+_LEAST_DIRECTIONS = 8  # fewer tokens or elements show no spectrum
+_OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
 _SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
+_DENSE = 0.9  # of the elements that are not zero must be off: rounding spares few numbers
+_WHITE = 0.05  # median over largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
 _LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
 
 
@@ -61,7 +70,11 @@ class Rounding(Hypothesis):
             is_representable = all(
                 error < _LARGEST and _is_representable(tensor, dtype) for tensor, error in errors
             )
-            if is_representable or _have_size_of(unit, errors):
+            if is_representable or (
+                _have_size_of(unit, errors)
+                and all(_is_dense(tensor) for tensor, _ in errors)
+                and _began_as_noise(tensors, inputs)
+            ):
                 name = str(dtype).removeprefix("torch.")
                 operation = Rounded(dtype=name, is_representable=is_representable)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
@@ -83,6 +96,32 @@ def _have_size_of(unit: float, errors: Sequence[tuple[WrongTensor, float]]) -> b
     inside = [_WINDOW[0] * unit < error < _WINDOW[1] * unit for _, error in errors]
     loose = [_is_unstructured(tensor, error) for tensor, error in errors]
     return min(sum(inside), sum(loose)) >= _SHARE * len(errors)
+
+
+def _is_dense(tensor: WrongTensor) -> bool:
+    """Return whether nearly all elements are off, of those that are not zero in the golden."""
+    expected = tensor.expected.reshape(-1)
+    error = (tensor.whole.reshape(-1) - expected).abs()
+    held = expected != 0.0
+    return float((error[held] > 0.0).double().mean()) >= _DENSE
+
+
+def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> bool:
+    """Return whether the errors at the module where it began have no direction; true where no module is known.
+
+    Shape: (rows, positions, width) is looked at as (tokens, width).
+    """
+    origins = [inputs.origin_of(tensor) for tensor in tensors]
+    found = origins[0] or inputs.origins.get(BACKWARD)
+    if tensors[0].quantity not in _OF_MODULES or found is None:
+        return True
+    error = (found.tensor.whole - found.tensor.expected).flatten(0, -2)
+    scale = found.tensor.expected.flatten(0, -2).norm(dim=1, keepdim=True)
+    rows = (error / scale.clamp(min=1e-300))[scale.squeeze(1) > 0.0]
+    if min(rows.shape) < _LEAST_DIRECTIONS:
+        return True
+    values = torch.linalg.svdvals(rows)
+    return float(values.median()) > _WHITE * float(values[0])
 
 
 def _is_unstructured(tensor: WrongTensor, error: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.components import TERMS
 from moeverify.diagnose.fit import Column, Fit
-from moeverify.diagnose.hypotheses.batch_shares import count_local_means
+from moeverify.diagnose.hypotheses.batch_shares import describe_means
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -44,7 +44,7 @@ class ShareTerms(LinearFit):
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the parts that are off, and whether a mean of means would weight those of lm so."""
         assert inputs.components is not None
-        return Scaled(contributions=wrong, local_means=count_local_means(fit, inputs.components()))
+        return describe_means(wrong, fit, inputs, inputs.components())
 
 
 HYPOTHESIS = ShareTerms()

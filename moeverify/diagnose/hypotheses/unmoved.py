@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.diagnose.wrong_tensor import EXACT, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import LargestValue
@@ -27,9 +27,25 @@ class UnmovedHypothesis(Hypothesis):
         if expected == 0.0:
             return self.untried(Reason.EXPECTED_IS_ZERO)
         seen = LargestValue(expected=expected, actual=actual)
-        if actual != 0.0:
+        ranks = _find_unmoved(tensor) if actual != 0.0 else ()
+        if actual != 0.0 and not ranks:
             return self.refuse(seen)
+        if ranks:
+            return self.accept(explain_by(Cause.STALE, Unmoved(ranks=ranks), tensors, inputs), seen)
         return self.accept(explain_by(Cause.STALE, Unmoved(), tensors, inputs), seen)
+
+
+def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
+    """Return the ranks whose part is zero where it should not be; none where other parts are wrong too."""
+    unmoved: list[int] = []
+    for shard in tensor.shards:
+        expected, actual = tensor.expected_of(shard), shard.values()
+        if tensor.error_of(shard) <= EXACT * float(tensor.expected.norm()):
+            continue
+        if bool(actual.any()) or not bool(expected.any()):
+            return ()
+        unmoved.append(shard.rank)
+    return tuple(unmoved)
 
 
 HYPOTHESIS = UnmovedHypothesis()

@@ -10,7 +10,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.report.words.trial import name_trial
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed, ScalarValues
+from moeverify.results.observation import DiagnosisFailed, RightAlike, ScalarValues
 from moeverify.results.operation import Altered
 
 
@@ -32,7 +32,10 @@ def describe_cause(finding: Finding) -> str:
     is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
     if is_state and number is not None:
         return f"it is {number.actual:.10g}, and {number.expected:.10g} was saved"
-    return describe_explanation(explanation)
+    doubts = [describe_observation(seen) for seen in finding.observations if isinstance(seen, RightAlike)]
+    sentence = describe_explanation(explanation)
+    # An axis whose other gradients match may have the size of the factor by chance: the reader is told.
+    return f"{sentence}; not confirmed, {doubts[0]}" if doubts else sentence
 
 
 def describe_where(finding: Finding) -> str:

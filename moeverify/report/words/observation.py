@@ -23,6 +23,7 @@ from moeverify.results.observation import (
     RankValues,
     RelativeError,
     ReplicaSum,
+    RightAlike,
     ScalarValues,
     StaleWeights,
     WrongElements,
@@ -133,6 +134,11 @@ def _(seen: KeptElements) -> str:
 @describe_observation.register
 def _(seen: WrongElements) -> str:
     return f"{seen.num_wrong} of {seen.num_elements} elements differ"
+
+
+@describe_observation.register
+def _(seen: RightAlike) -> str:
+    return f"{seen.num_right} of the {seen.num_alike} gradients that lie on {seen.axis} alike match"
 
 
 @describe_observation.register

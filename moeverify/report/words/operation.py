@@ -13,7 +13,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.part import name_part, name_some
+from moeverify.report.words.part import name_block, name_part, name_some, name_tokens
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
@@ -21,12 +21,14 @@ from moeverify.results.operation import (
     Altered,
     Miscounted,
     Moved,
+    Offset,
     OwnValues,
     RepeatedShard,
     Replaced,
     Rounded,
     Scaled,
     Shifted,
+    Stepped,
     Unclipped,
     Unmoved,
     Unreduced,
@@ -47,17 +49,31 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
     if operation.local_means:
-        return (
-            f"mean of means: each of the {operation.local_means} data shards is divided by its own number of "
-            "valid tokens"
-        )
+        return _describe_means(operation)
+    if any(each.part.added or each.part.group or each.part.block for each in wrong):
+        return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         return _describe_whole(wrong[0], explanation)
+    if all(each.part.tokens is None for each in wrong):
+        return _describe_terms(wrong, explanation)
+    return _describe_shares(wrong)
+
+
+def _describe_means(operation: Scaled) -> str:
+    terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
+    about = f" in the {' and the '.join(terms)} loss" if terms else ""
+    scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"
+    return (
+        f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
+        f"valid tokens{scale}"
+    )
+
+
+def _describe_shares(wrong: Sequence[Contribution]) -> str:
+    """Return which tokens have another weight, or count although they are padding."""
     padding = [each.part.term for each in wrong if not each.part.belongs]
     if padding:
         return f"padding tokens count in the {' and the '.join(padding)} loss"
-    if all(each.part.tokens is None for each in wrong):
-        return _describe_terms(wrong, explanation)
     names = [name_part(each.part) for each in wrong]
     if all(each.factor.is_zero for each in wrong):
         return f"the share of {name_some(names)} is missing"
@@ -83,6 +99,26 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     return text
 
 
+def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> str:
+    """Return what of something is off, where the parts are slices, groups of parameters, or other tensors."""
+    subject = name_subject(explanation.subject)
+    texts = []
+    for each in wrong:
+        if each.part.added:
+            times = "" if each.factor.is_one else f"{format_factor(each.factor.value)} times "
+            texts.append(
+                f"{times}{name_part(each.part)} was added to {subject}: the buffer was not set to zero"
+            )
+        elif each.part.group is not None:
+            sources = describe_sources(each.factor)
+            count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
+            text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
+            texts.append(text + (f"; {sources}" if sources else ""))
+        else:
+            texts.append(f"in {subject}, {name_part(each.part)}: {describe_factor(each.factor)}")
+    return "; ".join(texts)
+
+
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
     parts = [f"the part of the {each.part.term} loss is {describe_factor(each.factor)}" for each in wrong]
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
@@ -94,6 +130,13 @@ def _(operation: Unreduced, explanation: Explanation) -> str:
     total = "the expected value" if factor.is_one else f"{format_factor(factor.value)}x the expected value"
     axes = name_products(operation.axes) or "an unknown axis"
     replicas = f"the {operation.num_replicas} replicas"
+    if explanation.subject.quantity is Quantity.GRADIENT_NORM:
+        squares = f"the squares of {replicas} sum to the square of the expected value"
+        return f"the gradients match, and {subject} is not reduced over {axes}: {squares}"
+    if operation.block is not None:
+        part = name_block(operation.block)
+        sums = f"{replicas} sum to {total}; the rest matches"
+        return f"{subject} {subject.be} not reduced over {axes} in {part}: {sums}"
     return f"{subject} {subject.be} not reduced over {axes}: {replicas} sum to {total}"
 
 
@@ -166,8 +209,13 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Unmoved, explanation: Explanation) -> str:
     subject, quantity = name_subject(explanation.subject), explanation.subject.quantity
+    if quantity is Quantity.UPDATE and operation.ranks:
+        match = subject.pick("matches", "match")
+        return f"{subject} {subject.be} zero on {format_ranks(operation.ranks)} and {match} elsewhere"
     if quantity is Quantity.UPDATE:
         return f"{subject} {subject.be} zero although {subject.pick('the gradient matches', 'the gradients match')}"
+    if operation.ranks:
+        return f"{subject} did not change on {format_ranks(operation.ranks)} and matches elsewhere"
     reason = "the routing" if quantity is Quantity.BUFFER else "the gradient"
     return f"{subject} did not change in this step although {reason} says it should"
 
@@ -220,6 +268,21 @@ def _(operation: OwnValues, explanation: Explanation) -> str:
 
 
 @describe_operation.register
+def _(operation: Stepped, explanation: Explanation) -> str:
+    subject, count = name_subject(explanation.subject), abs(operation.num_steps)
+    direction = "too many" if operation.num_steps > 0 else "too few"
+    counts = subject.pick("counts", "count")
+    return f"{subject} {counts} {count} step{'s' if count > 1 else ''} {direction}"
+
+
+@describe_operation.register
+def _(operation: Offset, explanation: Explanation) -> str:
+    tensors = ", ".join(explanation.subject.tensors)
+    text = f"the {tensors} loss is off by {format_factor(operation.value)}"
+    return f"{text} = log({name_products(operation.products)})" if operation.products else text
+
+
+@describe_operation.register
 def _(operation: Altered, explanation: Explanation) -> str:
     subject = explanation.subject
     names = {
@@ -233,6 +296,10 @@ def _(operation: Altered, explanation: Explanation) -> str:
             "changes once a step changed between them"
         )
         return text.format(first=operation.first_micro_batch, **names)
+    if operation.tokens is not None:
+        return (
+            f"{names['module']} diverges at {name_tokens(operation.tokens)} alone, and all other tokens match"
+        )
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
     return text.format(**names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.report.numbers import format_range
-from moeverify.results.part import Block, Contribution, Part, Tokens
+from moeverify.results.part import Block, Contribution, Group, Part, Tokens
 
 WHOLE_NAME = "golden"
 _MOST = 4
@@ -16,7 +16,21 @@ def name_part(part: Part) -> str:
     names = [part.term] if part.term else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
     names += [name_block(part.block)] if part.block is not None else []
+    names += [_ADDED[part.added]] if part.added else []
+    names += [name_group(part.group)] if part.group is not None else []
     return " of ".join(names) or WHOLE_NAME
+
+
+_ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
+
+
+def name_group(group: Group) -> str:
+    """Return which parameters are meant: `the 3 parameters that are replicated over tp`, `layers.0.q_norm.weight`."""
+    count = len(group.tensors)
+    if group.axis:
+        plural = "s" if count > 1 else ""
+        return f"the {count} parameter{plural} {group.placement} over {group.axis}"
+    return group.tensors[0] if count == 1 else f"{group.tensors[0]} and {count - 1} of its kind"
 
 
 def name_tokens(tokens: Tokens) -> str:

@@ -19,6 +19,7 @@ from moeverify.results.operation import (
     Altered,
     Miscounted,
     Moved,
+    Offset,
     Operation,
     OwnValues,
     RepeatedShard,
@@ -26,16 +27,20 @@ from moeverify.results.operation import (
     Rounded,
     Scaled,
     Shifted,
+    Stepped,
     Unclipped,
     Unmoved,
     Unreduced,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Block, Contribution, Part, Tokens
+from moeverify.results.part import WHOLE, Block, Contribution, Group, Part, Tokens
 
 EP, EFSDP, TP = (Product(times=(name,)) for name in ("ep", "efsdp", "tp"))
 EXPERTS = {"tensors": tuple(f"layers.{n}.moe.experts.up" for n in range(12)), "family": "expert"}
 DP_0, DP_2 = (Part(tokens=Tokens(data_rank=rank)) for rank in (0, 2))
+
+
+REPLICATED = Part(group=Group(tensors=("a", "b"), axis="tp", placement="replicated"))
 
 
 def explain(cause: Cause, quantity: Quantity, operation: Any, **subject: Any) -> Explanation:
@@ -54,6 +59,30 @@ def scaled(*contributions: Contribution, **fields: Any) -> Scaled:
 GRADIENT, OUTPUT, BACK = Quantity.GRADIENT, Quantity.OUTPUT, Quantity.MODULE_GRADIENT
 
 SENTENCES = [
+    # parts of sums, added values, counters
+    (
+        explain(
+            Cause.NORM, Quantity.GRADIENT_NORM, scaled(scale(2.0, TP, part=REPLICATED)), tensors=("total",)
+        ),
+        "the gradients match, and the gradient norm counts the squares of the 2 parameters replicated over tp "
+        "2 times; 2 = tp",
+        "gradient norm, the 2 parameters replicated over tp, axis tp",
+    ),
+    (
+        explain(Cause.STALE, GRADIENT, scaled(scale(1.0, part=Part(added="weight")))),
+        "the weight was added to the gradient: the buffer was not set to zero",
+        "the weight",
+    ),
+    (
+        explain(Cause.STATE, Quantity.OPTIMIZER_STATE, Stepped(num_steps=1)),
+        "the optimizer state counts 1 step too many",
+        "optimizer step",
+    ),
+    (
+        explain(Cause.FORWARD, Quantity.LOSS, Offset(value=0.693147, products=(TP,)), tensors=("lm",)),
+        "the lm loss is off by 0.693147 = log(tp)",
+        "lm loss, axis tp",
+    ),
     # a factor of everything
     (
         explain(Cause.SCALE, GRADIENT, scaled(scale(2.0, EP, EFSDP)), **EXPERTS),

@@ -32,6 +32,7 @@ from moeverify.results.observation import (
     RankValues,
     RelativeError,
     ReplicaSum,
+    RightAlike,
     ScalarValues,
     StaleWeights,
     WrongElements,
@@ -50,6 +51,7 @@ def weigh(**terms: float) -> tuple[Contribution, ...]:
 
 
 LINES = [
+    (RightAlike(axis="tp", num_right=2, num_alike=3), "2 of the 3 gradients that lie on tp alike match"),
     (
         FitResult(contributions=(Contribution(part=WHOLE, factor=Factor(value=2.0)),), residual=1.2e-15),
         "relative fit residual 1.2e-15",

@@ -1,0 +1,46 @@
+"""Hypothesis: an optimizer's counter of steps is off, so that its bias correction is that of another step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import ScalarValues
+from moeverify.results.operation import Stepped
+
+COUNTER = ".step"
+"""How the name of a counter of steps ends, in the optimizers of torch."""
+
+
+class StepCounter(Hypothesis):
+    """A counter has another whole number than the golden's."""
+
+    name = "step_counter"
+    quantities = frozenset({Quantity.OPTIMIZER_STATE})
+
+    def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+        """Return whether it counts steps."""
+        return super().applies(tensor, inputs) and is_counter(tensor)
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Compare the numbers."""
+        (tensor,) = tensors
+        worst = tensor.worst_shard
+        expected, actual = float(tensor.expected), float(worst.values())
+        seen = ScalarValues(expected=expected, actual=actual, rank=worst.rank)
+        if actual == expected or actual != round(actual):
+            return self.refuse(seen)
+        operation = Stepped(num_steps=round(actual - expected))
+        return self.accept(explain_by(Cause.STATE, operation, tensors, inputs), seen)
+
+
+def is_counter(tensor: WrongTensor) -> bool:
+    """Return whether a tensor is an optimizer's counter of steps."""
+    return tensor.expected.numel() == 1 and tensor.name.endswith(COUNTER)
+
+
+HYPOTHESIS = StepCounter()

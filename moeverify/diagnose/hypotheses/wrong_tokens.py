@@ -1,0 +1,46 @@
+"""Hypothesis: a module is wrong at some tokens alone: padding, one rank's, one micro-batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import WrongElements
+from moeverify.results.operation import Altered
+from moeverify.results.part import Tokens
+from moeverify.results.trial import Reason
+
+_RIGHT = (
+    1e-9  # of the largest token, above which a token is wrong: as the search for the first divergence has it
+)
+
+
+class WrongTokens(Hypothesis):
+    """All tokens that are wrong are padding, and tokens that are none are right."""
+
+    name = "wrong_tokens"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Compare the wrong tokens (B, S) with the padding."""
+        (tensor,) = tensors
+        if inputs.valid is None or tensor.expected.ndim < 3 or tensor.precision != torch.float64:
+            return self.untried(Reason.NOT_COMPARABLE)
+        if tuple(tensor.expected.shape[:2]) != tuple(inputs.valid.shape):
+            return self.untried(Reason.NOT_COMPARABLE)
+        error = (tensor.whole - tensor.expected).flatten(2).norm(dim=-1)
+        wrong = error > _RIGHT * float(tensor.expected.flatten(2).norm(dim=-1).max())
+        seen = WrongElements(num_wrong=int(wrong.sum()), num_elements=wrong.numel())
+        if not bool(wrong.any()) or bool((wrong & inputs.valid).any()):
+            return self.refuse(seen)
+        operation = Altered(tokens=Tokens(padding=True))
+        return self.accept(explain_by(Cause.PADDING, operation, tensors, inputs), seen)
+
+
+HYPOTHESIS = WrongTokens()

@@ -1,0 +1,241 @@
+"""Hypotheses about parts: slices, groups of parameters, added values, counters, other layers, wrong tokens.
+
+Each is tested on a bug of its class that it was not written for, and on a bug of another class that it must refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_origin, make_sharded, make_tensor
+
+from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.counter_tests import count_right_alike
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.factor import Product, Source
+from moeverify.results.operation import Altered, Offset, Replaced, Scaled, Stepped, Unmoved, Unreduced
+from moeverify.results.part import Tokens
+
+TP = Axes({"tp": [[0, 1]]}, [Source(name="tp", size=2)])
+SQUARES = {"layers.0.norm.weight": 3.0, "layers.1.norm.weight": 4.0, "layers.0.up.weight": 12.0}
+
+
+# slices along a dim
+
+
+def test_experts_with_a_factor_of_their_own_are_named() -> None:
+    expected = draw(4, 3, 2)
+    actual = expected.clone()
+    actual[2:] *= 0.5
+    outcome = examine("block_factors", make_tensor(expected, actual, name="layers.0.moe.experts.up"))
+    assert outcome.explanation is not None
+    operation = outcome.explanation.operation
+    assert isinstance(operation, Scaled)
+    (wrong,) = operation.contributions
+    assert wrong.part.block is not None
+    assert (wrong.part.block.unit, wrong.part.block.indices) == ("expert", (2, 3))
+    assert wrong.factor.value == pytest.approx(0.5)
+
+
+def test_slices_that_are_no_multiples_or_each_another_one_are_refused() -> None:
+    expected = draw(6, 3)
+    each = expected * torch.arange(1.0, 7.0, dtype=torch.float64).unsqueeze(1)
+    for actual in (each, expected + 1e-3 * draw(6, 3, seed=1)):
+        assert examine("block_factors", make_tensor(expected, actual)).explanation is None
+
+
+def test_columns_whose_replicas_are_partial_sums_are_named() -> None:
+    expected, part = draw(4, 6), draw(4, 6, seed=1)
+    first, second = expected.clone(), expected.clone()
+    first[:, 4:], second[:, 4:] = part[:, 4:], (expected - part)[:, 4:]
+    tensor = make_tensor(expected, first, second)
+    outcome = examine("block_sum", tensor, make_inputs(tensor, axes=TP))
+    assert outcome.explanation is not None
+    operation = outcome.explanation.operation
+    assert isinstance(operation, Unreduced)
+    assert (operation.axes, outcome.explanation.cause) == ((Product(times=("tp",)),), Cause.MISSING_REDUCTION)
+    assert operation.block is not None
+    assert (operation.block.unit, operation.block.indices) == ("column", (4, 5))
+
+
+def test_slices_that_are_neither_right_nor_partial_sums_are_refused() -> None:
+    expected = draw(4, 6)
+    first, second = expected.clone(), expected.clone()
+    first[:, 4:] *= 2.0  # a factor on one rank
+    tensor = make_tensor(expected, first, second)
+    assert examine("block_sum", tensor, make_inputs(tensor, axes=TP)).explanation is None
+    shards = make_sharded(expected, expected[:2], 2 * expected[2:])  # nothing there to add up
+    assert examine("block_sum", shards, make_inputs(shards, axes=TP)).explanation is None
+
+
+# values that were added
+
+
+def test_half_of_the_gradient_of_the_step_before_is_found_in_all_gradients() -> None:
+    old = {name: draw(4, 3, seed=number + 5) for number, name in enumerate(SQUARES)}
+    tensors = [
+        make_tensor(draw(4, 3, seed=number), draw(4, 3, seed=number) + 0.5 * old[name], name=name, step=1)
+        for number, name in enumerate(SQUARES)
+    ]
+
+    def read(kind: str, name: str, before: int) -> Tensor | None:
+        return old[name] if (kind, before) == ("gradient", 1) else None
+
+    outcome = find_hypothesis("added_values").test(tensors, make_inputs(*tensors, golden=read))
+    assert outcome.explanation is not None
+    assert isinstance(outcome.explanation.operation, Scaled)
+    (added,) = outcome.explanation.operation.contributions
+    assert (added.part.added, outcome.explanation.cause) == ("gradient-of-step-before", Cause.STALE)
+    assert added.factor.value == pytest.approx(0.5)
+
+
+def test_noise_is_no_added_weight() -> None:
+    tensor = make_tensor(draw(4, 3), draw(4, 3) + draw(4, 3, seed=9), step=1)
+    inputs = make_inputs(tensor, golden=lambda kind, name, before: draw(4, 3, seed=7))
+    assert examine("added_values", tensor, inputs).explanation is None
+
+
+# the squares of a norm
+
+
+def examine_norm(actual: float, *others: float, **fields: Any) -> Any:
+    """Return what is said of a norm whose squares are 3, 4 and 12; the norms are replicated over tp, `up` is not."""
+    whole = [Region.whole((2,))] * 2
+    halves = [Region.box((2,), (range(rank, rank + 1),)) for rank in range(2)]
+    regions = {name: dict(enumerate(whole if "norm" in name else halves)) for name in SQUARES}
+    ranks = [torch.tensor(value, dtype=torch.float64) for value in (actual, *others)]
+    expected = torch.tensor(math.sqrt(19.0), dtype=torch.float64)
+    tensor = make_tensor(expected, *ranks, name="total", kind="gradient_norm")
+
+    def read(kind: str, name: str, before: int) -> Tensor:
+        return torch.tensor([SQUARES[name] ** 0.5, 0.0], dtype=torch.float64)
+
+    content = {"axes": TP, "regions": regions, "golden": read, **fields}
+    return examine("norm_squares", tensor, make_inputs(tensor, **content)).explanation
+
+
+@pytest.mark.parametrize(
+    ("square", "names", "count"),
+    [
+        (3.0 + 4.0 + 2 * 12.0, ("layers.0.up.weight",), 2.0),  # what is sharded, twice
+        (2 * 3.0 + 2 * 4.0 + 12.0, ("layers.0.norm.weight", "layers.1.norm.weight"), 2.0),
+        (3.0 + 12.0, ("layers.1.norm.weight",), 0.0),  # one parameter, not at all
+    ],
+)
+def test_parameters_that_a_norm_counts_otherwise_are_named(
+    square: float, names: tuple[str, ...], count: float
+) -> None:
+    explanation = examine_norm(math.sqrt(square), math.sqrt(square))
+    (wrong,) = explanation.operation.contributions
+    assert (wrong.part.group.tensors, wrong.factor.value) == (names, count)
+
+
+def test_a_norm_with_no_whole_count_is_refused() -> None:
+    assert examine_norm(math.sqrt(19.0) * 1.01, math.sqrt(19.0) * 1.01) is None
+
+
+def test_squares_of_ranks_that_add_up_to_the_right_one_are_a_missing_sum() -> None:
+    explanation = examine_norm(math.sqrt(7.0), math.sqrt(12.0))
+    assert isinstance(explanation.operation, Unreduced)
+    assert explanation.candidates == (Product(times=("tp",)),)
+
+
+# counters, copies, losses, ranks
+
+
+def test_a_counter_of_steps_is_read_as_a_number() -> None:
+    tensor = make_tensor(torch.tensor(3.0), torch.tensor(1.0), name="up.weight.step", kind="optimizer_state")
+    outcome = examine("step_counter", tensor)
+    assert outcome.explanation is not None
+    assert outcome.explanation.operation == Stepped(num_steps=-2)
+    moment = make_tensor(draw(3), draw(3, seed=1), name="up.weight.exp_avg", kind="optimizer_state")
+    assert not find_hypothesis("step_counter").applies(moment, make_inputs(moment))
+
+
+def test_a_layer_that_is_a_copy_of_another_is_named_and_constants_are_not() -> None:
+    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
+    regions = {name: {0: Region.whole((4, 3))} for name in values}
+    for actual, other in ((values["layers.0.up.weight"], "layers.0.up.weight"), (draw(4, 3, seed=2), "")):
+        tensor = make_tensor(
+            values["layers.1.up.weight"], actual, name="layers.1.up.weight", kind="initial_weight"
+        )
+        inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
+        found = examine("another_layer", tensor, inputs).explanation
+        assert (found.operation if found is not None else None) == (
+            Replaced(by="tensor", tensor=other) if other else None
+        )
+    ones = make_tensor(draw(4), torch.ones(4, dtype=torch.float64), kind="initial_weight")
+    assert examine("another_layer", ones).explanation is None
+
+
+@pytest.mark.parametrize(("offset", "axes"), [(-math.log(2.0), True), (0.5, False)])
+def test_a_loss_that_is_off_by_the_logarithm_of_an_axis_names_it(offset: float, axes: bool) -> None:
+    expected = torch.tensor(5.0, dtype=torch.float64)
+    loss = make_tensor(expected, expected + offset, name="lm", kind="loss")
+    gradient = make_tensor(draw(4), draw(4, seed=1))
+    outcome = examine("loss_value", gradient, make_inputs(gradient, loss, axes=TP))
+    assert outcome.explanation is not None
+    assert isinstance(outcome.explanation.operation, Offset if axes else Altered)
+    assert outcome.explanation.candidates == ((Product(over=("tp",)),) if axes else ())
+
+
+def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
+    expected = draw(4, 3)
+    still = make_sharded(expected, expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
+    outcome = examine("unmoved", still)
+    assert outcome.explanation is not None
+    assert outcome.explanation.operation == Unmoved(ranks=(1,))
+    others = make_sharded(expected, 2 * expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
+    assert examine("unmoved", others).explanation is None
+
+
+@pytest.mark.parametrize(("wrong", "padding"), [((0, 2), True), ((1, 0), False)])
+def test_tokens_that_are_wrong_are_padding_or_not(wrong: tuple[int, int], padding: bool) -> None:
+    expected = draw(2, 3, 4)
+    actual = expected.clone()
+    actual[wrong] += 1.0
+    tensor, inputs = make_origin(expected, actual, direction="backward")
+    inputs.valid = torch.tensor([[True, True, False], [True, True, True]])
+    found = examine("wrong_tokens", tensor, inputs).explanation
+    assert (found is not None) == padding
+    if found is not None:
+        assert (found.operation, found.cause) == (Altered(tokens=Tokens(padding=True)), Cause.PADDING)
+
+
+# rounding needs the picture of rounding
+
+
+def test_few_wrong_elements_are_no_rounding_whatever_their_norm() -> None:
+    expected = draw(40, 40)
+    actual = expected.clone()
+    actual[:4] *= 1.0 + 0.01 * draw(4, 40, seed=1)
+    assert examine("rounding", make_tensor(expected, actual)).explanation is None
+
+
+def test_errors_of_low_rank_where_it_began_are_no_rounding() -> None:
+    expected = draw(4, 8, 16)
+    noise, low_rank = draw(4, 8, 16, seed=1), draw(4, 8, 1, seed=2) * draw(1, 1, 16, seed=3)
+    for error, is_rounding in ((noise, True), (low_rank, False)):
+        tensor, inputs = make_origin(expected, expected + 2e-3 * error)
+        assert (examine("rounding", tensor, inputs).explanation is not None) == is_rounding
+
+
+# counter-tests
+
+
+def test_an_axis_whose_other_gradients_are_right_is_not_confirmed() -> None:
+    expected = draw(4, 3)
+    tensor = make_tensor(expected, 2 * expected, 2 * expected, name="layers.0.up.weight")
+    regions = {name: {0: Region.whole((4, 3)), 1: Region.whole((4, 3))} for name in SQUARES}
+    inputs = make_inputs(tensor, axes=TP, regions=regions)
+    explanation = examine("one_factor", tensor, inputs).explanation
+    assert explanation is not None
+    (seen,) = count_right_alike(explanation, [tensor], inputs)
+    assert (seen.axis, seen.num_right, seen.num_alike) == ("tp", 2, 3)
+    alone = make_inputs(tensor, axes=TP, regions={tensor.name: regions[tensor.name]})
+    assert list(count_right_alike(explanation, [tensor], alone)) == []
