@@ -88,19 +88,12 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A case as all ranks have shown it, put together on rank 0.
+class Compared:
+    """Logical tensors of all ranks against the expected ones, and how far each may be from its own."""
 
-    `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
-    a checkpoint was made of, in a run that loads one.
-    """
-
-    case: Case
     coordinates: Coordinates
     tensors: Mapping[Key, Assembled]
     bounds: Bounds
-    golden_names: Mapping[int, set[tuple[str, str]]]
-    saved: StoredGolden | None = None
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Assembled]:
         """Return the tensors of some kinds, step after step."""
@@ -109,6 +102,19 @@ class Shown:
     def place(self, rank: int) -> dict[str, int]:
         """Return where a rank is on every mesh axis."""
         return dict(self.coordinates.get(rank, {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(Compared):
+    """A case as all ranks have shown it, put together on rank 0.
+
+    `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
+    a checkpoint was made of, in a run that loads one.
+    """
+
+    case: Case
+    golden_names: Mapping[int, set[tuple[str, str]]]
+    saved: StoredGolden | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class Check(ABC, Generic[R]):
         """
 
 
-def make_outcome(name: CheckName, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> Outcome:
+def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> Outcome:
     """Return the outcome of a check that allows no difference: its worst finding has the largest error."""
     worst = max(findings, key=lambda finding: finding.error, default=None)
     result = CheckResult(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.checks.base import Check, Outcome, Shown
+from moeverify.checks.base import Check, Compared, Outcome
 from moeverify.checks.bounds import Bounds, Criterion, Metric
 from moeverify.compare.assembled import Assembled
 from moeverify.results.checks import CheckName, Kind
@@ -26,7 +26,7 @@ class GoldenTensors(Check[Any]):
         self.kinds = kinds
         self._criterion = Criterion(exact, metric)
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: Compared, reports: Sequence[Any]) -> Outcome | None:
         """Return whether every tensor is within its bound; see `Check`."""
         tensors = shown.of_kinds(self.kinds)
         if not tensors:
@@ -98,7 +98,9 @@ def _share(error: float, bound: float) -> float:
     return math.inf if error > 0.0 else 0.0
 
 
-def _make_finding(shown: Shown, check: CheckName, tensor: Assembled, error: float, bound: float) -> Finding:
+def _make_finding(
+    shown: Compared, check: CheckName, tensor: Assembled, error: float, bound: float
+) -> Finding:
     step, kind, name = tensor.key
     rank, entry = tensor.worst_shard()
     difference = tensor.difference

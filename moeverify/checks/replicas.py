@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.checks.base import Check, Outcome, Shown, make_outcome
+from moeverify.checks.base import Check, Compared, Outcome, make_outcome
 from moeverify.compare.assembled import Assembled, Coordinates
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import ReplicaFacts
@@ -18,7 +18,7 @@ class Replicas(Check[Any]):
 
     name = CheckName.REPLICAS
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
+    def judge(self, shown: Compared, reports: Sequence[Any]) -> Outcome:
         """Return the verdict, with a finding for each tensor whose replicas differ; see `Check`."""
         findings: list[Finding] = []
         num_compared = 0
@@ -35,7 +35,7 @@ class Replicas(Check[Any]):
         return make_outcome(self.name, findings, num_compared)
 
 
-def _make_finding(shown: Shown, tensor: Assembled, by_bits: Mapping[int, Sequence[int]]) -> Finding:
+def _make_finding(shown: Compared, tensor: Assembled, by_bits: Mapping[int, Sequence[int]]) -> Finding:
     step, kind, name = tensor.key
     entries = dict(tensor.shards)
     groups = sorted(by_bits.values(), key=len, reverse=True)

@@ -8,6 +8,7 @@ import typer
 
 from moeverify.cli.bench import bench
 from moeverify.cli.check import check
+from moeverify.cli.compare import compare
 from moeverify.cli.convert import convert
 from moeverify.cli.diff import diff
 from moeverify.cli.doctor import doctor
@@ -21,6 +22,7 @@ from moeverify.cli.reshard import reshard
 from moeverify.cli.run import run
 from moeverify.cli.schema import schema
 from moeverify.cli.streams import standard_streams
+from moeverify.cli.watch import watch
 from moeverify.results.checks import CheckName
 
 app = typer.Typer(
@@ -62,7 +64,23 @@ def _list_checks() -> str:
     return "\b\nChecks that a case may skip, declare to differ, or ask for:\n" + "\n".join(lines)
 
 
-_COMMANDS = (run, reshard, check, schema, golden, mesh, place, bench, convert, doctor, report, explain, diff)
+_COMMANDS = (
+    run,
+    reshard,
+    check,
+    schema,
+    golden,
+    mesh,
+    place,
+    bench,
+    convert,
+    doctor,
+    report,
+    explain,
+    diff,
+    watch,
+    compare,
+)
 for _command in _COMMANDS:
     app.command(epilog=_list_checks() if _command is check else None)(_command)
 app.add_typer(faults, name="faults")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.axes import Groups
-from moeverify.diagnose.wrong_tensor import EXACT, RankShard, WrongTensor
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.factor import SAME, is_same
 from moeverify.results.trial import Reason
 
@@ -60,7 +60,7 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
     if len(factors) < len(measured):
         return SumOfReplicas(axis, size, None, Reason.ZERO_IN_A_PART)
     worst = max(residual for _, residual in measured)
-    if not all(residual < EXACT for _, residual in measured):  # also where it is not a number
+    if not all(residual < tensor.exact for _, residual in measured):  # also where it is not a number
         return SumOfReplicas(axis, size, None, Reason.NO_MULTIPLE, worst)
     if max(factors) - min(factors) > SAME * abs(max(factors)):
         return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)

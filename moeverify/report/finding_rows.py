@@ -7,6 +7,9 @@ from moeverify.report.words.cause import describe_cause, describe_evidence, desc
 from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
+from moeverify.results.script import ScriptCheck
+
+_COUNTED = {CheckName.PRECISION, ScriptCheck.BATCH, ScriptCheck.PARAMETERS, ScriptCheck.CALLS}
 
 
 def name_tensor(check: str, tensor: str) -> str:
@@ -22,12 +25,9 @@ def name_finding(finding: Finding) -> str:
 
 def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     """Return (label, text) for everything that the finding knows, the numbers first."""
-    # Of a dtype there is nothing to measure.
-    measured = (
-        []
-        if finding.check == CheckName.PRECISION
-        else [("error", format_excess(finding.error, finding.bound))]
-    )
+    # Of a dtype, or of a call that is out of order, there is nothing to measure.
+    is_counted = finding.check in _COUNTED
+    measured = [] if is_counted else [("error", format_excess(finding.error, finding.bound))]
     facts = [*measured, ("rank", _describe_rank(finding))]
     if finding.scale is not None or finding.cosine is not None:
         facts.append(("scale", _describe_scale(finding)))

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moeverify.results.record import Record
+from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
 
 
 class ComparedFacts(Record):
@@ -128,7 +129,12 @@ Facts = Annotated[
     | DtypeFacts
     | PatternFacts
     | ExpertFacts
-    | CollectiveFacts,
+    | CollectiveFacts
+    | BatchFacts
+    | MemberFacts
+    | OptionFacts
+    | CallFacts
+    | NormFacts,
     Field(discriminator="about"),
 ]
 

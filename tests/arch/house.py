@@ -18,6 +18,7 @@ FLOORS: Mapping[str, int] = {
     "pytest_plugin": 9,
     "controller": 8,
     "worker": 8,
+    "captured": 8,
     "bench": 7,
     "recording": 7,
     "diagnose": 7,
@@ -29,6 +30,7 @@ FLOORS: Mapping[str, int] = {
     "train": 4,
     "weights": 4,
     "checkpoint": 4,
+    "capture": 4,
     "parallel": 3,
     "golden": 3,
     "compare": 3,
@@ -62,10 +64,20 @@ WITHOUT_TORCH = (
     "axes",
     "validation",
     "placement",
+    "capture.command",
+    "capture.lines",
+    "capture.settings",
 )
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
-READS_ENVIRONMENT = ("cli", "pytest_plugin", "launch", "controller.machine")
+READS_ENVIRONMENT = (
+    "cli",
+    "pytest_plugin",
+    "launch",
+    "controller.machine",
+    "capture.command",
+    "capture.startup",
+)
 
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 MOST_FILE_LINES = 500

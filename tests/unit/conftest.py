@@ -65,7 +65,7 @@ class Ranks:
     def shown(self, case: Case = CASE, golden_names: Names | None = None) -> Shown:
         """Return what a check is given on rank 0."""
         bounds = Bounds(self.tolerance, "float64", self.noise)
-        return Shown(case, self.axes, self.assemble(), bounds, golden_names or {})
+        return Shown(self.axes, self.assemble(), bounds, case=case, golden_names=golden_names or {})
 
     def judge(self) -> Judgement:
         """Return what the comparisons with the golden say, their findings in words."""

@@ -1,0 +1,47 @@
+"""Running a user's command so that its processes record what they train. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from moeverify.capture.settings import VARIABLE, Settings
+from moeverify.errors import CaseError, Problem
+
+_STARTUP = Path(__file__).parent / "startup"
+_ROOT = Path(__file__).parents[2]
+
+
+def run_command(command: Sequence[str], settings: Settings) -> int:
+    """Run the command until it ends and return its exit code, 128 + n where signal n ended it.
+
+    Its output is its own. A signal that asks this process to end is passed on, and the command decides.
+
+    Raises: CaseError where there is no such command.
+    """
+    environment = {**os.environ, VARIABLE: settings.model_dump_json()}
+    # Ours first, so that `sitecustomize` is found there; the package itself last, behind everything of the script.
+    paths = [str(_STARTUP), os.environ.get("PYTHONPATH", ""), str(_ROOT)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    try:
+        process = subprocess.Popen(list(command), env=environment)
+    except OSError as error:
+        problem = Problem(
+            f"cannot run `{command[0]}`: {error.strerror or error}", remedy="give a command after `--`"
+        )
+        raise CaseError([problem]) from error
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    kept = {
+        number: signal.signal(number, lambda number, _: process.send_signal(number)) for number in numbers
+    }
+    # The terminal sends Ctrl-C to the command too.
+    kept[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,121 @@
+"""The model of a script: found by its forward passes, and named by its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from moeverify.compare.difference import hash_words
+from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.region import Region
+
+_NARROW = (torch.float16, torch.bfloat16)
+_FRAMES = 4  # from our hook up to the frame of torch that has the arguments of the model
+
+
+class WatchedModel:
+    """The outermost modules whose forward passes were seen, and the names of the parameters of optimizers."""
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self.dtypes: set[str] = set()
+        self._shards: dict[int, LocalShard] = {}  # by id of the parameter
+
+    def add(self, module: nn.Module) -> bool:
+        """Take an outermost module; return whether it is new and has parameters that no other one has."""
+        if any(module is root for root in self.roots):
+            return False
+        known = {id(parameter) for root in self.roots for parameter in root.parameters()}
+        if all(id(parameter) in known for parameter in module.parameters()):
+            return False
+        self.roots.append(module)
+        return True
+
+    def find_names(self, optimizer: Optimizer) -> None:
+        """Learn the shards of the optimizer's parameters; a parameter that no module has gets a name by its group.
+
+        FSDP1 makes other parameters of a model while it runs, so they are looked up again when one is unknown.
+        """
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if wanted <= self._shards.keys():
+            return
+        for root in self.roots:
+            for shard in parameters(root):
+                self._shards.setdefault(id(shard.tensor), shard)
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._shards:
+                    name = f"{type(optimizer).__name__}.group{number}.{place}"
+                    self._shards[id(parameter)] = LocalShard(name, parameter, Region.whole(parameter.shape))
+
+    def shards(self) -> list[LocalShard]:
+        """Return the shards of all parameters of the model."""
+        if not self._shards:
+            for root in self.roots:
+                self._shards.update({id(shard.tensor): shard for shard in parameters(root)})
+        return list(self._shards.values())
+
+    def shards_of(self, optimizer: Optimizer, number: int | None = None) -> list[LocalShard]:
+        """Return the shards of an optimizer's parameters, or of one of its groups, each once."""
+        groups = optimizer.param_groups if number is None else [optimizer.param_groups[number]]
+        found = [self._shards.get(id(p)) for group in groups for p in group["params"]]
+        return [shard for shard in found if shard is not None and shard.region.numel]
+
+
+def hash_rows(tensor: Tensor) -> Tensor:
+    """Return a 64-bit hash of each row. Shapes: (rows, ...) of integers; returns (rows,) int64 on the CPU."""
+    flat = tensor.detach().reshape(len(tensor), -1).to(torch.int64)
+    places = torch.arange(flat.shape[1], device=flat.device)
+    return hash_words(flat, places).sum(dim=1).cpu()
+
+
+def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the integer inputs (rows, ...) of the module call around a hook, with their names.
+
+    A global hook of torch gets no keyword arguments, and models are called with them: they are read where torch
+    keeps them while it calls its hooks.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        values, named = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+        if isinstance(values, tuple) and isinstance(named, dict):
+            inputs = [*((str(n), each) for n, each in enumerate(values)), *named.items()]
+            yield from ((name, each) for name, each in inputs if _is_rows(each))
+            return
+        frame = frame.f_back
+
+
+def _is_rows(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return False
+    return not value.is_floating_point() and not value.is_complex()
+
+
+def find_dropout(module: nn.Module) -> Iterator[str]:
+    """Yield one text where modules of a model drop elements at random."""
+    active = [
+        each for each in module.modules() if isinstance(each, _DropoutNd) and each.p > 0 and each.training
+    ]
+    if active:
+        yield f"{len(active)} modules with p up to {max(each.p for each in active):g}"
+
+
+def compute_dtype(inputs: tuple[Any, ...]) -> str:
+    """Return the narrow dtype that a module inside the model computes in, or nothing."""
+    for each in inputs:
+        if isinstance(each, Tensor) and each.dtype in _NARROW:
+            return str(each.dtype).removeprefix("torch.")
+        if isinstance(each, Tensor) and torch.is_autocast_enabled(each.device.type):
+            return str(torch.get_autocast_dtype(each.device.type)).removeprefix("torch.")
+    return ""
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Return whether a tensor is one real number."""
+    return tensor.numel() == 1 and tensor.is_floating_point()

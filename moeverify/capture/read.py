@@ -1,0 +1,214 @@
+"""Reading what a run has recorded."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moeverify.capture.lines import (
+    LINES,
+    VERSION,
+    Call,
+    End,
+    Header,
+    Note,
+    Options,
+    Rows,
+    Values,
+)
+from moeverify.capture.settings import DATA_FILE, RANK_FILE
+from moeverify.capture.tensors import make_region
+from moeverify.errors import FormatError
+from moeverify.layout.observer import INITIAL
+from moeverify.layout.region import Region
+
+Key = tuple[int, str, str]  # step, kind, name
+
+
+@dataclass
+class RankRecord:
+    """What one rank has recorded; `end` is None where it was cut off."""
+
+    header: Header
+    data: mmap.mmap | None
+    calls: list[Call] = field(default_factory=list)
+    values: dict[Key, Values] = field(default_factory=dict)
+    options: list[Options] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    end: End | None = None
+
+    @property
+    def rank(self) -> int:
+        """Return the rank."""
+        return self.header.rank
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Return the recorded steps that are complete: the optimizer's update is there."""
+        return sorted({step for step, kind, _ in self.values if kind == "update"})
+
+    def read(self, line: Values) -> Tensor | None:
+        """Return the local values of a tensor, None where only a sketch of them was kept, or nothing."""
+        if line.offset is None or self.data is None:
+            return None
+        region = make_region(line.where)
+        dtype = getattr(torch, line.dtype)
+        if not region.numel:
+            return torch.zeros(region.local_shape, dtype=dtype)
+        return torch.frombuffer(self.data, dtype=dtype, count=region.numel, offset=line.offset).reshape(
+            region.local_shape
+        )
+
+
+@dataclass
+class RecordedRun:
+    """The ranks of a run, in their order."""
+
+    folder: Path
+    ranks: Sequence[RankRecord]
+
+    @classmethod
+    def read(cls, folder: Path) -> RecordedRun:
+        """Return the run in a folder.
+
+        Raises: FormatError where there is none, or where ranks of it are missing.
+        """
+        if not folder.is_dir():
+            raise FormatError(
+                f"{folder} is no folder", "name one that `moeverify watch --out DIR -- COMMAND` made"
+            )
+        found = [_read_rank(path) for path in sorted(folder.glob(RANK_FILE.format(rank="*")))]
+        ranks = sorted((rank for rank in found if rank is not None), key=lambda rank: rank.rank)
+        if not ranks:
+            raise FormatError(
+                f"{folder} holds no recorded rank",
+                "either the script has never called a model and an optimizer of torch, or it is the wrong folder",
+            )
+        world_size = ranks[0].header.world_size
+        missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
+        if missing:
+            raise FormatError(
+                f"{folder} lacks the ranks {', '.join(map(str, missing))} of {world_size}",
+                "on several nodes, give --out a folder that all of them share",
+            )
+        return cls(folder, ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Return the steps that every rank has recorded completely."""
+        return sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Return the names of all parameters that an optimizer had, in the order of the first rank that has them."""
+        return list(
+            dict.fromkeys(
+                name for rank in self.ranks for _, kind, name in rank.values if kind == "initial_weight"
+            )
+        )
+
+    @cached_property
+    def ambiguous(self) -> list[str]:
+        """Return the plain tensors of one name that differ between ranks from the start: parts of something."""
+        return [name for name in self.names if not self._is_whole(name)]
+
+    def _is_whole(self, name: str) -> bool:
+        lines = [rank.values.get((INITIAL, "initial_weight", name)) for rank in self.ranks]
+        plain = [line for line in lines if line is not None and not line.is_placed]
+        return len({(line.where.shape, line.bits) for line in plain}) < 2
+
+    def find(self, key: Key) -> Iterator[tuple[RankRecord, Values]]:
+        """Yield what each rank has of a logical tensor."""
+        for rank in self.ranks:
+            line = rank.values.get(key)
+            if line is not None:
+                yield rank, line
+
+    def read_whole(self, kind: str, name: str, step: int = INITIAL) -> Tensor | None:
+        """Return a logical tensor, put together from all ranks; None where it is not known as a whole.
+
+        Where ranks have different values of one region, those of the first rank count.
+        """
+        if name in self.ambiguous:
+            return None
+        whole: Tensor | None = None
+        num_known = 0
+        done: set[str] = set()
+        for rank, line in self.find((step, kind, name)):
+            region, local = make_region(line.where), rank.read(line)
+            if local is None or region.key in done:
+                continue
+            done.add(region.key)
+            if whole is None:
+                whole = torch.zeros(region.shape, dtype=local.dtype)
+            region.put(whole, local)
+            num_known += region.numel
+        return whole if whole is not None and num_known == whole.numel() else None
+
+
+def _read_rank(path: Path) -> RankRecord | None:
+    """Return the record of a rank; None of a file that has nothing yet."""
+    record: RankRecord | None = None
+    lines = path.read_bytes().split(b"\n")
+    for number, text in enumerate(lines[:-1], 1):  # the last one is empty, or was cut off
+        try:
+            line = LINES.validate_json(text)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise FormatError(
+                f"{path}:{number} is no line of a recorded run ({problem['msg']})", "record it again"
+            ) from error
+        if isinstance(line, Header):
+            if line.version != VERSION:
+                raise FormatError(
+                    f"{path} has version {line.version}, this moeverify reads {VERSION}", "record it again"
+                )
+            record = RankRecord(line, _map(path.parent / DATA_FILE.format(rank=line.rank)))
+        elif record is None:
+            raise FormatError(f"{path} has no header", "record it again")
+        else:
+            _add(record, line)
+    return record
+
+
+def _add(record: RankRecord, line: Call | Values | Options | Rows | Note | End) -> None:
+    if isinstance(line, Values):
+        record.values[line.step, line.kind, line.name] = line
+    elif isinstance(line, End):
+        record.end = line
+    elif isinstance(line, Call):
+        record.calls.append(line)
+    elif isinstance(line, Options):
+        record.options.append(line)
+    elif isinstance(line, Rows):
+        record.rows.append(line)
+    else:
+        record.notes.append(line)
+
+
+def _map(path: Path) -> mmap.mmap | None:
+    if not path.exists() or not path.stat().st_size:
+        return None
+    with path.open("rb") as file:
+        # A private copy of each page that is written: torch warns of memory that it must not write to.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def read_region(run: RecordedRun, key: Key, region: Region) -> Tensor | None:
+    """Return a region of a logical tensor of a run."""
+    step, kind, name = key
+    whole = run.read_whole(kind, name, step)
+    return None if whole is None or tuple(whole.shape) != region.shape else region.take(whole)

@@ -1,0 +1,59 @@
+"""Starts the recording in each process of a watched script, as soon as it has imported torch.
+
+Python imports a module of this name when it starts. Another one that is further behind on the path still runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_VARIABLE = "MOEVERIFY_WATCH"  # moeverify is imported after torch only: most processes never need it
+
+
+class _AfterTorch:
+    """Finds torch as everybody else does, and starts the recording after its import."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _start()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _start() -> None:
+    try:
+        from moeverify.capture.start import start
+
+        start(os.environ[_VARIABLE], os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    except Exception as error:  # the script must not notice
+        sys.stderr.write(f"moeverify watch: nothing is recorded: {type(error).__name__}: {error}\n")
+
+
+def _run_next() -> None:
+    """Run the `sitecustomize` that this one hides, if there is one."""
+    here = Path(__file__).resolve().parent
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if __name__ == "sitecustomize":
+    if os.environ.get(_VARIABLE):
+        sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+    _run_next()

@@ -1,0 +1,70 @@
+"""The initial weights of a model, taken from another run or moved by a unit of rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moeverify.capture.read import RecordedRun
+from moeverify.errors import FormatError
+from moeverify.hashing import hash_counter, key_of
+from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.region import Region
+from moeverify.results.checks import Kind
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path, rank: int, world_size: int) -> None:
+    """Put the initial weights that a run has recorded into a model, by logical name and region.
+
+    A plain tensor that is smaller than the recorded one along one dim is taken for the part of its rank, the ranks
+    in order.
+
+    Raises: FormatError with every parameter that has no value there; the model is then as it was.
+    """
+    run = RecordedRun.read(folder)
+    found: list[tuple[LocalShard, torch.Tensor]] = []
+    problems: list[str] = []
+    for shard in parameters(model):
+        whole = run.read_whole(Kind.INITIAL_WEIGHT, shard.name)
+        region = None if whole is None else _place(shard, tuple(whole.shape), rank, world_size)
+        if whole is None or region is None:
+            has = "no such parameter" if whole is None else f"the shape {tuple(whole.shape)}"
+            problems.append(f"{shard.name} {shard.region.shape}: {folder} has {has}")
+        else:
+            found.append((shard, region.take(whole)))
+    if problems:
+        raise FormatError(f"weights were not loaded: {'; '.join(problems)}")
+    for shard, values in found:
+        local = shard.local()
+        local.copy_(values.reshape(local.shape))
+
+
+@torch.no_grad()
+def nudge_weights(model: nn.Module, seed: int) -> None:
+    """Move every weight by one unit of rounding, up or down by a hash of its global index."""
+    for shard in parameters(model):
+        local = shard.local()
+        if not local.is_floating_point() or not shard.region.numel:
+            continue
+        places = shard.region.flat_index(local.device).reshape(local.shape)
+        signs = 1 - 2 * (hash_counter(key_of("nudge", seed, shard.name), places) & 1)
+        local.mul_(1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps)
+
+
+def _place(shard: LocalShard, shape: tuple[int, ...], rank: int, world_size: int) -> Region | None:
+    """Return the region of a recorded tensor that belongs into a shard, None where that is not known."""
+    own = shard.region.shape
+    if own == shape:
+        return shard.region
+    unequal = [dim for dim, sizes in enumerate(zip(own, shape, strict=False)) if sizes[0] != sizes[1]]
+    if len(own) != len(shape) or len(unequal) != 1 or not shard.region.is_whole:
+        return None
+    (dim,) = unequal
+    if own[dim] * world_size != shape[dim]:
+        return None
+    dims = [range(size) for size in shape]
+    dims[dim] = range(rank * own[dim], (rank + 1) * own[dim])
+    return Region.box(shape, dims)

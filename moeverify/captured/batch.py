@@ -1,0 +1,86 @@
+"""Whether both runs saw the same global batch at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from moeverify.capture.read import RankRecord, RecordedRun
+from moeverify.results.finding import Finding
+from moeverify.results.script import BatchFacts, ScriptCheck
+
+
+def find_other_rows(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
+    """Yield a finding for each step and input of the model of which the runs saw other rows.
+
+    Ranks with exactly the same rows count once: they share the work on them (tensor or expert parallelism).
+    """
+    for step in steps:
+        for name in _list_inputs(expected, step):
+            wanted, found = _global_rows(expected, step, name), _global_rows(actual, step, name)
+            # Rows of other lengths (context parallelism) or unnamed inputs cannot be held against each other.
+            if (
+                wanted
+                and found
+                and wanted != found
+                and _shape(expected, step, name) == _shape(actual, step, name)
+            ):
+                yield _make_finding(actual, step, name, wanted, found)
+
+
+def count_inputs(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> int:
+    """Return how many inputs of steps were compared."""
+    return sum(
+        bool(_global_rows(actual, step, name)) and _shape(expected, step, name) == _shape(actual, step, name)
+        for step in steps
+        for name in _list_inputs(expected, step)
+    )
+
+
+def _list_inputs(run: RecordedRun, step: int) -> list[str]:
+    return list(dict.fromkeys(row.name for rank in run.ranks for row in rank.rows if row.step == step))
+
+
+def _rows_of(rank: RankRecord, step: int, name: str) -> tuple[int, ...]:
+    return tuple(value for row in rank.rows if (row.step, row.name) == (step, name) for value in row.rows)
+
+
+def _global_rows(run: RecordedRun, step: int, name: str) -> Counter[int]:
+    distinct = dict.fromkeys(_rows_of(rank, step, name) for rank in run.ranks)
+    return Counter(value for rows in distinct for value in rows)
+
+
+def _shape(run: RecordedRun, step: int, name: str) -> set[tuple[int, ...]]:
+    return {row.shape[1:] for rank in run.ranks for row in rank.rows if (row.step, row.name) == (step, name)}
+
+
+def _make_finding(
+    run: RecordedRun, step: int, name: str, wanted: Counter[int], found: Counter[int]
+) -> Finding:
+    by_rank = {rank.rank: _rows_of(rank, step, name) for rank in run.ranks}
+    surplus, missing = found - wanted, wanted - found
+    others = {value for value in surplus if value not in wanted}
+    wrong = others or set(surplus)
+    ranks = tuple(rank for rank, rows in by_rank.items() if wrong.intersection(rows))
+    repeated = tuple(
+        rank for rank, rows in by_rank.items() if missing and list(by_rank.values()).count(rows) > 1
+    )
+    facts = BatchFacts(
+        num_rows=wanted.total(),
+        num_missing=missing.total(),
+        num_other=sum(surplus[value] for value in others),
+        num_repeated=sum(surplus[value] for value in surplus if value not in others),
+        ranks=ranks,
+        repeated=repeated,
+    )
+    worst = (ranks or repeated or tuple(by_rank))[0]
+    return Finding(
+        check=ScriptCheck.BATCH,
+        tensor=f"input {name}",
+        step=step,
+        rank=worst,
+        ranks=ranks or repeated,
+        error=max(missing.total(), surplus.total()) / wanted.total(),
+        bound=0.0,
+        facts=facts,
+    )

@@ -1,0 +1,114 @@
+"""The order in which a training loop calls the optimizer, and what of it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from moeverify.capture.lines import Call
+from moeverify.capture.read import RankRecord, RecordedRun
+from moeverify.results.finding import Finding
+from moeverify.results.script import CallFacts, CallRule, ScriptCheck
+
+
+def find_wrong_calls(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
+    """Yield a finding for each rule that the calls of `actual` break, at the first step where they do.
+
+    What a rule forbids is wrong in any run. Numbers of calls are compared with the other run only where both call at
+    all, and never those of forward and backward passes: ranks may have other micro-batches than one device.
+    """
+    for rule in CallRule:
+        # What is called after an optimizer step counts to the next one, so the first has less than a whole round.
+        counted = steps[1:] if rule is CallRule.SCHEDULER and len(steps) > 1 else steps
+        found = next((each for step in counted for each in _test(rule, expected, actual, step)), None)
+        if found is not None:
+            yield found if rule is not CallRule.SCHEDULER else found.model_copy(update={"step": steps[0]})
+
+
+def _test(rule: CallRule, expected: RecordedRun, actual: RecordedRun, step: int) -> Iterator[Finding]:
+    for rank in actual.ranks:
+        facts = _break(rule, calls_of(expected.ranks[0], step), calls_of(rank, step))
+        if facts is not None:
+            yield Finding(
+                check=ScriptCheck.CALLS,
+                tensor=rule.value,
+                step=step,
+                rank=rank.rank,
+                ranks=tuple(each.rank for each in actual.ranks),
+                error=abs(facts.actual - facts.expected) or 1,
+                bound=0.0,
+                facts=facts,
+            )
+            return
+
+
+def calls_of(rank: RankRecord, step: int) -> list[Call]:
+    """Return the calls since the optimizer step before, up to and with this one."""
+    return [call for call in rank.calls if call.step == step]
+
+
+def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    """Return how calls break a rule, None where they do not."""
+    names = [call.name for call in calls]
+    if "scaler step" in names or "backward" not in names:
+        return None  # a scaler may leave an optimizer step out, and its gradients are then thrown away on purpose
+    return _RULES[rule](theirs, calls)
+
+
+def _find_discarded(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    first, last = _backward_range(calls)
+    inner = [call for call in calls[first:last] if call.name == "zero_grad" and call.discarded > 0]
+    if not inner:
+        return None
+    norm = inner[0].discarded
+    return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
+
+
+def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    def clears(each: list[Call]) -> bool:
+        return any(call.name == "zero_grad" for call in each[: _backward_range(each)[0]])
+
+    if not clears(theirs) or clears(calls):
+        return None
+    return CallFacts(rule=CallRule.KEPT, site=calls[_backward_range(calls)[0]].site, expected=1)
+
+
+def _find_early_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    last = _backward_range(calls)[1]
+    early = [call for call in calls[:last] if _clips(call)]
+    if not early or any(map(_clips, calls[last:])):
+        return None
+    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=len(early))
+
+
+def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    wanted, found = ([call for call in each if call.name == "scheduler step"] for each in (theirs, calls))
+    if len(wanted) == len(found):
+        return None
+    site = found[0].site if found else ""
+    return CallFacts(rule=CallRule.SCHEDULER, site=site, expected=len(wanted), actual=len(found))
+
+
+def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+    wanted, found = any(map(_clips, theirs)), any(map(_clips, calls))
+    if wanted == found:
+        return None
+    return CallFacts(rule=CallRule.CLIP, expected=int(wanted), actual=int(found))
+
+
+def _clips(call: Call) -> bool:
+    return call.name.startswith("clip_grad")
+
+
+def _backward_range(calls: list[Call]) -> tuple[int, int]:
+    """Return the places of the first and the last backward pass among the calls of a step."""
+    places = [place for place, call in enumerate(calls) if call.name == "backward"]
+    return (places[0], places[-1]) if places else (len(calls), len(calls))
+
+
+_RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] = {
+    CallRule.DISCARDED: _find_discarded,
+    CallRule.KEPT: _find_kept,
+    CallRule.EARLY_CLIP: _find_early_clip,
+    CallRule.SCHEDULER: _find_other_schedule,
+    CallRule.CLIP: _find_other_clip,
+}

@@ -1,0 +1,233 @@
+"""Two recorded runs in, verdict and findings out: first what must be equal, then the first difference."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moeverify.capture.read import RecordedRun
+from moeverify.captured.batch import count_inputs, find_other_rows
+from moeverify.captured.calls import find_wrong_calls
+from moeverify.captured.entries import Comparer
+from moeverify.captured.explain import explain_gradients
+from moeverify.captured.limits import Precision, make_bounds
+from moeverify.captured.norm import explain_norm
+from moeverify.captured.options import find_other_options, find_other_parameters
+from moeverify.captured.places import Places, find_places, find_repeated_parts
+from moeverify.checks.base import Compared, Outcome, make_outcome
+from moeverify.checks.golden_tensors import GoldenTensors
+from moeverify.checks.replicas import Replicas
+from moeverify.compare.assembled import Assembled, Key, assemble
+from moeverify.compare.comparison import Entry
+from moeverify.errors import FormatError
+from moeverify.golden.noise import noise_key
+from moeverify.layout.observer import INITIAL
+from moeverify.report.words.script import (
+    describe_bounds,
+    describe_early_end,
+    describe_note,
+    describe_scope,
+    describe_uncompared,
+)
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult
+from moeverify.results.script import ScriptCheck
+
+_ORDER = {kind.value: number for number, kind in enumerate(Kind)}
+_KINDS = (Kind.GRADIENT, Kind.UPDATE)
+_TENSOR_CHECKS = (
+    GoldenTensors(CheckName.INITIAL_STATE, (Kind.INITIAL_WEIGHT,), exact=True),
+    GoldenTensors(CheckName.GRADIENT, (Kind.GRADIENT,)),
+    GoldenTensors(CheckName.GRADIENT_NORM, (Kind.GRADIENT_NORM,)),
+    GoldenTensors(CheckName.UPDATE, (Kind.UPDATE,)),
+)
+
+
+def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None = None) -> CaseResult:
+    """Return the verdict on `actual`, held against `expected`; `noise` is a nudged second run of `expected`.
+
+    Raises: FormatError where the runs have no step in common, or where `expected` has no whole tensors.
+    """
+    started = time.monotonic()
+    steps = [step for step in expected.steps if step in actual.steps]
+    _check_comparable(expected, actual, steps)
+    places = find_places(expected, actual)
+    comparer = Comparer(expected, actual, places)
+    bounds = make_bounds(_find_precision(expected, actual), _measure_noise(expected, noise, steps), steps[0])
+    outcomes = _check_script(expected, actual, places, steps)
+    tensors = _assemble(comparer, steps)
+    compared = Compared(_coordinates(actual), tensors, bounds)
+    for check in (*_TENSOR_CHECKS, Replicas()):
+        # Replicas of gradients may be sums in another order; it is the weights that must stay equal.
+        seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
+        outcome = check.judge(seen, ())
+        if outcome is not None:
+            outcomes.append(outcome)
+    findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])
+    results = tuple(outcome.result for outcome in outcomes)
+    return CaseResult(
+        name=f"{actual.folder.name} against {expected.folder.name}",
+        file="",
+        verdict="mismatch" if findings else "pass",
+        ranks=actual.world_size,
+        seconds=time.monotonic() - started,
+        layout=f"{actual.world_size} ranks against {expected.world_size}, steps {steps[0]}-{steps[-1]}",
+        checks=results,
+        findings=tuple(findings),
+        losses=tuple((_mean_loss(expected, step), _mean_loss(actual, step)) for step in steps),
+        notes=_list_notes(expected, actual, noise, len(tensors), _count_tensors(places, steps)),
+    )
+
+
+def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequence[int]) -> None:
+    if not steps:
+        have = f"{expected.folder} has {_name_steps(expected)}, {actual.folder} has {_name_steps(actual)}"
+        raise FormatError(
+            f"the runs have no recorded step in common: {have}", "record the same --steps of both"
+        )
+    if expected.ambiguous:
+        first = expected.ambiguous[0]
+        raise FormatError(
+            f"{expected.folder}: `{first}` differs between its ranks from the start, and nothing says which part "
+            "of it each of them has",
+            "give the run of one device as RUN_A",
+        )
+
+
+def _name_steps(run: RecordedRun) -> str:
+    return f"steps {run.steps[0]}-{run.steps[-1]}" if run.steps else "no complete step"
+
+
+def _check_script(
+    expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int]
+) -> list[Outcome]:
+    """Return what is equal or not before any tensor is compared."""
+    options = list(find_other_options(expected, actual, places, steps))
+    num_options = len({name for group in actual.ranks[0].options for name in group.options})
+    num_calls = sum(len(rank.calls) for rank in actual.ranks)
+    found: list[tuple[ScriptCheck, list[Finding], int]] = [
+        (
+            ScriptCheck.BATCH,
+            list(find_other_rows(expected, actual, steps)),
+            count_inputs(expected, actual, steps),
+        ),
+        (ScriptCheck.PARAMETERS, list(find_other_parameters(expected, places)), len(expected.names)),
+        (ScriptCheck.OPTIONS, options, num_options),
+        (ScriptCheck.CALLS, list(find_wrong_calls(expected, actual, steps)), num_calls),
+    ]
+    outcomes = [make_outcome(check, findings, number) for check, findings, number in found]
+    num_names = len({each.name for each in places.known.values()})
+    return [*outcomes, make_outcome(CheckName.COVERAGE, list(find_repeated_parts(places)), num_names)]
+
+
+def _assemble(comparer: Comparer, steps: Sequence[int]) -> dict[Key, Assembled]:
+    by_rank: list[list[Entry]] = [[] for _ in comparer.actual.ranks]
+    parts = [comparer.compare_tensors(INITIAL, Kind.INITIAL_WEIGHT)]
+    for step in steps:
+        parts += [comparer.compare_tensors(step, kind) for kind in _KINDS]
+        parts.append(comparer.compare_numbers(step))
+    for part in parts:
+        for own, entries in zip(by_rank, part, strict=True):
+            own.extend(entries)
+    return assemble(by_rank, _ORDER)
+
+
+def _count_tensors(places: Places, steps: Sequence[int]) -> int:
+    """Return how many logical tensors there are to compare, with the clip coefficient of each step."""
+    num_names = len({each.name for each in places.known.values()})
+    return num_names * (1 + len(_KINDS) * len(steps)) + len(steps)
+
+
+def _only(compared: Compared, kind: str) -> Compared:
+    return replace(compared, tensors={key: each for key, each in compared.tensors.items() if key[1] == kind})
+
+
+def _coordinates(run: RecordedRun) -> dict[int, dict[str, int]]:
+    return {rank.rank: {} for rank in run.ranks}
+
+
+def _find_precision(*runs: RecordedRun) -> Precision:
+    dtypes = {
+        line.dtype
+        for run in runs
+        for rank in run.ranks
+        for (_, kind, _), line in rank.values.items()
+        if kind == Kind.GRADIENT and line.dtype
+    }
+    noted = {note.text for run in runs for rank in run.ranks for note in rank.notes if note.about == "dtype"}
+    if noted or dtypes - {"float32", "float64"}:
+        return "mixed"
+    return "float64" if dtypes == {"float64"} else "float32"
+
+
+def _measure_noise(
+    expected: RecordedRun, noise: RecordedRun | None, steps: Sequence[int]
+) -> dict[str, float] | None:
+    """Return how far a nudged run of one device is from the run itself, by `noise_key`."""
+    if noise is None:
+        return None
+    comparer = Comparer(expected, noise, find_places(expected, noise))
+    measured: dict[str, float] = {}
+    for (step, kind, name), tensor in _assemble(comparer, steps).items():
+        error = tensor.difference.relative_error
+        measured[noise_key(step, kind, name)] = error if math.isfinite(error) else 0.0
+    return measured
+
+
+def _explain(comparer: Comparer, findings: list[Finding]) -> list[Finding]:
+    """Return the findings with causes: what must be equal and is not comes first, and all numbers follow from it."""
+    if not findings:
+        return []
+    begins = [finding for finding in findings if finding.check in {*ScriptCheck, CheckName.COVERAGE}]
+    begins += [finding for finding in findings if finding.check == CheckName.INITIAL_STATE][:1]
+    numeric = [finding for finding in findings if finding not in begins]
+    first = min((finding.step for finding in numeric if finding.step >= 0), default=None)
+    if begins and (first is None or min(finding.step for finding in begins) <= first):
+        head = min(begins, key=lambda finding: finding.step)
+        return begins + [finding.model_copy(update={"follows": head.tensor}) for finding in numeric]
+    at_first = [finding for finding in numeric if finding.step == first]
+    gradients = [finding for finding in at_first if finding.check == CheckName.GRADIENT]
+    assert first is not None
+    if gradients:
+        origins = explain_gradients(comparer, gradients, first)
+    else:
+        origins = [_explain_number(comparer, at_first[0], first)]
+    head = origins[0]
+    known = {(finding.check, finding.tensor, finding.step) for finding in origins}
+    rest = [each for each in numeric if (each.check, each.tensor, each.step) not in known]
+    later = [each.model_copy(update={"follows": head.tensor}) for each in (*rest, *begins)]
+    return origins + later
+
+
+def _explain_number(comparer: Comparer, finding: Finding, step: int) -> Finding:
+    if finding.check != CheckName.GRADIENT_NORM:
+        return finding
+    return finding.model_copy(update={"facts": explain_norm(comparer, step, finding.rank)})
+
+
+def _mean_loss(run: RecordedRun, step: int) -> float:
+    """Return the sum of the losses that the backward passes of a step began with, as a mean over ranks."""
+    totals = [
+        sum(loss for call in rank.calls if call.step == step for loss in call.losses) for rank in run.ranks
+    ]
+    return sum(totals) / len(totals)
+
+
+def _list_notes(
+    expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None, num_compared: int, num_tensors: int
+) -> tuple[str, ...]:
+    """Return what a reader of the verdict has to know."""
+    notes = [describe_scope()]
+    for name, run in (("RUN_A", expected), ("RUN_B", actual)):
+        last = run.ranks[0].header.last
+        if run.steps[-1] < last:
+            notes.append(describe_early_end(name, run.steps[-1], last))
+        for about in ("dropout", "stopped"):
+            texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
+            notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
+    notes += [] if noise is not None else [describe_bounds()]
+    notes += [] if num_compared >= num_tensors else [describe_uncompared(num_tensors - num_compared)]
+    return tuple(notes)

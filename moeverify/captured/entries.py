@@ -1,0 +1,219 @@
+"""The tensors of a run against those of another one, as the comparisons of shards that every check takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.capture.lines import Call, Values
+from moeverify.capture.read import Key, RankRecord, RecordedRun
+from moeverify.capture.sketch import NUM_PROJECTIONS, sketch
+from moeverify.capture.tensors import make_region
+from moeverify.captured.calls import calls_of
+from moeverify.captured.places import Places
+from moeverify.compare.comparison import Entry
+from moeverify.compare.difference import Difference, measure
+from moeverify.layout.region import Region
+from moeverify.results.checks import Kind
+
+_CLIP_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
+_SAME_RATIO = 1e-4  # of ratios of norms, which were measured in the precision of the gradients
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """By what all gradients were multiplied between the last backward pass and the optimizer step.
+
+    `norm` is the gradient norm that a clip of torch found, None where the script clips by itself.
+    """
+
+    value: float = 1.0
+    norm: float | None = None
+
+
+def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
+    """Return the coefficient of a rank: by its call of torch's clip, else as its gradients show it.
+
+    A gradient that is complete when the last backward pass ends is only scaled until the optimizer step. The ratio
+    that most tensors share is taken; where no half of them shares one, nothing is known and it is 1.
+    """
+    calls = calls_of(rank, step)
+    clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
+    if clip is not None:
+        return _of_clip(clip)
+    if any(call.name.startswith("scaler") for call in calls):
+        return Coefficient()  # the loss scale, which is in the gradients of a backward pass, is no clip
+    ratios = sorted(
+        math.sqrt(line.squares) / line.before
+        for (at, kind, _), line in rank.values.items()
+        if at == step and kind == Kind.GRADIENT and line.before and line.squares > 0.0
+    )
+    best: list[float] = []
+    for start, ratio in enumerate(ratios):
+        same = [each for each in ratios[start:] if each <= ratio * (1 + _SAME_RATIO)]
+        best = max(best, same, key=len)
+    if 2 * len(best) < len(ratios) or not best:
+        return Coefficient()
+    return Coefficient(best[len(best) // 2])
+
+
+def _of_clip(clip: Call) -> Coefficient:
+    assert clip.norm is not None
+    assert clip.max_norm is not None
+    if not math.isfinite(clip.norm):
+        return Coefficient(1.0, clip.norm)
+    return Coefficient(min(1.0, clip.max_norm / (clip.norm + _CLIP_EPSILON)), clip.norm)
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """The sum of squares, the projections and the number of elements of what is known of a tensor."""
+
+    squares: float
+    numbers: Sequence[float]
+    numel: int
+
+
+@dataclass
+class Comparer:
+    """Compares a run with the logical tensors of another one, gradients as they are before the clip."""
+
+    expected: RecordedRun
+    actual: RecordedRun
+    places: Places
+    _coefficients: dict[tuple[int, int], Coefficient] = field(default_factory=dict)
+
+    def coefficient(self, rank: RankRecord, step: int) -> Coefficient:
+        """Return `find_coefficient`, which looks at every gradient of the step."""
+        key = (id(rank), step)
+        if key not in self._coefficients:
+            self._coefficients[key] = find_coefficient(rank, step)
+        return self._coefficients[key]
+
+    def compare_tensors(self, step: int, kind: str) -> list[list[Entry]]:
+        """Return the entries of every rank for one kind of tensors at one step."""
+        by_rank: list[list[Entry]] = [[] for _ in self.actual.ranks]
+        names = dict.fromkeys(each.name for each in self.places.known.values())
+        for name in names:
+            whole = self.read_expected(step, kind, name)
+            shards = [
+                (rank, line) for rank in self.actual.ranks for line in self._lines_of(rank, step, kind, name)
+            ]
+            if whole is None or any(line.sketch for _, line in shards):
+                entry = self._compare_sketches((step, kind, name), whole, shards)
+                by_rank[0] += [entry] if entry is not None else []
+                continue
+            for rank, line in shards:
+                by_rank[rank.rank].append(self._compare(rank, line, name, whole))
+        return by_rank
+
+    def compare_numbers(self, step: int) -> list[list[Entry]]:
+        """Return the entries of the gradient norm, where both runs know it, and of the clip coefficient."""
+        wanted = self.coefficient(self.expected.ranks[0], step)
+        by_rank: list[list[Entry]] = []
+        for rank in self.actual.ranks:
+            found = self.coefficient(rank, step)
+            pairs = {"coefficient": (wanted.value, found.value)}
+            if wanted.norm is not None and found.norm is not None:
+                pairs = {"total": (wanted.norm, found.norm), **pairs}
+            by_rank.append([_number(step, name, *pair) for name, pair in pairs.items()])
+        return by_rank
+
+    def read_expected(self, step: int, kind: str, name: str) -> Tensor | None:
+        """Return the whole logical tensor of the other run, float64; a gradient as it was before the clip."""
+        whole = self.expected.read_whole(kind, name, step)
+        if whole is None or kind != Kind.GRADIENT:
+            return whole
+        return whole.to(torch.float64) / self.coefficient(self.expected.ranks[0], step).value
+
+    def read_actual(self, rank: RankRecord, line: Values) -> Tensor | None:
+        """Return what a rank has of a tensor; a gradient as it was before the clip, float64."""
+        local = rank.read(line)
+        if local is None or line.kind != Kind.GRADIENT:
+            return local
+        return local.to(torch.float64) / self.coefficient(rank, line.step).value
+
+    def _lines_of(self, rank: RankRecord, step: int, kind: str, name: str) -> Iterator[Values]:
+        for (number, own), placed in self.places.known.items():
+            line = rank.values.get((step, kind, own)) if number == rank.rank else None
+            if line is not None and placed.name == name:
+                yield line
+
+    def _compare_sketches(
+        self, key: Key, whole: Tensor | None, shards: Sequence[tuple[RankRecord, Values]]
+    ) -> Entry | None:
+        """Return the difference of two whole tensors as their sketches show it, for want of their values."""
+        if whole is not None:
+            region = Region.whole(whole.shape)
+            wanted = Sketched(float(whole.double().square().sum()), sketch(whole, region), whole.numel())
+        else:
+            found = ((rank, line, make_region(line.where)) for rank, line in self.expected.find(key))
+            wanted = self._add_sketches(found)
+        placed = ((rank, line, self.places.known[rank.rank, line.name].region) for rank, line in shards)
+        own = self._add_sketches(placed)
+        if not shards or own.numel != wanted.numel:
+            return None
+        first = shards[0][1]
+        shape = self.places.known[shards[0][0].rank, first.name].region.shape
+        region = Region.whole(shape)
+        difference = _estimate(wanted, own)
+        return Entry(*key, region.key, shape, shape, "compared", first.bits, difference)
+
+    def _add_sketches(self, shards: Iterable[tuple[RankRecord, Values, Region]]) -> Sketched:
+        """Return the sketch of the regions together, each once."""
+        total = Sketched(0.0, [0.0] * NUM_PROJECTIONS, 0)
+        done: set[str] = set()
+        for rank, line, region in shards:
+            if line.is_absent or region.key in done:
+                continue
+            done.add(region.key)
+            scale = self.coefficient(rank, line.step).value if line.kind == Kind.GRADIENT else 1.0
+            local = rank.read(line)
+            numbers = line.sketch if local is None else sketch(local, region)
+            added = [first + second / scale for first, second in zip(total.numbers, numbers, strict=True)]
+            total = Sketched(total.squares + line.squares / scale**2, added, total.numel + region.numel)
+        return total
+
+    def _compare(self, rank: RankRecord, line: Values, name: str, whole: Tensor) -> Entry:
+        region = self.places.known[rank.rank, line.name].region
+        local = self.read_actual(rank, line)
+        if local is None:
+            local = torch.zeros(region.local_shape, dtype=torch.float64)
+        difference = _measure(region.take(whole).reshape(region.local_shape), local)
+        return Entry(
+            line.step,
+            line.kind,
+            name,
+            region.key,
+            region.shape,
+            region.local_shape,
+            "absent" if line.is_absent else "compared",
+            line.bits,
+            difference,
+            region.global_index(int(difference.position)) if difference.max_error > 0 else (),
+        )
+
+
+def _measure(expected: Tensor, actual: Tensor) -> Difference:
+    return Difference.from_statistics(measure(expected, actual).tolist())
+
+
+def _estimate(expected: Sketched, actual: Sketched) -> Difference:
+    """Return the difference of two whole tensors: its square is the mean square of that of the projections."""
+    pairs = zip(expected.numbers, actual.numbers, strict=True)
+    error = sum((first - second) ** 2 for first, second in pairs) / NUM_PROJECTIONS
+    product = (expected.squares + actual.squares - error) / 2
+    num_nonfinite = 0.0 if math.isfinite(actual.squares) else 1.0
+    largest = math.sqrt(error)
+    return Difference(
+        actual.numel, expected.squares, actual.squares, product, error, largest, 0, 0.0, 0.0, num_nonfinite
+    )
+
+
+def _number(step: int, name: str, expected: float, actual: float) -> Entry:
+    difference = _measure(torch.tensor([expected]).double(), torch.tensor([actual]).double())
+    return Entry(step, Kind.GRADIENT_NORM, name, "0:1", (1,), (1,), "compared", hash(actual), difference)

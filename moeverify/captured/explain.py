@@ -1,0 +1,94 @@
+"""Causes of the first numeric difference between two runs, by the hypotheses of the diagnosis that need no rerun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.capture.read import RecordedRun
+from moeverify.captured.calls import calls_of
+from moeverify.captured.entries import Comparer
+from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.diagnosis import make_origins
+from moeverify.diagnose.engine import DiagnosedCause, explain_tensors
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import Key, RankShard, WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
+from moeverify.results.factor import Source
+from moeverify.results.finding import Finding
+from moeverify.results.observation import HiddenByRounding
+
+RANKS, MICRO_BATCHES = "ranks", "micro-batches"
+
+# The other causes need what a recording has not: the parts of a gradient, a second run, the dtypes of a recipe.
+_KNOWN = (
+    Cause.SCALE,
+    Cause.DETACHED,
+    Cause.MISSING_REDUCTION,
+    Cause.PERMUTATION,
+    Cause.DUPLICATE,
+    Cause.STALE,
+)
+
+
+def explain_gradients(comparer: Comparer, findings: Sequence[Finding], step: int) -> list[Finding]:
+    """Return the findings of gradients at a step with their causes, one origin for each cause first."""
+    tensors: dict[Key, WrongTensor] = {}
+    for finding in findings:
+        tensor = _make_tensor(comparer, (step, Kind.GRADIENT, finding.tensor))
+        if tensor is not None:
+            tensors[tensor.key] = tensor
+    if not tensors:
+        return list(findings)
+    inputs = DiagnosisInputs(tensors=tensors, axes=_make_axes(comparer.actual, step))
+    causes = [_keep_known(cause) for cause in explain_tensors(list(tensors.values()), inputs)]
+    unexplained = tuple(each for cause in causes if cause.explanation is None for each in cause.tensors)
+    causes = [cause for cause in causes if cause.explanation is not None]
+    if unexplained:
+        # The first in the order of the optimizer's parameters, which is nearly always that of the forward pass.
+        causes.append(DiagnosedCause(unexplained, None, unexplained[0]))
+    origins, explained = make_origins(causes, findings, inputs)
+    origins = [_drop_advice(origin) for origin in origins]
+    rest = [finding for finding in findings if (finding.check, finding.tensor, finding.step) not in explained]
+    return origins + [finding.model_copy(update={"follows": origins[0].tensor}) for finding in rest]
+
+
+def _drop_advice(finding: Finding) -> Finding:
+    """Return a finding without the advice to run its recipe in float64: a script has no recipe."""
+    left = tuple(seen for seen in finding.observations if not isinstance(seen, HiddenByRounding))
+    return finding.model_copy(update={"observations": left})
+
+
+def _keep_known(cause: DiagnosedCause) -> DiagnosedCause:
+    is_known = cause.explanation is None or cause.explanation.cause in _KNOWN
+    return cause if is_known else DiagnosedCause(cause.tensors, None, cause.subject)
+
+
+def _make_tensor(comparer: Comparer, key: Key) -> WrongTensor | None:
+    step, kind, name = key
+    whole = comparer.read_expected(*key)
+    if whole is None:
+        return None
+    shards: list[RankShard] = []
+    dtype = torch.float64
+    for rank in comparer.actual.ranks:
+        for (number, own), placed in comparer.places.known.items():
+            line = rank.values.get((step, kind, own)) if number == rank.rank else None
+            if line is None or placed.name != name:
+                continue
+            local = comparer.read_actual(rank, line)
+            if local is None and not line.is_absent:
+                return None
+            if line.dtype:
+                dtype = getattr(torch, line.dtype)
+            shards.append(RankShard(rank.rank, placed.region, local))
+    return WrongTensor(key, whole.to(torch.float64), tuple(shards), dtype)
+
+
+def _make_axes(run: RecordedRun, step: int) -> Axes:
+    """Return the ranks as one axis, and the integers that a wrong divisor may come from."""
+    num_backward = sum(call.name == "backward" for call in calls_of(run.ranks[0], step))
+    sources = [Source(name=RANKS, size=run.world_size), Source(name=MICRO_BATCHES, size=num_backward)]
+    return Axes({RANKS: [list(range(run.world_size))]}, sources)

@@ -1,0 +1,60 @@
+"""`moeverify compare`: two runs that `moeverify watch` has recorded, one of one device and one of many."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.arguments import Quiet
+from moeverify.cli.context import open_context
+from moeverify.cli.options import with_groups
+from moeverify.cli.outputs import Outputs
+from moeverify.cli.run import deliver
+
+
+@with_groups
+def compare(
+    *,
+    expected: Annotated[
+        Path, typer.Argument(metavar="RUN_A", help="The run to trust, of one device.", show_default=False)
+    ],
+    actual: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="The run of many ranks.", show_default=False)
+    ],
+    outputs: Outputs,
+    noise: Annotated[
+        Path | None,
+        typer.Option("--noise", metavar="RUN", help="RUN_A again with --nudge: how far rounding moves it."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep everything for report and diff.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two runs of a training script that `moeverify watch` has recorded.
+
+    First what must be equal (data, initial weights, optimizer options), then the first difference.
+    """
+    with open_context() as context:
+        from moeverify.capture.read import RecordedRun
+        from moeverify.captured.compare import compare_runs
+        from moeverify.results.run import RunResult
+
+        outputs = outputs.keeping(out)
+        outputs.check()
+        started, begun = datetime.now(UTC), time.monotonic()
+        runs = [RecordedRun.read(folder) for folder in (expected, actual)]
+        case = compare_runs(runs[0], runs[1], None if noise is None else RecordedRun.read(noise))
+        headers = [run.ranks[0].header for run in runs]
+        result = RunResult(
+            verdict="mismatch" if case.verdict == "mismatch" else "pass",
+            environment={"torch": " and ".join(dict.fromkeys(header.torch for header in headers))},
+            started=started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - begun,
+            cases=(case,),
+        )
+        raise typer.Exit(deliver(result, outputs, context, quiet=quiet))

@@ -1,0 +1,111 @@
+"""`moeverify watch`: a training script as it is, with what its optimizer gets and does recorded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.context import BAD_INPUT, open_context
+
+if TYPE_CHECKING:
+    from moeverify.capture.settings import Settings
+
+_MEBIBYTE = 2**20
+
+
+def watch(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND...", help="What starts the script, e.g. `torchrun ... train.py`."),
+    ],
+    *,
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
+    ],
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")
+    ] = "0-3",
+    limit: Annotated[
+        float,
+        typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors."),
+    ] = 64.0,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="RUN", help="Begin with the initial weights of this recorded run."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
+    ] = None,
+    nudge: Annotated[
+        int | None,
+        typer.Option(
+            "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
+        ),
+    ] = None,
+) -> None:
+    """Run a training script and record some of its steps, for `moeverify compare`.
+
+    Exits with the code of the script, whose output stays as it is.
+    """
+    with open_context() as context:
+        from moeverify.capture.command import run_command
+        from moeverify.capture.settings import RANK_FILE
+
+        settings = _make_settings(out, steps, limit, weights, seed, nudge)
+        code = run_command(command, settings)
+        num_ranks = len(list(out.glob(RANK_FILE.format(rank="*"))))
+        if num_ranks:
+            context.err.print(f"moeverify watch: {num_ranks} ranks recorded in {out}", soft_wrap=True)
+        else:
+            context.err.print(
+                "moeverify watch: nothing was recorded: no process has called a model and stepped an optimizer of "
+                "torch (an interpreter started with -I, -E or -S ignores PYTHONPATH)",
+                soft_wrap=True,
+            )
+        raise typer.Exit(code or (0 if num_ranks else BAD_INPUT))
+
+
+def _make_settings(
+    out: Path, steps: str, limit: float, weights: Path | None, seed: int | None, nudge: int | None
+) -> Settings:
+    """Return the settings.
+
+    Raises: CaseError with everything that is wrong with the options.
+    """
+    from moeverify.capture.settings import RANK_FILE, Settings
+    from moeverify.errors import CaseError, Problem
+    from moeverify.report.files import check_writable
+
+    problems: list[Problem] = []
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if match is None or last < first:
+        problems.append(Problem(f"`{steps}` is no range of steps", path="--steps", remedy="write 0-3, or 5"))
+    if any(out.glob(RANK_FILE.format(rank="*"))):
+        problems.append(
+            Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
+        )
+    if weights is not None and not any(weights.glob(RANK_FILE.format(rank="*"))):
+        problems.append(
+            Problem(
+                f"{weights} holds no recorded run",
+                path="--weights",
+                remedy="name a folder that `moeverify watch --out` made",
+            )
+        )
+    if problems:
+        raise CaseError(problems)
+    check_writable([], out)
+    return Settings(
+        out=out.resolve(),
+        first=first,
+        last=last,
+        limit=int(limit * _MEBIBYTE),
+        weights=None if weights is None else weights.resolve(),
+        seed=seed,
+        nudge=nudge,
+    )

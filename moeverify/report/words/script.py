@@ -1,0 +1,149 @@
+"""Sentences on what a comparison of two recorded scripts finds; `describe_facts` knows those of cases too."""
+
+from __future__ import annotations
+
+from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.words.check import Words, describe_facts
+from moeverify.report.words.factor import format_factor
+from moeverify.results.finding import Finding
+from moeverify.results.script import (
+    BatchFacts,
+    CallFacts,
+    CallRule,
+    MemberFacts,
+    NormFacts,
+    OptionFacts,
+)
+
+_MOST_NAMED = 3
+
+
+@describe_facts.register
+def _(facts: BatchFacts, finding: Finding) -> Words:
+    rows = format_count(facts.num_rows, "row")
+    evidence = f"of the {rows} of RUN_A's global batch, {facts.num_missing} were not seen"
+    if facts.num_other:
+        cause = f"{format_ranks(facts.ranks)} saw other rows than RUN_A"
+        evidence += f"; {facts.num_other} rows are not in it"
+    elif facts.repeated:
+        cause = f"{format_ranks(facts.repeated)} saw the same rows, and nobody saw the others"
+    elif facts.num_repeated:
+        cause = f"rows were seen more often than in RUN_A, by {format_ranks(facts.ranks)}"
+        evidence += f", and {facts.num_repeated} once too often"
+    else:
+        cause = "rows of RUN_A's global batch were not seen by any rank"
+    return Words(cause, "data", (evidence,))
+
+
+@describe_facts.register
+def _(facts: MemberFacts, finding: Finding) -> Words:
+    count = 1 + len(facts.others)
+    named = ", ".join((finding.tensor, *facts.others[: _MOST_NAMED - 1]))
+    more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+    evidence = (f"{format_count(count, 'parameter')}: {named}{more}",)
+    if facts.which == "missing":
+        return Words("no optimizer has these parameters, so they are never updated", "optimizer", evidence)
+    if facts.which == "unexpected":
+        return Words("RUN_A has no parameter of this name", "optimizer", evidence)
+    cause = (
+        "which part of RUN_A's tensor this is cannot be found: its initial values are none of those there; begin "
+        "both runs with the same weights (`--weights`)"
+    )
+    return Words(cause, "", evidence)
+
+
+@describe_facts.register
+def _(facts: OptionFacts, finding: Finding) -> Words:
+    count = format_count(facts.num_parameters, "parameter")
+    return Words(f"the optimizer has another {facts.option} for {count}", "optimizer options")
+
+
+@describe_facts.register
+def _(facts: CallFacts, finding: Finding) -> Words:
+    where = facts.site
+    if facts.rule is CallRule.DISCARDED:
+        times = "once" if facts.actual == 1 else f"{facts.actual} times"
+        cause = (
+            f"zero_grad is called {times} between the backward passes of one optimizer step: the gradients of the "
+            "micro-batches before it are thrown away"
+        )
+        return Words(cause, where, (f"the first call discarded gradients of norm {facts.norm:.6g}",))
+    if facts.rule is CallRule.KEPT:
+        cause = "no zero_grad since the optimizer step before: its gradients are still there and are added to"
+    elif facts.rule is CallRule.EARLY_CLIP:
+        cause = "gradients are clipped before the last backward pass of the optimizer step, and not after it"
+    elif facts.rule is CallRule.SCHEDULER:
+        counts = [f"{number} times" if number != 1 else "once" for number in (facts.actual, facts.expected)]
+        cause = f"the scheduler steps {counts[0]} per optimizer step, in RUN_A {counts[1]}"
+    else:
+        cause = "gradients are clipped in one of the runs only"
+    return Words(cause, where)
+
+
+@describe_facts.register
+def _(facts: NormFacts, finding: Finding) -> Words:
+    ratio = f"the gradient norm behind it is {format_factor(facts.ratio)} times that of RUN_A"
+    tensors = format_count(facts.num_tensors, "tensor")
+    where = "gradient norm"
+    if facts.part == "unknown":
+        cause = (
+            f"the gradients match when the last backward pass ends, and are then multiplied by "
+            f"{format_factor(1 / facts.ratio)} of what RUN_A multiplies them by: a norm, a clip or a divisor that "
+            "is applied after it"
+        )
+        return Words(cause, "between the last backward pass and the optimizer step")
+    if facts.part == "local":
+        cause = (
+            f"the gradients match, and their norm counts only this rank's part of {tensors} that are sharded"
+        )
+    else:
+        kind = "that every rank has whole" if facts.part == "replicated" else "that are sharded"
+        times = "leaves out" if facts.times == 0 else f"counts {format_factor(facts.times)} times"
+        cause = f"the gradients match, and their norm {times} {tensors} {kind}"
+    return Words(cause, where, (f"{ratio}; this gives it to {facts.residual:.1g}",))
+
+
+def describe_note(about: str, run: str, text: str, rank: int) -> str:
+    """Return what a run has noted of itself, `dropout` or `stopped`."""
+    if about == "dropout":
+        return (
+            f"{run} has dropout in {text}: two runs draw different masks; set p to 0 in both to compare them"
+        )
+    return f"{run}: recording stopped on rank {rank} ({text}); what was complete before is compared"
+
+
+def describe_early_end(run: str, last: int, wanted: int) -> str:
+    """Return that a run has fewer steps than were to be recorded."""
+    return f"{run} ended after step {last} of the steps up to {wanted}; the steps that both runs have are compared"
+
+
+def describe_scope() -> str:
+    """Return what a comparison of two recordings does not look at."""
+    return (
+        "not compared: activations, routing, buffers, and the optimizer's state but for the updates it makes"
+    )
+
+
+def describe_bounds() -> str:
+    """Return that nothing was measured for the bounds."""
+    return (
+        "bounds come from the dtype; a run of one device with --nudge 1, given as --noise, measures them and sees "
+        "smaller differences"
+    )
+
+
+def describe_uncompared(number: int) -> str:
+    """Return that some tensors were compared in no way."""
+    return (
+        f"{format_count(number, 'tensor')} could not be compared: one of the runs has kept no values of them"
+    )
+
+
+__all__ = [
+    "describe_bounds",
+    "describe_early_end",
+    "describe_facts",
+    "describe_note",
+    "describe_scope",
+    "describe_uncompared",
+]

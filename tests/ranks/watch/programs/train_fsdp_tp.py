@@ -1,0 +1,105 @@
+"""A training script with a loop of its own: FSDP2 over one mesh axis and tensor parallelism over the other.
+
+It knows nothing of moeverify. Without torchrun it trains the same global batches on one device. `--bug` plants one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+VOCABULARY, WIDTH, HIDDEN = 64, 32, 48
+ROWS, LENGTH, MICRO_BATCHES, MAX_NORM = 8, 16, 4, 0.1
+
+
+class Block(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallelize(model: nn.Module, tp: int):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return mesh
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--bug", default="")
+    arguments.add_argument("--steps", type=int, default=2)
+    arguments.add_argument("--tp", type=int, default=2)
+    options = arguments.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    bug = options.bug if world > 1 else ""
+    torch.manual_seed(5)
+    model = Model()
+    data_rank, data_ranks = 0, 1
+    if world > 1:
+        dist.init_process_group("gloo")
+        mesh = parallelize(model, options.tp)
+        data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(7)
+    for _ in range(options.steps):
+        batch = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=data)
+        share = ROWS // data_ranks
+        first = 0 if bug == "data" else data_rank * share
+        optimizer.zero_grad()
+        for part in batch[first : first + share].chunk(MICRO_BATCHES):
+            if bug == "zero-grad":
+                optimizer.zero_grad()
+            logits = model(input_ids=part[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            (loss if bug == "divisor" else loss / MICRO_BATCHES).backward()
+        if bug == "local-norm":
+            grads = [p.grad.to_local() for p in model.parameters()]
+            norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+            for g in grads:
+                g.mul_(min(1.0, MAX_NORM / float(norm)))
+        elif bug != "no-clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A script that knows nothing of moeverify, recorded on one device and on two ranks, and compared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moeverify.capture.read import RecordedRun
+from moeverify.captured.compare import compare_runs
+from moeverify.results.cause import Cause
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult
+from moeverify.results.script import CallRule, ScriptCheck
+
+PROGRAMS = Path(__file__).parent / "programs"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+
+def watch(out: Path, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "moeverify", "watch", "--steps", "0-1", "--out", str(out), *options, "--"]
+    return subprocess.run([*words, *command], capture_output=True, text=True, check=False)
+
+
+class Recordings:
+    """The runs of one program, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cache  # noqa: B019 - lives as long as the module's fixture
+    def one(self, name: str, *options: str) -> RecordedRun:
+        done = watch(
+            self.folder / name, sys.executable, str(PROGRAMS / "train_ep.py"), options=tuple(options)
+        )
+        assert done.returncode == 0, done.stderr
+        return RecordedRun.read(self.folder / name)
+
+    def many(self, bug: str) -> RecordedRun:
+        out = self.folder / (bug or "clean")
+        done = watch(out, *TORCHRUN, str(PROGRAMS / "train_ep.py"), "--bug", bug)
+        assert done.returncode == 0, done.stderr
+        return RecordedRun.read(out)
+
+    def compare(self, bug: str) -> CaseResult:
+        return compare_runs(self.one("one"), self.many(bug))
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
+    return Recordings(tmp_path_factory.mktemp("runs"))
+
+
+def origins(result: CaseResult) -> list[Finding]:
+    return [finding for finding in result.findings if not finding.follows]
+
+
+def test_a_right_script_passes_with_measured_bounds_and_without(recordings: Recordings) -> None:
+    expected, actual = recordings.one("one"), recordings.many("")
+    for noise in (None, recordings.one("nudged", "--nudge", "1")):
+        result = compare_runs(expected, actual, noise)
+        assert result.verdict == "pass"
+        assert {check.name for check in result.checks if check.tensors} >= {"batch", "gradient", "update"}
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "about"),
+    [
+        ("zero-grad", ScriptCheck.CALLS, CallRule.DISCARDED),
+        ("no-zero", ScriptCheck.CALLS, CallRule.KEPT),
+        ("scheduler", ScriptCheck.CALLS, CallRule.SCHEDULER),
+        ("data", ScriptCheck.BATCH, "input 0"),
+        ("forgotten", ScriptCheck.PARAMETERS, "blocks.0.experts.down"),
+    ],
+)
+def test_what_must_be_equal_is_reported_before_any_tensor(
+    recordings: Recordings, bug: str, check: str, about: str
+) -> None:
+    result = recordings.compare(bug)
+    assert result.verdict == "mismatch"
+    assert (origins(result)[0].check, origins(result)[0].tensor) == (check, about)
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause", "source"),
+    [
+        ("experts", Cause.SCALE, "ranks"),
+        ("divisor", Cause.SCALE, "micro-batches"),
+        ("router", Cause.MISSING_REDUCTION, "ranks"),
+        ("alike", Cause.DUPLICATE, None),
+    ],
+)
+def test_a_wrong_gradient_or_initial_value_has_its_cause(
+    recordings: Recordings, bug: str, cause: Cause, source: str | None
+) -> None:
+    (origin,) = origins(recordings.compare(bug))
+    assert origin.explanation is not None
+    assert origin.explanation.cause is cause
+    assert {name for product in origin.explanation.candidates for name in product.sources} == (
+        {source} if source else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("bug", "part", "times"), [("norm-twice", "replicated", 2.0), ("local-norm", "local", 1.0)]
+)
+def test_a_wrong_norm_is_told_from_wrong_gradients(
+    recordings: Recordings, bug: str, part: str, times: float
+) -> None:
+    (origin,) = origins(recordings.compare(bug))
+    assert origin.check == "gradient norm"
+    assert origin.facts is not None
+    assert origin.facts.about == "norm"
+    assert (origin.facts.part, origin.facts.times) == (part, times)
+
+
+def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Recordings) -> None:
+    (origin,) = origins(recordings.compare("combine"))
+    assert origin.check == "gradient"
+    assert origin.explanation is None
+    assert origin.unexplained
+
+
+def test_a_run_that_dies_keeps_its_exit_code_its_output_and_its_steps(recordings: Recordings) -> None:
+    out = recordings.folder / "dead"
+    program = str(PROGRAMS / "train_ep.py")
+    done = watch(out, sys.executable, program, "--die-at", "1", "--steps", "3")
+    assert done.returncode == 1
+    assert done.stdout.startswith("step 0 loss ")
+    assert "the script died on purpose" in done.stderr
+    result = compare_runs(recordings.one("one"), RecordedRun.read(out))
+    assert result.verdict == "pass"
+    assert any("ended after step 0" in note for note in result.notes)
+
+
+def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    assert (
+        watch(tmp_path / "out", sys.executable, str(PROGRAMS / "train_ep.py"), "--exit", "7").returncode == 7
+    )
