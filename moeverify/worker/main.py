@@ -30,6 +30,7 @@ from moeverify.jobs import (
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
+from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import import_path, resolve
 from moeverify.worker.golden import find_folder, make_goldens, read_error
@@ -93,7 +94,8 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
     try:
         if context.local_rank == 0 and not is_stored(folder):
             # A node that does not share the cache.
-            make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
+            with single_rank_world(context.device):
+                make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
         for target, path in _list_targets(job):
             resolve(target, path)
         if job.fault is not None:
