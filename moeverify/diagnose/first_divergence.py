@@ -184,7 +184,9 @@ def _gather(
     """Return what all ranks read of one end of a module, over the global batch; None where none read it."""
     expected = golden.local.to(torch.float64)
     if tuple(expected.shape[:2]) != _global_batch(by_rank):
-        return None  # rotary embeddings (1, S, D), say: one row for all rows, which is no micro-batch of one row
+        return (
+            None  # rotary embeddings (1, S, D), say: one row for all rows, which is no micro-batch of one row
+        )
     shards: list[RankShard] = []
     for rank, read in enumerate(by_rank):
         for reading in read.readings:

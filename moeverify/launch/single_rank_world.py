@@ -32,7 +32,11 @@ def single_rank_world(device: torch.device) -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # By a name of its own: those that torch counts are taken by the groups of the job.
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, group_name="single_rank_world"
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # torch exports it without saying so
+            rank=0,
+            world_size=1,
+            group_name="single_rank_world",
         )
         inner = dist.group.WORLD
         try:

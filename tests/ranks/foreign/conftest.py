@@ -59,8 +59,8 @@ SMALL = "factory: 'own_models:make', vocab_size: 32"
 FSDP = "dp_shard: 2"
 WIDE = "in_float32: ['layers.*.norm', 'layers.*.router']"
 
-# Each: (model, layout). The recipe is the same otherwise.
-CASES = {
+# Each: (model, layout, further checks). The recipe is the same otherwise.
+CASES: dict[str, tuple[str, ...]] = {
     "plain": (SMALL, FSDP),
     "fsdp1": (
         f"{SMALL}, loss: 'own_models:sum_unless_fsdp2'",
@@ -80,6 +80,23 @@ CASES = {
     "no-parallelize": (SMALL, f"{FSDP}, parallelize: 'own_models:shard'"),
     "finish": (SMALL, f"{FSDP}, parallelize: 'own_models:halve_at_the_end'"),
     "nothing": (SMALL, f"{FSDP}, parallelize: 'own_models:return_nothing'"),
+    "group-factory": ("factory: 'own_models:make_in_group', vocab_size: 32", FSDP),
+    "group-factory-wrong": (
+        "factory: 'own_models:make_in_group', vocab_size: 32",
+        f"{FSDP}, parallelize: 'own_models:halve_at_the_end'",
+    ),
+    "own-expert": (
+        "factory: 'own_models:Experts', vocab_size: 32",
+        "tp: 2, parallelize: 'own_models:keep_one_expert'",
+    ),
+    "rounded-expert": (
+        "factory: 'own_models:RoundedExperts', vocab_size: 32",
+        "tp: 2, parallelize: 'own_models:keep_one_rounded_expert'",
+    ),
+    "unused": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'"),
+    "unused-declared": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'", "allow_replicated: [tp]"),
+    "no-gradients": (SMALL, f"{FSDP}, parallelize: 'own_models:keep_own_gradients'"),
+    "engine": (SMALL, f"{FSDP}, parallelize: 'own_models:main_gradients'"),
     "reference": ("preset: tiny-mixtral-8x7b", f"{FSDP}, parallelize: 'own_models:shard_blocks'"),
     "reference-forgotten": ("preset: tiny-gpt", f"{FSDP}, parallelize: 'own_models:forget_to_shard'"),
 }
@@ -91,10 +108,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("own")
     for program in PROGRAMS.glob("*.py"):
         (folder / program.name).write_text(program.read_text())
-    for name, (model, layout) in CASES.items():
+    for name, (model, layout, *more) in CASES.items():
+        checks = ", ".join(["repeat: never", "timeout: 60.0", *more])
         (folder / f"{name}.yaml").write_text(
             f"recipe:\n  name: {name}\n  model: {{{model}}}\n  data: {{batch: 4, seq_len: 8, min_valid: 0.5}}\n"
-            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{repeat: never, timeout: 60.0}}\n"
+            f"  optimizer: {{name: sgd, lr: 0.1, clip_norm: 0.1}}\nlayout: {{{layout}}}\nchecks: {{{checks}}}\n"
         )
     return _run([folder], folder)
 
