@@ -18,7 +18,9 @@ def import_framework(name: str, *, least: str, path: str = "layout.parallelize")
         module = import_module(name)
     except ImportError as error:
         remedy = f'pip install "{name}>={least}" into the environment that runs moeverify'
-        raise CaseError([Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)]) from error
+        raise CaseError(
+            [Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)]
+        ) from error
     version = metadata.version(name)
     if _parse(version) < _parse(least):
         message = f"{name} {version} is installed; its parallelism has other arguments before {least}"

@@ -39,8 +39,8 @@ def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **conf
     """Return a causal language model of a family, with random weights and its attention in plain torch.
 
     `config` are the arguments of the family's configuration. `experts` is transformers' implementation of the
-    experts; `grouped_mm` computes in float32 and bfloat16 only. Norms of ones and biases of zero get random offsets of
-    the size `spread`, since constants hide what is swapped or missing.
+    experts; `grouped_mm` computes in float32 and bfloat16 only. Norms of ones and biases of zero get random offsets
+    of the size `spread`, since constants hide what is swapped or missing.
     """
     transformers = import_framework("transformers", least=LEAST, path="recipe.model.factory")
     known = transformers.CONFIG_MAPPING
@@ -51,7 +51,7 @@ def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **conf
     built = known[model_type](**config)
     built._experts_implementation = experts
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
-    model.config.use_cache = False
+    built.use_cache = False
     _offset_constants(model, spread)
     return model
 
@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
     Raises: CaseError for a model that is none of transformers, and for an argument that it does not have.
     """
     transformers = import_framework("transformers", least=LEAST)
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # it is exported lazily
 
     if not isinstance(model, transformers.PreTrainedModel):
         message = f"{type(model).__name__} is no model of transformers"
@@ -98,7 +98,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
             experts_implementation=model.config._experts_implementation,
             attn_implementation="eager",
         )
-    loaded.config.use_cache = False
     return loaded.train()
 
 

@@ -38,12 +38,12 @@ def verify(tmp_path: Path) -> Callable[..., Outcomes]:
     """Return a function that runs an example, `folder/name`, with overrides."""
 
     def do(example: str, *overrides: str) -> Outcomes:
-        return _run([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides)
+        return run_files([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides)
 
     return do
 
 
-def _run(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
+def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
     cases = load_cases(files, overrides=overrides)
     options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
     result = run_cases(cases, options, _ignore)
@@ -114,7 +114,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             f"recipe:\n  name: {name}\n  model: {{{model}}}\n  data: {{batch: 4, seq_len: 8, min_valid: 0.5}}\n"
             f"  optimizer: {{name: sgd, lr: 0.1, clip_norm: 0.1}}\nlayout: {{{layout}}}\nchecks: {{{checks}}}\n"
         )
-    return _run([folder], folder)
+    return run_files([folder], folder)
 
 
 # Each a layout of a model of `mixed_models`, which is divided in mixed precision.
@@ -149,11 +149,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             "  data: {batch: 8, seq_len: 8, min_valid: 0.5}\n  precision: mixed\n"
             f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0}}\n"
         )
-    return _run([folder], folder)
+    return run_files([folder], folder)
 
 
 @pytest.fixture(scope="session")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Return the outcomes of the examples that need two ranks."""
     files = [EXAMPLES / "my_gpt" / f"{name}.yaml" for name in ("ddp", "fsdp2", "tp")]
-    return _run([*files, EXAMPLES / "my_moe" / "ep.yaml"], tmp_path_factory.mktemp("examples"))
+    return run_files([*files, EXAMPLES / "my_moe" / "ep.yaml"], tmp_path_factory.mktemp("examples"))
