@@ -12,7 +12,7 @@ MEGABLOCKS ?= yes
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify test test-fast lint golden samples hooks megablocks try-megablocks clean
+.PHONY: verify test test-fast lint golden samples stacks hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # each set of packages goes into the same virtual environment
 
@@ -37,6 +37,9 @@ hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files
 
 samples: $(VENV)/installed try-megablocks ## Make the outputs and tables that README and docs show anew
 	$(BIN)/python docs/samples.py
+
+stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about an hour
+	$(BIN)/python benchmarks/stacks.py
 
 golden: $(VENV)/installed ## Record what is missing in golden/, refresh what has changed
 	$(BIN)/moeverify golden $(CASES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from moeverify.capture.recorder import Recorder
 
@@ -33,7 +34,7 @@ def install(recorder: Recorder) -> None:
         register_module_forward_hook(recorder.leave_module, always_call=True),
     )
     # A hook costs every module of every step about a microsecond: these go when the last step is recorded.
-    recorder.on_stop = lambda: [handle.remove() for handle in modules]
+    recorder.on_stop = functools.partial(_remove, modules)
     recorder.on_model = functools.partial(_wrap_late, recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
@@ -122,3 +123,8 @@ def _clip(recorder: Recorder, label: str) -> Callable[[Function], Function]:
         return clip
 
     return make
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -63,7 +63,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     for check in (*_TENSOR_CHECKS, Replicas()):
         # Replicas of gradients may be sums in another order; it is the weights that must stay equal.
         seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
-        outcome = check.judge(seen, ())
+        outcome = check.compare(seen)
         if outcome is not None:
             outcomes.append(outcome)
     findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])

@@ -45,7 +45,7 @@ def _parse(text: str, report: Report) -> Override | None:
         )
         return None
     known = [path for paths in index_fields().values() for path in paths]
-    if dotted not in known and not dotted.startswith("recipe.model.arguments."):
+    if dotted not in known and not dotted.startswith(("recipe.model.arguments.", "layout.arguments.")):
         remedy = _find_remedy(dotted, known)
         report(Problem("there is no such field", FILE, None, dotted, remedy))
         return None

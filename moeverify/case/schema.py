@@ -369,6 +369,9 @@ class Layout(Section):
         description="your own `parallelize(model, mesh)`, which returns the parallel model; it replaces all of "
         "the built-in parallelism",
     )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments that `parallelize` is called with, by name"
+    )
     in_float32: tuple[str, ...] = Field(
         default=(),
         description="modules, by names with `*`, that `parallelize` leaves in float32 under `precision: mixed`",
@@ -429,6 +432,9 @@ class Checks(Section):
     differs: CheckNames = Field(
         default=(),
         description="names of checks that must find something: the layout's code means something else",
+    )
+    allow_replicated: tuple[Literal["dp_replicate", "dp_shard", "cp", "tp"], ...] = Field(
+        default=(), description="axes of the mesh that `parallelize` leaves unused on purpose"
     )
     because: str = Field(default="", description="why they differ, for the report")
     timeout: Positive = Field(default=120.0, description="seconds that the case may take")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from moeverify.checks.base import Check, Compared, Outcome, make_outcome
+from moeverify.checks.base import Check, Compared, Outcome, Shown, make_outcome
+from moeverify.checks.golden_tensors import CHECKS as COMPARED
 from moeverify.compare.assembled import Assembled, Coordinates
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import ReplicaFacts
@@ -14,15 +15,26 @@ from moeverify.results.place import Place
 
 
 class Replicas(Check[Any]):
-    """Every kind of tensor, whatever its bound allows: replicas come from one computation or one collective."""
+    """Every kind of tensor, whatever its bound allows: replicas come from one computation or one collective.
+
+    Kinds whose own check a case skips are left out here too: whoever knows that a gradient norm is each rank's own
+    has said so once.
+    """
 
     name = CheckName.REPLICAS
 
-    def judge(self, shown: Compared, reports: Sequence[Any]) -> Outcome:
+    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
         """Return the verdict, with a finding for each tensor whose replicas differ; see `Check`."""
+        skipped = {kind for check in COMPARED if check.name in shown.case.checks.skip for kind in check.kinds}
+        return self.compare(shown, skipped)
+
+    def compare(self, shown: Compared, skipped: Collection[str] = ()) -> Outcome:
+        """Return the verdict on all kinds but those that are skipped."""
         findings: list[Finding] = []
         num_compared = 0
         for tensor in shown.tensors.values():
+            if tensor.key[1] in skipped:
+                continue
             by_region: dict[str, dict[int, list[int]]] = {}
             for rank, entry in tensor.shards:
                 if entry.difference.count:

@@ -3,33 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from moeverify.axes.claims import Claim, axis_claims
 from moeverify.axes.mesh import MeshPlan
-from moeverify.checks.base import Check, Outcome, Role, Shown, make_outcome
+from moeverify.checks.axis_use import Issued, count_issued, find_unused, list_uses
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.collectives.trace import CollectiveTrace
 from moeverify.layout.observer import INITIAL
 from moeverify.results.checks import CheckName
-from moeverify.results.facts import ShardingFacts
+from moeverify.results.facts import AxisUses, ShardingFacts
 from moeverify.results.finding import Finding
+from moeverify.train.program import Program
 
 
-class Sharding(Check[Any]):
+class _StepCollectives(Watch[Issued]):
+    """Counts the collectives of the training steps of the first run; setting up the model issues others."""
+
+    def __init__(self, trace: CollectiveTrace) -> None:
+        self._trace = trace
+        self._before: int | None = None
+        self._issued: Issued = {}
+
+    def begin_step(self, step: int) -> None:
+        """Count from the first step on."""
+        if self._before is None:
+            self._before = self._trace.num_collectives
+
+    def close(self) -> None:
+        """Keep what was issued: the same trace goes on with the runs after this one."""
+        if self._before is not None:
+            self._issued = count_issued(self._trace.since(self._before))
+
+    def report(self) -> Issued:
+        """Return what this rank has issued."""
+        return self._issued
+
+
+class Sharding(Check[Issued]):
     """What each axis claims to divide, against the regions that the ranks of its groups hold.
 
     A layout that silently replicates everything would pass every other check. A group none of whose ranks holds such
-    a tensor, as a pipeline stage without experts, is left out if another holds one.
+    a tensor, as a pipeline stage without experts, is left out if another holds one. What a user's own `parallelize`
+    divides is not ours to say: there every axis must be used for something (`moeverify.checks.axis_use`).
     """
 
     name = CheckName.SHARDING
     role = Role.ORIGIN
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def watch(self, run: RankRun, program: Program) -> Watch[Issued] | None:
+        """Return what counts collectives, under a user's own `parallelize`; see `Check`."""
+        return _StepCollectives(run.trace) if run.case.layout.parallelize is not None else None
+
+    def judge(self, shown: Shown, reports: Sequence[Issued]) -> Outcome | None:
         """Return the verdict, with a finding for each axis over which nothing differs; see `Check`."""
         if all(step != INITIAL for step, _, _ in shown.tensors):
             return None  # a run that begins with a load does not show what its layout begins with
         claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
-        return judge_claims(shown, claims)
+        outcome = judge_claims(shown, claims)
+        if shown.case.layout.parallelize is None:
+            return outcome
+        uses = list_uses(shown, reports)
+        findings = (*outcome.findings, *find_unused(shown, uses))
+        return make_outcome(CheckName.SHARDING, findings, len(claims) + len(uses), facts=AxisUses(axes=uses))
 
 
 def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:

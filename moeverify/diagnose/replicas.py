@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.axes import Groups
-from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.diagnose.wrong_tensor import EXACT, RankShard, WrongTensor
 from moeverify.results.factor import SAME, is_same
 from moeverify.results.trial import Reason
 

@@ -7,12 +7,13 @@ The indices are derived here, from the mesh coordinate and the meaning of each p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from moeverify.layout.region import Region
+from moeverify.layout.region import Indices, Region
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -51,39 +52,45 @@ def shard_region(
     Each sharded dim is split as `torch.chunk` splits: ceil(size / parts) a part, the last ones shorter or
     empty. Mesh axes that shard one dim split it one after the other, in the order of `sharding_order`.
     """
-    dims = [range(size) for size in shape]
-    for axis, dim in sharding_order(mesh_shape, placements, len(shape)):
-        whole = dims[dim]
-        step = -(
-            -len(whole) // mesh_shape[axis]
-        )  # rounded up, as torch.chunk does: the last shards may be empty
-        start = min(whole.start + step * coordinate[axis], whole.stop)
-        dims[dim] = range(start, min(start + step, whole.stop))
+    dims: list[Indices] = [range(size) for size in shape]
+    for axis, dim, num_blocks in sharding_order(mesh_shape, placements, len(shape)):
+        blocks = [_chunk(dims[dim], num_blocks, number) for number in range(num_blocks)]
+        parts = [_chunk(block, mesh_shape[axis], coordinate[axis]) for block in blocks]
+        dims[dim] = parts[0] if num_blocks == 1 else tuple(chain.from_iterable(parts))
     return Region.box(shape, dims)
+
+
+def _chunk(indices: Indices, num_parts: int, number: int) -> Indices:
+    """Return one part of indices as torch.chunk cuts them."""
+    step = -(-len(indices) // num_parts)  # rounded up: the last parts may be empty
+    return indices[min(step * number, len(indices)) : min(step * (number + 1), len(indices))]
 
 
 def sharding_order(
     mesh_shape: Sequence[int], placements: Sequence[Placement], num_dims: int
-) -> list[tuple[int, int]]:
-    """Return (mesh axis, tensor dim) in the order in which the shards are cut.
+) -> list[tuple[int, int, int]]:
+    """Return (mesh axis, tensor dim, blocks) in the order in which the shards are cut.
 
-    A plain `Shard` is cut after the shards of the axes before it. A strided shard (what FSDP2 makes of a
-    tensor that is already sharded on the same dim by a later axis) with `split_factor` f is cut after the
-    following axes whose sizes multiply to f.
+    A plain `Shard` is cut after the shards of the axes before it. A strided shard with `split_factor` f is cut
+    within each of f blocks. Where these are the shards of the following axes on the same dim (what FSDP2 makes of
+    a tensor that is sharded already), it is cut after them, which is the same also for uneven sizes. What is left of
+    the factor are blocks of the tensor itself: packed projections such as gate and up (2 * hidden, n), of which
+    each rank has a part of the gate and a part of the up projection.
     """
     # From the last axis to the first: each is put before the later ones, or behind as many as its factor says.
-    order: list[tuple[int, int]] = []
+    order: list[tuple[int, int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
         if not isinstance(placement, Shard | _StridedShard):
             continue
         dim = placement.dim % num_dims
-        behind = getattr(placement, "split_factor", 1)
+        behind = int(getattr(placement, "split_factor", 1))
         position = 0
-        while behind > 1 and position < len(order):
-            later_axis, later_dim = order[position]
-            if later_dim == dim:
-                behind //= mesh_shape[later_axis]
-            position += 1
-        order.insert(position, (axis, dim))
+        for number, (later_axis, later_dim, _) in enumerate(order):
+            size = mesh_shape[later_axis]
+            if behind == 1 or (later_dim == dim and behind % size):
+                break  # the next axis did not make these blocks
+            behind //= size if later_dim == dim else 1
+            position = number + 1
+        order.insert(position, (axis, dim, behind))
     return order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from moeverify.golden.noise import EPSILON, noise_key
 from moeverify.golden.store import StoredGolden
 from moeverify.hashing import hash_counter, key_of
 from moeverify.layout.observer import INITIAL
+from moeverify.recording.narrow_rounding import MovedRoundings
 from moeverify.recording.update_noise import GradientNoise, is_adaptive, propagate
 from moeverify.results.checks import ZERO_KINDS
 from moeverify.train.assemble import assemble_single
@@ -54,7 +56,8 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
 
     The plain one where the precision is not that of the golden; rows in another order; rows in other
     micro-batches; and initial weights off by one unit in the last place. Layouts change the same three things: in
-    which order sums are taken, how much of the batch is in one product, and with which rounding a value arrives.
+    which order sums are taken, how much of the batch is in one product, and with which rounding a value arrives. A
+    user's model in float64 may round to a narrower dtype inside, so there it is trained with other roundings too.
     """
     if recipe.precision != "float64":
         yield assemble_single(recipe, device)
@@ -69,6 +72,10 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     nudged = assemble_single(recipe, device)
     _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
     yield nudged
+    if recipe.precision == "float64" and recipe.model.functions:
+        moved = assemble_single(recipe, device)
+        moved.loss_context = partial(MovedRoundings, recipe.seed)
+        yield moved
 
 
 def can_accumulate(recipe: Recipe) -> bool:

@@ -46,11 +46,15 @@ class CoverageFacts(Record):
 
 
 class ShardingFacts(Record):
-    """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters."""
+    """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters.
+
+    `is_unused` says that it is an axis of a user's `parallelize`, over which no collective ran either.
+    """
 
     about: Literal["sharding"] = "sharding"
     axis: str
     part: Literal["all", "experts", "others"] = "all"
+    is_unused: bool = False
 
 
 class Use(StrEnum):
@@ -157,4 +161,28 @@ class Dtypes(Record):
     first_unseen: str = ""
 
 
-CheckFacts = Annotated[NumCollectives | Dtypes, Field(discriminator="about")]
+class AxisUse(Record):
+    """What a user's `parallelize` does with an axis: how many parameters it divides in each of its groups.
+
+    `collectives` are those that a rank issued over it in the training steps, by operation.
+    """
+
+    axis: str
+    num_divided: int
+    num_parameters: int
+    collectives: dict[str, int]
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the axis divides something, or anything is sent over it."""
+        return self.num_divided > 0 or bool(self.collectives)
+
+
+class AxisUses(Record):
+    """What a user's `parallelize` does with each axis of more than one rank."""
+
+    about: Literal["axis uses"] = "axis uses"
+    axes: tuple[AxisUse, ...]
+
+
+CheckFacts = Annotated[NumCollectives | Dtypes | AxisUses, Field(discriminator="about")]

@@ -27,7 +27,9 @@ from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
 from moeverify.seams import seam
+from moeverify.train.clipping import are_plain_tensors_everywhere, count_regions_once
 from moeverify.train.data import Share, whole_share
+from moeverify.train.engine import PlainEngine
 from moeverify.train.objective import Sums
 from moeverify.train.parallelize_custom import ParallelizedCustomModel, parallelize_custom
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
@@ -108,8 +110,9 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
     subject = subject_of(recipe)
     whole = subject.build(device, dtype_of(recipe.precision), experts=layout.experts)
     fill_initial(recipe, whole)
+    values = {} if layout.parallelize is None else _copy_values(whole)
     done = parallelize_custom(whole, layout, meshes, device, compute_dtype_of(recipe.precision))
-    shards = parameters(done.model)
+    shards = parameters(done.model) if layout.parallelize is None else done.list_shards(values)
     flat = keeps_flat_shards(done.model)
     return Program(
         subject=subject,
@@ -127,8 +130,21 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
         finalize=partial(_finalize, done, shards),
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
+        counted_regions=None if flat else _count_regions(done, shards),
         engine=done.engine,
     )
+
+
+def _copy_values(whole: nn.Module) -> dict[str, Tensor]:
+    """Return the initial values of all parameters: what parallelizes a model may do so in place."""
+    return {shard.name: shard.local().clone() for shard in parameters(whole)}
+
+
+def _count_regions(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> frozenset[str] | None:
+    """Return which parameters this rank counts in the norm; None where torch's own norm over meshes is right."""
+    if isinstance(done.engine, PlainEngine) and are_plain_tensors_everywhere(shards):
+        return None
+    return count_regions_once(shards)
 
 
 def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> None:

@@ -21,7 +21,6 @@ from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
-from moeverify.train.clipping import gradient_norm
 from moeverify.train.data import Batch, Share
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import count_valid
@@ -147,9 +146,7 @@ def _observe_results(
 @seam
 def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
     """Scale the gradients by the recipe's clip; show the gradient norm and the coefficient to the observer."""
-    norm = program.engine.norm()
-    if norm is None:
-        norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)
+    norm = program.measure_norm()
     observer.observe(step, Kind.GRADIENT_NORM, "total", norm, SCALAR)
     if recipe.optimizer.clip_norm is not None:
         coefficient = program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)

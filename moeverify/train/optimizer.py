@@ -22,7 +22,8 @@ def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: 
     A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
     """
     by_kind: dict[tuple[bool, bool], list[Tensor]] = {}
-    for shard in shards:
+    # Several logical parameters may be fused in one tensor.
+    for shard in {id(shard.tensor): shard for shard in shards}.values():
         is_matrix = len(shard.region.shape) > 1
         by_kind.setdefault((is_matrix, isinstance(shard.tensor, DTensor)), []).append(shard.tensor)
     groups = [

@@ -5,15 +5,20 @@ It is given any model: a user's, or the reference model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moeverify.case.schema import Layout
 from moeverify.errors import CaseError, Problem
+from moeverify.layout.by_value import Unplaced, place_by_value
+from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.region import Region
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.wrapper import apply_wrapper
 from moeverify.train.engine import Engine, PlainEngine
@@ -24,11 +29,60 @@ MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelizedCustomModel:
-    """A parallel model, what completes its gradients after the last backward pass, and what carries out its steps."""
+    """A parallel model, what completes its gradients after the last backward pass, and what carries out its steps.
+
+    A function that parallelizes may return one of these. `names` says which logical parameter a plain tensor belongs
+    to and `regions` which part of it it is, both by the local name. What they leave out, and what has no logical
+    parameter's name and shape, is found by its initial values; with `numbers_locally` every plain tensor is, since
+    names such as `experts.0` mean another expert on each rank.
+    """
 
     model: nn.Module
     finalize: Callable[[], object] | None = None
     engine: Engine = field(default_factory=PlainEngine)
+    names: Mapping[str, str] = field(default_factory=dict)
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    numbers_locally: bool = False
+
+    def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
+        """Return this rank's shards of the parameters; `whole` are the initial values of all of them, by name.
+
+        Raises: CaseError where values do not say which parameter a tensor is.
+        """
+        shards: list[LocalShard] = []
+        unplaced: list[Unplaced] = []
+        for shard in parameters(self.model):
+            if not self._is_searched(shard, whole):
+                shards.append(shard)
+                continue
+            local = {shard.name: shard.tensor}
+            found, failed = place_by_value(local, whole, names=self.names, regions=self.regions)
+            # Values that stand nowhere are compared under the name that they have: the golden has no such tensor.
+            shards += found or [shard]
+            unplaced += [each for each in failed if each.candidates]
+        if unplaced:
+            raise CaseError([_describe_unplaced(each) for each in unplaced])
+        return shards
+
+    def _is_searched(self, shard: LocalShard, whole: Mapping[str, Tensor]) -> bool:
+        if isinstance(shard.tensor, DTensor) or shard.region.flat is not None:
+            return False
+        known = whole.get(shard.name)
+        declared = shard.name in self.names or shard.name in self.regions
+        return declared or self.numbers_locally or known is None or known.shape != shard.region.shape
+
+
+def _describe_unplaced(tensor: Unplaced) -> Problem:
+    some = ", ".join(tensor.candidates[:3]) + (", ..." if len(tensor.candidates) > 3 else "")
+    message = (
+        f"`{tensor.name}` of shape {tensor.shape} on this rank may be a part of {len(tensor.candidates)} "
+        f"parameters of the whole model, or several parts of one: its initial values stand in {some}"
+    )
+    remedy = (
+        "return ParallelizedCustomModel(model, names={local name: name}, regions={local name: Region}), or give the "
+        "parameters initial values that differ"
+    )
+    return Problem(message, path="layout.parallelize", remedy=remedy)
 
 
 def parallelize_custom(
@@ -36,9 +90,10 @@ def parallelize_custom(
 ) -> ParallelizedCustomModel:
     """Return the model under the layout: by the user's function where there is one, else by torch's wrapper.
 
-    The function is called as `parallelize(model, mesh)` with the mesh of `MESH_AXES`, and returns the parallel
-    model, or a pair of it and a function without arguments that completes the gradients of a step. The
-    gradients must then be averaged over the ranks that see other tokens, as DDP and FSDP do. For example:
+    The function is called as `parallelize(model, mesh, **arguments)` with the mesh of `MESH_AXES`, and returns the
+    parallel model, or a pair of it and a function without arguments that completes the gradients of a step, or a pair
+    of it and an engine (`moeverify.train.engine.Engine`) that carries out the steps, or a `ParallelizedCustomModel`.
+    The gradients must then be averaged over the ranks that see other tokens, as DDP and FSDP do. For example:
 
         def parallelize(model, mesh):
             for block in model.blocks:
@@ -53,10 +108,21 @@ def parallelize_custom(
         return ParallelizedCustomModel(apply_wrapper(model, layout, meshes, device, compute))
     function = resolve(layout.parallelize, "layout.parallelize")
     mesh: DeviceMesh = meshes.data[MESH_AXES]
-    returned = function(model, mesh)
-    parallel, finalize = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if not isinstance(parallel, nn.Module) or not (finalize is None or callable(finalize)):
-        message = f"`{layout.parallelize}` returned {type(returned).__name__} and not a module"
-        remedy = "return the parallel model, or (model, function that completes the gradients)"
-        raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
-    return ParallelizedCustomModel(parallel, finalize)
+    returned = function(model, mesh, **layout.arguments)
+    if isinstance(returned, ParallelizedCustomModel):
+        return returned
+    parallel, second = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if isinstance(parallel, nn.Module):
+        if second is not None and _is_engine(second):
+            return ParallelizedCustomModel(parallel, engine=second)
+        if second is None or callable(second):
+            return ParallelizedCustomModel(parallel, second)
+    message = f"`{layout.parallelize}` returned {type(returned).__name__} and not a module"
+    remedy = "return the parallel model, (model, function that completes the gradients), or (model, engine)"
+    raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
+
+
+def _is_engine(value: object) -> TypeGuard[Engine]:
+    """Return whether a value has the methods of an engine."""
+    methods = [name for name in vars(Engine) if not name.startswith("_")]
+    return all(callable(getattr(value, name, None)) for name in methods)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +14,7 @@ from moeverify.case.schema import Recipe
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.parallel.pipeline import Pipeline
-from moeverify.train.clipping import SumOverShards
+from moeverify.train.clipping import SumOverShards, gradient_norm, norm_of_regions
 from moeverify.train.data import Batch, Share
 from moeverify.train.engine import Engine, PlainEngine
 from moeverify.train.objective import Losses, Normalizers, Sums
@@ -48,7 +48,8 @@ class Program:
     the gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part
     of balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their
     place. `counted` are the shards whose gradients make the norm, where that is not all of them: two stages may hold
-    one tensor. The defaults are those of a single device.
+    one tensor. `counted_regions` names the parameters that this rank counts where neither meshes nor wrappers say
+    how often a value is there. The defaults are those of a single device.
     """
 
     subject: Subject
@@ -69,6 +70,7 @@ class Program:
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
     sum_over_stages: SumOverShards | None = None
     counted: Sequence[LocalShard] | None = None
+    counted_regions: Collection[str] | None = None
     pipeline: Pipeline | None = None
     engine: Engine = field(default_factory=PlainEngine)
 
@@ -76,6 +78,18 @@ class Program:
     def in_norm(self) -> Sequence[LocalShard]:
         """Return the shards whose gradients make the gradient norm."""
         return self.shards if self.counted is None else self.counted
+
+    def measure_norm(self) -> Tensor:
+        """Return the norm of all gradients together, (): the engine's own, or else that of what it keeps.
+
+        Collective: all ranks of the layout.
+        """
+        norm = self.engine.norm()
+        if norm is not None:
+            return norm
+        if self.counted_regions is not None:
+            return norm_of_regions(self.engine, self.shards, self.counted_regions)
+        return gradient_norm(self.in_norm, self.sum_over_shards, self.sum_over_stages)
 
 
 @dataclass

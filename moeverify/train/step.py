@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.case.schema import Recipe
-from moeverify.train.clipping import gradient_norm
 from moeverify.train.data import Batch
 from moeverify.train.loop import run_micro_batches
 from moeverify.train.objective import count_valid
@@ -20,8 +19,6 @@ def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> Non
         pass  # what it saw of each micro-batch
     program.finalize()
     if recipe.optimizer.clip_norm is not None:
-        norm = program.engine.norm()
-        if norm is None:
-            norm = gradient_norm(program.in_norm, program.sum_over_shards, program.sum_over_stages)
+        norm = program.measure_norm()
         program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)
     program.engine.step()

@@ -18,6 +18,7 @@ from moeverify.golden.store import StoredGolden, is_stored, sweep_unfinished
 from moeverify.jobs import GoldenJob, GoldenOrder, GoldenResult, GoldenSummary, Refusal
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.runner import RankContext
+from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.layout.observer import INITIAL
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import describe_error, import_path
@@ -32,7 +33,7 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
             sweep_unfinished(cache)
     for number in range(context.rank, len(job.orders), context.world_size):
         order = job.orders[number]
-        with import_path(order.search_path):
+        with import_path(order.search_path), single_rank_world(context.device):
             answer = _make_one(order, find_folder(order.folder, context.device), context.device)
         context.store.set(f"golden {number}", answer.model_dump_json())
     if context.rank != 0:

@@ -27,6 +27,7 @@ from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInput
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
+from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
@@ -92,7 +93,13 @@ def explain_findings(
     case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
     """Return the findings with their causes, on rank 0 alone; without causes where the diagnosis fails."""
-    return keep_verdict(judgement.findings, lambda: _explain(case, golden, judgement, evidence, device))
+
+    def explain() -> list[Finding]:
+        # What one device computes is asked for here, of a user's factory too: it must not find the job's ranks.
+        with single_rank_world(device):
+            return _explain(case, golden, judgement, evidence, device)
+
+    return keep_verdict(judgement.findings, explain)
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:

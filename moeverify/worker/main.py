@@ -30,6 +30,7 @@ from moeverify.jobs import (
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
+from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import import_path, resolve
 from moeverify.worker.golden import find_damage, find_folder, make_goldens, read_error
@@ -94,7 +95,8 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
         # A node that does not share the cache of rank 0, which has looked at its own before the first case.
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
-            make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
+            with single_rank_world(context.device):
+                make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
         for target, path in _list_targets(job):
             resolve(target, path)
         if job.fault is not None:

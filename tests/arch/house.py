@@ -26,6 +26,7 @@ FLOORS: Mapping[str, int] = {
     "launch": 6,
     "validation": 5,
     "faults": 5,
+    "stacks": 5,
     "collectives": 5,
     "train": 4,
     "weights": 4,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from moeverify.report.numbers import format_count
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import (
+    AxisUse,
+    AxisUses,
     BitFacts,
     CollectiveFacts,
     ComparedFacts,
@@ -51,10 +53,17 @@ def word_check(result: CheckResult) -> CheckResult:
     note, unseen = _NOTES.get(result.name, ""), ""
     if isinstance(result.facts, NumCollectives):
         note = f"up to {result.facts.most} collectives of a rank"
+    elif isinstance(result.facts, AxisUses):
+        note = "; ".join(map(_describe_use, result.facts.axes))
     elif isinstance(result.facts, Dtypes):
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
     return result.model_copy(update={"note": note, "unseen": unseen})
+
+
+def _describe_use(use: AxisUse) -> str:
+    sent = ", ".join(f"{number} {op}" for op, number in use.collectives.items()) or "no collectives"
+    return f"{use.axis} divides {use.num_divided} of {use.num_parameters} parameters, {sent}"
 
 
 class Words(NamedTuple):
@@ -106,6 +115,15 @@ def _(facts: CoverageFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: ShardingFacts, finding: Finding) -> Words:
+    if facts.is_unused:
+        return Words(
+            f"no parameter is divided over {facts.axis}, and no collective of the model ran over it",
+            "",
+            (
+                "every rank of the axis computes the same: look at the sizes that `parallelize` passes on",
+                f"if that is meant, declare it by checks.allow_replicated: [{facts.axis}]",
+            ),
+        )
     what = f"{finding.kind}{_PARTS[facts.part]}"
     return Words(f"no {what} differs in what the ranks of one {facts.axis} group hold")
 

@@ -38,12 +38,12 @@ def verify(tmp_path: Path) -> Callable[..., Outcomes]:
     """Return a function that runs an example, `folder/name`, with overrides."""
 
     def do(example: str, *overrides: str) -> Outcomes:
-        return _run([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides)
+        return run_files([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides)
 
     return do
 
 
-def _run(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
+def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
     cases = load_cases(files, overrides=overrides)
     options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
     result = run_cases(cases, options, _ignore)
@@ -59,8 +59,8 @@ SMALL = "factory: 'own_models:make', vocab_size: 32"
 FSDP = "dp_shard: 2"
 WIDE = "in_float32: ['layers.*.norm', 'layers.*.router']"
 
-# Each: (model, layout). The recipe is the same otherwise.
-CASES = {
+# Each: (model, layout, further checks). The recipe is the same otherwise.
+CASES: dict[str, tuple[str, ...]] = {
     "plain": (SMALL, FSDP),
     "fsdp1": (
         f"{SMALL}, loss: 'own_models:sum_unless_fsdp2'",
@@ -80,6 +80,23 @@ CASES = {
     "no-parallelize": (SMALL, f"{FSDP}, parallelize: 'own_models:shard'"),
     "finish": (SMALL, f"{FSDP}, parallelize: 'own_models:halve_at_the_end'"),
     "nothing": (SMALL, f"{FSDP}, parallelize: 'own_models:return_nothing'"),
+    "group-factory": ("factory: 'own_models:make_in_group', vocab_size: 32", FSDP),
+    "group-factory-wrong": (
+        "factory: 'own_models:make_in_group', vocab_size: 32",
+        f"{FSDP}, parallelize: 'own_models:halve_at_the_end'",
+    ),
+    "own-expert": (
+        "factory: 'own_models:Experts', vocab_size: 32",
+        "tp: 2, parallelize: 'own_models:keep_one_expert'",
+    ),
+    "rounded-expert": (
+        "factory: 'own_models:RoundedExperts', vocab_size: 32",
+        "tp: 2, parallelize: 'own_models:keep_one_rounded_expert'",
+    ),
+    "unused": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'"),
+    "unused-declared": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'", "allow_replicated: [tp]"),
+    "no-gradients": (SMALL, f"{FSDP}, parallelize: 'own_models:keep_own_gradients'"),
+    "engine": (SMALL, f"{FSDP}, parallelize: 'own_models:main_gradients'"),
     "reference": ("preset: tiny-mixtral-8x7b", f"{FSDP}, parallelize: 'own_models:shard_blocks'"),
     "reference-forgotten": ("preset: tiny-gpt", f"{FSDP}, parallelize: 'own_models:forget_to_shard'"),
 }
@@ -91,12 +108,13 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("own")
     for program in PROGRAMS.glob("*.py"):
         (folder / program.name).write_text(program.read_text())
-    for name, (model, layout) in CASES.items():
+    for name, (model, layout, *more) in CASES.items():
+        checks = ", ".join(["repeat: never", "timeout: 60.0", *more])
         (folder / f"{name}.yaml").write_text(
             f"recipe:\n  name: {name}\n  model: {{{model}}}\n  data: {{batch: 4, seq_len: 8, min_valid: 0.5}}\n"
-            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{repeat: never, timeout: 60.0}}\n"
+            f"  optimizer: {{name: sgd, lr: 0.1, clip_norm: 0.1}}\nlayout: {{{layout}}}\nchecks: {{{checks}}}\n"
         )
-    return _run([folder], folder)
+    return run_files([folder], folder)
 
 
 # Each a layout of a model of `mixed_models`, which is divided in mixed precision.
@@ -131,11 +149,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             "  data: {batch: 8, seq_len: 8, min_valid: 0.5}\n  precision: mixed\n"
             f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0}}\n"
         )
-    return _run([folder], folder)
+    return run_files([folder], folder)
 
 
 @pytest.fixture(scope="session")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Return the outcomes of the examples that need two ranks."""
     files = [EXAMPLES / "my_gpt" / f"{name}.yaml" for name in ("ddp", "fsdp2", "tp")]
-    return _run([*files, EXAMPLES / "my_moe" / "ep.yaml"], tmp_path_factory.mktemp("examples"))
+    return run_files([*files, EXAMPLES / "my_moe" / "ep.yaml"], tmp_path_factory.mktemp("examples"))

@@ -6,8 +6,25 @@ from typing import Any
 
 import pytest
 
+from moeverify.report.words.check import word_check
+from moeverify.report.words.run import word_finding
 
-@pytest.mark.parametrize("name", ["plain", "fsdp1", "loss-sum", "loss-each", "reference"])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "fsdp1",
+        "loss-sum",
+        "loss-each",
+        "reference",
+        "group-factory",
+        "own-expert",
+        "rounded-expert",
+        "unused-declared",
+        "engine",
+    ],
+)
 def test_right_case_passes(own: Any, name: str) -> None:
     case = own.results[name]
     assert (case.verdict, case.reason) == ("pass", "")
@@ -35,6 +52,41 @@ def test_layout_that_divides_nothing_fails(own: Any) -> None:
     case = own.results["reference-forgotten"]
     assert case.verdict == "mismatch"
     assert {"replicas", "gradient"} <= {finding.check for finding in case.findings}
+
+
+def test_an_axis_that_nothing_uses_fails_although_everything_is_right(own: Any) -> None:
+    case = own.results["unused"]
+    assert case.verdict == "mismatch"
+    (finding,) = map(word_finding, case.findings)
+    assert (finding.check, finding.tensor) == ("sharding", "axis tp")
+    assert finding.cause == "no parameter is divided over tp, and no collective of the model ran over it"
+    assert finding.evidence[-1] == "if that is meant, declare it by checks.allow_replicated: [tp]"
+
+
+def test_what_each_axis_divides_is_said(own: Any) -> None:
+    checks = {check.name: check for check in own.results["own-expert"].checks}
+    (use,) = checks["sharding"].facts.axes
+    assert (use.axis, use.num_divided, use.num_parameters) == ("tp", 4, 7)
+    assert use.collectives == {"all_reduce": 4}  # forward and backward, in two steps
+    assert word_check(checks["sharding"]).note == "tp divides 4 of 7 parameters, 4 all_reduce"
+
+
+def test_a_gradient_norm_counts_what_one_rank_alone_holds(own: Any) -> None:
+    checks = {check.name: check for check in own.results["own-expert"].checks}
+    assert checks["gradient norm"].worst.error < 1e-12
+    assert checks["gradient norm"].tensors == 4  # norm and clip coefficient of two steps
+
+
+def test_gradients_that_a_framework_keeps_elsewhere_are_explained(own: Any) -> None:
+    case = own.results["no-gradients"]
+    assert case.verdict == "error"
+    assert "every `.grad` is None" in case.reason
+    assert "return (model, engine) from `parallelize`" in case.reason
+
+
+def test_a_factory_that_makes_groups_does_not_cost_the_cause(own: Any) -> None:
+    gradients = own.find("group-factory-wrong", "gradient")
+    assert "scale" in {finding.code for finding in gradients.values()}
 
 
 def test_finishing_function_is_called(own: Any) -> None:
@@ -78,7 +130,7 @@ def test_parallelize_without_a_result(own: Any) -> None:
 
 
 def test_what_the_user_must_mend_costs_no_launch(own: Any) -> None:
-    assert own.num_launches == 2  # the second one after `nothing`, which fails on the ranks
+    assert own.num_launches == 3  # one more after `nothing` and `no-gradients`, which fail on the ranks
 
 
 def test_folder_of_the_case_is_on_the_path(own: Any) -> None:

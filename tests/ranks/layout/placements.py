@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.layout.local_shard import logical_name, parameters
-from moeverify.layout.placement import local_part, region_of
+from moeverify.layout.placement import local_part, region_of, shard_region
 
 SHAPES = ((8, 6), (7, 5), (3, 2), (1, 4))
 
@@ -38,6 +39,20 @@ def check_distributed(mesh: DeviceMesh) -> list[str]:
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
         for pair in itertools.product((Shard(0), Shard(1), Replicate()), repeat=2):
             wrong += compare(f"{shape} {pair}", whole, distribute_tensor(whole, mesh, pair))
+    return wrong
+
+
+def check_packed(line: DeviceMesh) -> list[str]:
+    """Check packed rows, of each block of which every rank has a part: torch puts them together again."""
+    wrong = []
+    whole = torch.arange(24.0 * 24, dtype=torch.float64).reshape(24, 24)
+    for dim, factor in itertools.product((0, 1), (1, 2, 3)):
+        placements = [_StridedShard(dim, split_factor=factor)]
+        rank = (line.get_local_rank(),)
+        region = shard_region((24, 24), (line.size(),), rank, placements)
+        packed = DTensor.from_local(region.take(whole), line, placements)
+        if not torch.equal(packed.full_tensor(), whole):
+            wrong.append(f"{placements}: {region.key} is not what torch means")
     return wrong
 
 
@@ -80,7 +95,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     """Return on rank 0 everything that is wrong on any rank, by what was done."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (4,))
-    wrong = {"distributed": check_distributed(mesh)}
+    wrong = {"distributed": check_distributed(mesh), "packed": check_packed(line)}
     for width in (8, 5):
         plain = build_model(width)
         wrong[f"tp {width}"] = check_model(parallelize(build_model(width), mesh["tp"]), plain)

@@ -13,6 +13,7 @@ from moeverify.launch.plan import Job
 
 TITLES = [
     "distributed",
+    "packed",
     *(
         f"{name} {width}"
         for width in (8, 5)

@@ -17,6 +17,7 @@ from moeverify.checks.replicas import Replicas
 from moeverify.checks.resumed import Resumed
 from moeverify.checks.sharding import Sharding, judge_claims
 from moeverify.compare.comparison import Comparison
+from moeverify.faults.setting import make_case
 from moeverify.layout.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import CoverageFacts, ReplicaFacts, ShardingFacts
@@ -231,3 +232,13 @@ class Nothing:
 
 
 NOTHING = Nothing()
+
+
+def test_replicas_of_a_kind_whose_check_is_skipped_may_differ(run_ranks: Callable, weight: Tensor) -> None:
+    ranks = run_ranks(AXES)
+    show(ranks, [weight, weight, 2.0 * weight, weight])
+    case = make_case("skipping", dp_replicate=2, ep=2)
+    for skip, num_findings in (("gradient",), 0), (("update",), 1):
+        checks = case.checks.model_copy(update={"skip": skip})
+        shown = ranks.shown(case.model_copy(update={"checks": checks}))
+        assert len(judge(Replicas(), shown).findings) == num_findings

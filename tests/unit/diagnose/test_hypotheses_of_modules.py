@@ -131,3 +131,23 @@ def test_a_wrong_input_was_made_by_the_module_around() -> None:
     readings = [read("layers.0.mlp", 0, draw(1, 3, 4, seed=1), end="input")]
     search = find_origins(golden, [RankReadings(readings, [(range(1), range(3))])], {0: {}}, 1, torch.float64)
     assert search.origins["forward"].culprit == "layers.0"
+
+
+def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_row() -> None:
+    # Rotary embeddings (1, S, D) on two ranks that see one row in each of two micro-batches.
+    rotary, hidden = draw(1, 3, 4), draw(4, 3, 4, seed=1)
+    golden = [
+        Reading("forward", 0, "rotary", "output", 0, rotary),
+        Reading("forward", 1, "norm", "output", 0, hidden),
+    ]
+    by_rank = []
+    for first in (0, 2):
+        rows = [range(first, first + 1), range(first + 1, first + 2)]
+        readings = [Reading("forward", 2 * at, "rotary", "output", at, rotary) for at in range(2)]
+        readings += [
+            Reading("forward", 2 * at + 1, "norm", "output", at, 2 * hidden[rows[at]]) for at in range(2)
+        ]
+        by_rank.append(RankReadings(readings, [(own, range(3)) for own in rows]))
+    search = find_origins(golden, by_rank, {0: {}, 1: {}}, 1, torch.float64)
+    assert search.origins["forward"].module == "norm"
+    assert search.origins["forward"].ranks == (0, 1)

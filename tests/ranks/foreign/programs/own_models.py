@@ -1,8 +1,11 @@
 """Models and functions that a user might name: right ones, and one of each kind of wrong."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from moeverify.train.engine import PlainEngine
 
 
 class Small(nn.Module):
@@ -80,6 +83,132 @@ def halve_at_the_end(model, mesh):
             parameter.grad /= 2
 
     return model, finish
+
+
+def make_in_group() -> Small:
+    """Make a model as frameworks do that set up their groups first: every rank of the world must come along."""
+    group = dist.new_group(range(dist.get_world_size()))
+    dist.barrier(group)
+    return Small()
+
+
+class Experts(nn.Module):
+    """Every token goes to both experts, whose outputs are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.experts = nn.ModuleDict({str(number): nn.Linear(8, 8) for number in range(2)})
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return self.head(sum(expert(hidden) for expert in self.experts.values()))
+
+
+class RoundedExperts(Experts):
+    """Combines the experts' outputs in float32, as several frameworks do."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        combined = sum(expert(hidden) for expert in self.experts.values())
+        return self.head(combined.float().to(hidden.dtype))
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, output, group):
+        total = output.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, hidden, group):
+        context.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
+def keep_one_expert(model, mesh):
+    """Keep this rank's expert as a plain tensor, which no other rank has."""
+    group, rank = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
+    del model.experts[str(1 - rank)]
+    expert = model.experts[str(rank)]
+    inner = expert.forward
+    expert.forward = lambda hidden: _SumForward.apply(inner(_SumBackward.apply(hidden, group)), group)
+    return model
+
+
+def keep_one_rounded_expert(model, mesh):
+    """Round each rank's part of the sum to float32, and not the sum."""
+    keep_one_expert(model, mesh)
+    (expert,) = model.experts.values()
+    group, inner = mesh["tp"].get_group(), nn.Linear.forward
+
+    def forward(hidden):
+        part = inner(expert, _SumBackward.apply(hidden, group))
+        return _SumForward.apply(part.float(), group).to(part.dtype)
+
+    expert.forward = forward
+    return model
+
+
+def keep_own_gradients(model, mesh):
+    """Move gradients into `main_grad`, as Megatron does, without saying so."""
+
+    def move(parameter: nn.Parameter) -> None:
+        parameter.main_grad = getattr(parameter, "main_grad", 0) + parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(move)
+    return model
+
+
+class MainGradients(PlainEngine):
+    """Gradients that accumulate in `main_grad`, and are averaged over all ranks."""
+
+    def zero_grad(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.main_grad = 0
+
+    def gradient(self, shard):
+        dist.all_reduce(shard.tensor.main_grad, op=dist.ReduceOp.SUM)
+        shard.tensor.main_grad /= dist.get_world_size()
+        return shard.tensor.main_grad
+
+    def norm(self):
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        return torch.stack([each.main_grad.norm() for each in parameters]).norm()
+
+    def clip(self, shards, norm, max_norm):
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for shard in shards:
+            shard.tensor.main_grad *= coefficient
+        return coefficient
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.main_grad
+        super().step()
+        self.optimizer.zero_grad()
+
+
+def main_gradients(model, mesh):
+    return keep_own_gradients(model, mesh), MainGradients()
 
 
 number = 3

@@ -1,0 +1,307 @@
+"""Placements of plain tensors, found by their values: which parameters they are, and which regions of them.
+
+The initial weights of the whole model are known. A local tensor is looked for in them: as slices along any dim,
+strided or in packed blocks, transposed, as one slice of a stack of experts, with several logical tensors fused along
+its first dim, or as a flat buffer. Every place that is found is compared value by value before it is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.region import Indices, Region, as_indices
+
+# Places at which the first element of a local tensor may stand. A tensor of ones is everywhere, and so nowhere.
+_MOST_ANCHORS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """A logical tensor and the region of it whose values a local tensor, seen through `view`, has."""
+
+    name: str
+    region: Region
+    view: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A local tensor for which no place is certain: the logical tensors that it may be a part of, or none."""
+
+    name: str
+    shape: tuple[int, ...]
+    candidates: tuple[str, ...]
+
+
+class LogicalTensor:
+    """A whole tensor in which values are looked for."""
+
+    def __init__(self, name: str, values: Tensor) -> None:
+        self.name = name
+        self.values = values.detach()
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        found = self.values.reshape(-1).sort(stable=True)
+        return found.values, found.indices
+
+    def find(self, value: Tensor) -> list[int]:
+        """Return the row-major positions of a value (), at most one more than there may be anchors."""
+        values, positions = self._sorted
+        value = value.to(values.dtype).reshape(1)
+        first = int(torch.searchsorted(values, value))
+        last = min(int(torch.searchsorted(values, value, right=True)), first + _MOST_ANCHORS + 1)
+        return [int(position) for position in positions[first:last]]
+
+    def unravel(self, position: int) -> tuple[int, ...]:
+        """Return the index of a row-major position."""
+        found = []
+        for size in reversed(self.values.shape):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+
+def place_by_value(
+    tensors: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+    *,
+    names: Mapping[str, str] | None = None,
+    regions: Mapping[str, Region] | None = None,
+) -> tuple[list[LocalShard], list[Unplaced]]:
+    """Return this rank's shards of the parameters, and the tensors whose place is not certain.
+
+    Shapes: `tensors` are local ones, `whole` the initial values of all parameters, both by name. `names` says which
+    parameter a local tensor belongs to and `regions` which part it is, where that is known: they are believed.
+    Where values stand in several parameters, the one of the tensor's own name is taken; a tensor of that name and
+    shape whose values stand nowhere else is that tensor, whatever its values are. For example a rank that calls its
+    only expert number 0 and holds the third of four:
+
+        place_by_value({"experts.0.w": w}, {"experts.0.w": ..., ..., "experts.3.w": ...})
+    """
+    logical = {name: LogicalTensor(name, values) for name, values in whole.items()}
+    shards: list[LocalShard] = []
+    unplaced: list[Unplaced] = []
+    for local_name, tensor in tensors.items():
+        name = (names or {}).get(local_name)
+        region = (regions or {}).get(local_name)
+        if region is not None:
+            shards.append(LocalShard(name or local_name, tensor, region))
+            continue
+        searched = logical if name is None else {name: logical[name]}
+        places = find_places(tensor.detach(), searched, own_name=name or local_name)
+        if isinstance(places, Unplaced):
+            unplaced.append(places)
+        shards += [LocalShard(place.name, tensor, place.region, place.view) for place in _certain(places)]
+    return shards, unplaced
+
+
+def _certain(places: Sequence[Place] | Unplaced) -> Sequence[Place]:
+    return () if isinstance(places, Unplaced) else places
+
+
+def find_places(
+    local: Tensor, logical: Mapping[str, LogicalTensor], own_name: str
+) -> Sequence[Place] | Unplaced:
+    """Return where a local tensor lies: one place, or several where logical tensors are fused in it."""
+    own = logical.get(own_name)
+    if own is not None and own.values.shape == local.shape and _equal(own.values, local):
+        return [Place(own_name, Region.whole(local.shape), _keep)]
+    found = [place for tensor in logical.values() for place in _find_in(local, tensor)]
+    found = _prefer(found, own_name)
+    if len(found) == 1:
+        return found
+    if not found and (fused := _find_fused(local, logical)):
+        return fused
+    if not found and own is not None and own.values.shape == local.shape:
+        return [
+            Place(own_name, Region.whole(local.shape), _keep)
+        ]  # of other values: for the comparison to say
+    return Unplaced(own_name, tuple(local.shape), tuple(dict.fromkeys(place.name for place in found)))
+
+
+def _prefer(found: list[Place], own_name: str) -> list[Place]:
+    """Return the places of the tensor's own name where there are any, of these the one without a change of shape."""
+    own = [place for place in found if place.name == own_name] or found
+    unchanged = [place for place in own if place.view is _keep]
+    return unchanged if len(unchanged) == 1 and len({place.name for place in own}) == 1 else own
+
+
+def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
+    """Yield the regions of one logical tensor that have the local values, each once."""
+    if not local.numel() or local.numel() > logical.values.numel():
+        return
+    seen: set[str] = set()
+    for view in _list_views(local, logical.values.ndim, tuple(logical.values.shape)):
+        seen_as = view(local)
+        for region in _find_boxes(seen_as, logical):
+            if region.key not in seen:
+                seen.add(region.key)
+                yield Place(logical.name, region, view)
+    if local.ndim == 1 and logical.values.ndim > 1:
+        yield from _find_runs(local, logical)
+
+
+def _list_views(local: Tensor, num_dims: int, shape: tuple[int, ...]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield what makes a local tensor one of as many dims as the logical one: as it is first."""
+    if local.ndim == num_dims:
+        yield _keep
+        for order in permutations(range(num_dims)):
+            if order != tuple(range(num_dims)) and num_dims <= 3:
+                yield partial(_permute, order=order)
+    elif local.ndim == num_dims - 1:
+        yield _stack  # one slice of a stack
+        if local.ndim == 2:
+            yield _stack_transposed
+            inner = shape[1:]
+            for rows, is_transposed in ((inner[0], False), (inner[1], True)):
+                if local.shape[0] % rows == 0 and local.shape[0] > rows:
+                    yield partial(_unstack, rows=rows, is_transposed=is_transposed)
+
+
+def _find_boxes(local: Tensor, logical: LogicalTensor) -> Iterator[Region]:
+    """Yield the boxes of the logical tensor, of any indices a dim, that equal the local tensor of as many dims."""
+    if any(part > size for part, size in zip(local.shape, logical.values.shape, strict=True)):
+        return
+    anchors = logical.find(local[(0,) * local.ndim])
+    if len(anchors) > _MOST_ANCHORS:
+        # Too many equal values to search: only a whole tensor of them is certain.
+        if local.shape == logical.values.shape and _equal(local, logical.values):
+            yield Region.whole(local.shape)
+        return
+    for position in anchors:
+        anchor = logical.unravel(position)
+        dims = [_match_line(local, logical.values, anchor, dim) for dim in range(local.ndim)]
+        if any(indices is None for indices in dims):
+            continue
+        region = Region.box(logical.values.shape, [indices for indices in dims if indices is not None])
+        if _equal(region.take(logical.values), local):
+            yield region
+
+
+def _match_line(local: Tensor, whole: Tensor, anchor: tuple[int, ...], dim: int) -> Indices | None:
+    """Return which indices along a dim the local tensor has, along the line through its first element.
+
+    Where a value stands there several times, the index that follows the last one is taken.
+    """
+    wanted = local[tuple(slice(None) if each == dim else 0 for each in range(local.ndim))]
+    line = whole[tuple(slice(None) if each == dim else at for each, at in enumerate(anchor))]
+    if wanted.numel() == 1:
+        return range(anchor[dim], anchor[dim] + 1)
+    order = line.argsort(stable=True)
+    ordered = line[order]
+    first = torch.searchsorted(ordered, wanted.contiguous())
+    last = torch.searchsorted(ordered, wanted.contiguous(), right=True)
+    found: list[int] = []
+    for begin, end in zip(first.tolist(), last.tolist(), strict=True):
+        choices = order[begin:end].tolist()
+        following = anchor[dim] if not found else found[-1] + 1
+        unused = [index for index in choices if index not in found[-64:]]
+        if not unused:
+            return None
+        found.append(following if following in unused else unused[0])
+    return as_indices(found)
+
+
+def _find_runs(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
+    flat = logical.values.reshape(-1)
+    anchors = logical.find(local[0])
+    for start in anchors if len(anchors) <= _MOST_ANCHORS else ():
+        stop = start + local.numel()
+        if stop <= flat.numel() and _equal(flat[start:stop], local):
+            yield Place(logical.name, Region.run(logical.values.shape, start, stop), _keep)
+
+
+def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Place]:
+    """Return the logical tensors that lie in a local one after another along dim 0; nothing where a row is none's.
+
+    Of a flat buffer, zeros at the end are padding.
+    """
+    if local.ndim == 1:
+        return _find_flat(local, logical)
+    owners: list[str] = []
+    for row in range(local.shape[0]):
+        one = local[row : row + 1]
+        names = {tensor.name for tensor in logical.values() for _ in _find_in(one, tensor)}
+        if len(names) != 1:
+            return []
+        owners.append(names.pop())
+    places: list[Place] = []
+    begin = 0
+    for row in range(1, len(owners) + 1):
+        if row < len(owners) and owners[row] == owners[begin]:
+            continue
+        part = local[begin:row]
+        found = list(_find_in(part, logical[owners[begin]]))
+        if len(found) != 1:
+            return []
+        view = partial(_narrow, start=begin, stop=row, inner=found[0].view)
+        places.append(Place(owners[begin], found[0].region, view))
+        begin = row
+    return places
+
+
+def _find_flat(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Place]:
+    places: list[Place] = []
+    begin = 0
+    while begin < local.numel():
+        runs = [
+            (length, tensor, start)
+            for tensor in logical.values()
+            for start in tensor.find(local[begin])[:_MOST_ANCHORS]
+            if (length := _count_equal(local[begin:], tensor.values.reshape(-1)[start:])) > 1
+            or tensor.values.numel() == 1
+        ]
+        longest = max((length for length, _, _ in runs), default=0)
+        best = [run for run in runs if run[0] == longest]
+        if len(best) != 1:
+            return places if not bool(local[begin:].any()) else []
+        length, tensor, start = best[0]
+        region = Region.run(tensor.values.shape, start, start + length)
+        places.append(
+            Place(tensor.name, region, partial(_narrow, start=begin, stop=begin + length, inner=_keep))
+        )
+        begin += length
+    return places
+
+
+def _count_equal(one: Tensor, other: Tensor) -> int:
+    size = min(one.numel(), other.numel())
+    differing = (one[:size] != other[:size].to(one.dtype)).nonzero()
+    return int(differing[0]) if differing.numel() else size
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other.to(one.dtype)).all())
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _permute(tensor: Tensor, *, order: tuple[int, ...]) -> Tensor:
+    return tensor.permute(order)
+
+
+def _stack(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(0)
+
+
+def _stack_transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _unstack(tensor: Tensor, *, rows: int, is_transposed: bool) -> Tensor:
+    apart = tensor.view(-1, rows, tensor.shape[-1])
+    return apart.transpose(1, 2) if is_transposed else apart
+
+
+def _narrow(tensor: Tensor, *, start: int, stop: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    return inner(tensor[start:stop])

@@ -1,0 +1,47 @@
+"""Rounding to narrow dtypes inside a float64 model: what it costs where a layout rounds other numbers.
+
+Code that calls `.float()` rounds the same number alike whenever it sees it, so neither other micro-batches nor
+weights that are off by 1e-16 move it. A layout that rounds partial sums instead of their total does: by as much as
+one unit in the last place of the narrow dtype, 1.2e-7 in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeverify.hashing import hash_counter, key_of
+
+
+class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """A context in which every float64 number that is converted to a narrower dtype comes out one unit off.
+
+    The directions are drawn from a seed, conversion after conversion.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self.num_conversions = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator, and move what a conversion has rounded."""
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._to_copy.default or args[0].dtype != torch.float64:
+            return result
+        if not result.is_floating_point() or result.dtype == torch.float64:
+            return result
+        self.num_conversions += 1
+        return self._move(result)
+
+    def _move(self, rounded: Tensor) -> Tensor:
+        index = torch.arange(rounded.numel(), device=rounded.device).view(rounded.shape)
+        key = key_of(self._seed, "narrow rounding", str(self.num_conversions))
+        up = (hash_counter(key, index) & 1).bool()
+        infinity = torch.full_like(rounded, torch.inf)
+        return torch.nextafter(rounded, torch.where(up, infinity, -infinity))

@@ -1,0 +1,165 @@
+"""Places of plain tensors by their values: what is cut, packed, transposed or fused is found again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moeverify.layout.by_value import place_by_value
+from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.region import Region
+
+SHAPES = {"up": (6, 8), "down": (8, 6), "experts": (4, 6, 8), "bias": (12,)}
+
+
+def draw(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+WHOLE = draw()
+
+
+def find(tensors: dict[str, Tensor], whole: dict[str, Tensor] = WHOLE) -> list[LocalShard]:
+    shards, unplaced = place_by_value(tensors, whole)
+    assert unplaced == []
+    for shard in shards:  # what a shard says is what the rank stores
+        assert torch.equal(shard.local(), shard.region.take(whole[shard.name]))
+    return shards
+
+
+@st.composite
+def boxes(draw_: st.DrawFn) -> Region:
+    """Return any box of a tensor: indices of every dim in any order, with gaps."""
+    shape = SHAPES[draw_(st.sampled_from(sorted(SHAPES)))]
+    dims = [
+        draw_(st.lists(st.integers(0, size - 1), min_size=min(2, size), max_size=size, unique=True))
+        for size in shape
+    ]
+    return Region.box(shape, dims)
+
+
+@given(boxes(), st.booleans(), st.sampled_from([torch.float64, torch.float32]))
+@settings(max_examples=120, deadline=None)
+def test_any_box_is_found_also_transposed(region: Region, transposed: bool, dtype: torch.dtype) -> None:
+    whole = draw(dtype)
+    name = next(name for name, shape in SHAPES.items() if shape == region.shape)
+    local = region.take(whole[name]).clone()
+    if transposed and local.ndim == 2:
+        local = local.t().contiguous()
+    (shard,) = find({"some.name": local}, whole)
+    assert (shard.name, shard.region) == (name, region)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_run_of_a_flat_buffer_is_found(data: st.DataObject) -> None:
+    names = data.draw(st.permutations(sorted(SHAPES)))
+    padding = data.draw(st.integers(0, 5))
+    flat = torch.cat([WHOLE[name].reshape(-1) for name in names])
+    start = data.draw(st.integers(0, flat.numel() - 2))
+    stop = data.draw(st.integers(start + 2, flat.numel()))
+    buffer = torch.cat([flat[start:stop], torch.zeros(padding, dtype=torch.float64)])
+    shards, unplaced = place_by_value({"buffer": buffer}, WHOLE)
+    edges = {sum(math.prod(SHAPES[name]) for name in names[:number]) for number in range(len(names) + 1)}
+    if {start + 1, stop - 1} & edges:
+        return  # a single element at an edge may stand elsewhere in a line of one
+    assert unplaced == []
+    assert sum(shard.region.numel for shard in shards) == stop - start
+    for shard in shards:
+        assert torch.equal(shard.local().reshape(-1), shard.region.take(WHOLE[shard.name]).reshape(-1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_packed_gate_and_up_of_a_tensor_parallel_rank(rank: int) -> None:
+    gate, up = WHOLE["down"][:4], WHOLE["down"][4:]
+    local = torch.cat([gate[2 * rank : 2 * rank + 2], up[2 * rank : 2 * rank + 2]])
+    (shard,) = find({"mlp.gate_up": local})
+    first = 2 * rank
+    assert shard.region.dims == ((first, first + 1, first + 4, first + 5), range(6))
+
+
+def test_experts_that_every_rank_numbers_from_zero() -> None:
+    whole = {f"experts.{number}.w": WHOLE["experts"][number] for number in range(4)}
+    shards = find({"experts.0.w": whole["experts.2.w"], "experts.1.w": whole["experts.3.w"]}, whole)
+    assert [shard.name for shard in shards] == ["experts.2.w", "experts.3.w"]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_expert_of_a_stack_that_a_rank_keeps_alone(transposed: bool) -> None:
+    local = WHOLE["experts"][2].t().contiguous() if transposed else WHOLE["experts"][2]
+    (shard,) = find({"experts.0.weight": local})
+    assert (shard.name, shard.region.dims) == ("experts", (range(2, 3), range(6), range(8)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_of_a_rank_as_rows_of_one_matrix(transposed: bool) -> None:
+    own = WHOLE["experts"][2:4]
+    local = (own.transpose(1, 2) if transposed else own).reshape(-1, 6 if transposed else 8)
+    (shard,) = find({"experts.w1": local.contiguous()})
+    assert (shard.name, shard.region.dims[0]) == ("experts", range(2, 4))
+
+
+def test_fused_projections_are_compared_under_the_names_of_the_golden() -> None:
+    whole = {name: torch.randn(4, 6, dtype=torch.float64) for name in ("q", "k", "v")}
+    fused = torch.cat([whole["q"][2:], whole["k"][2:], whole["v"][2:]])
+    shards = find({"qkv": fused}, whole)
+    assert [(shard.name, shard.region.dims[0]) for shard in shards] == [
+        ("q", range(2, 4)),
+        ("k", range(2, 4)),
+        ("v", range(2, 4)),
+    ]
+    gradient = torch.arange(36.0, dtype=torch.float64).reshape(6, 6)
+    assert torch.equal(shards[1].local(gradient), gradient[2:4])  # of a gradient the same rows
+
+
+def test_equal_values_belong_to_the_tensor_of_their_own_name() -> None:
+    whole = {"one.norm": torch.ones(8), "two.norm": torch.ones(8)}
+    shards = find(dict(whole), whole)
+    assert [shard.name for shard in shards] == ["one.norm", "two.norm"]
+
+
+def test_what_is_ambiguous_is_reported_and_a_declaration_settles_it() -> None:
+    whole = {"one.norm": torch.ones(8), "two.norm": torch.ones(8)}
+    shards, unplaced = place_by_value({"norm": torch.ones(8), "half": torch.ones(4)}, whole)
+    assert shards == []
+    assert [(each.name, each.candidates) for each in unplaced] == [
+        ("norm", ("one.norm", "two.norm")),
+        ("half", ("one.norm", "two.norm")),
+    ]
+    half = Region.box((8,), [range(4, 8)])
+    declared = place_by_value(
+        {"norm": torch.ones(8), "half": torch.ones(4)},
+        whole,
+        names={"norm": "two.norm", "half": "one.norm"},
+        regions={"half": half},
+    )
+    assert [(shard.name, shard.region) for shard in declared[0]] == [
+        ("two.norm", Region.whole((8,))),
+        ("one.norm", half),
+    ]
+    assert declared[1] == []
+
+
+def test_values_that_stand_nowhere() -> None:
+    strange = torch.randn(6, 8, dtype=torch.float64)
+    shards, unplaced = place_by_value({"adapter": strange}, WHOLE)
+    assert shards == []
+    assert (unplaced[0].name, unplaced[0].candidates) == ("adapter", ())
+    # Of a parameter's own name and shape it is that parameter: a comparison says that its values are wrong.
+    (shard,), unplaced = place_by_value({"up": strange}, WHOLE)
+    assert (shard.name, shard.region.is_whole, unplaced) == ("up", True, [])
+
+
+def test_one_wrong_value_is_not_taken_for_a_place() -> None:
+    local = WHOLE["up"][2:4].clone()
+    local[1, 3] += 1e-9
+    assert place_by_value({"part": local}, WHOLE)[0] == []
