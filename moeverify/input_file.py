@@ -7,12 +7,13 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_BYTES = 1 << 28
 """The most that a file of ours holds: results of runs with thousands of cases are a tenth of it."""
 
 _KINDS = {
+    stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -20,22 +21,28 @@ _KINDS = {
 }
 
 
+def open_input(path: Path) -> BinaryIO:
+    """Return a regular file, open for reading.
+
+    Raises: OSError, also where it is a folder, a pipe, a socket or a device.
+    """
+    # Opening a pipe waits for whoever writes to it, unless it is asked not to.
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(number).st_mode)
+    if kind == stat.S_IFREG:
+        return os.fdopen(number, "rb")
+    os.close(number)
+    raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, and no regular file", str(path))
+
+
 def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return what a regular file holds.
 
     Units: `most` in bytes.
 
-    Raises: OSError, also where it is a pipe, a socket or a device, or larger than `most`.
+    Raises: OSError, also where it is none, or larger than `most`.
     """
-    # Opening a pipe waits for whoever writes to it, unless it is asked not to.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if kind != stat.S_IFREG:
-            raise OSError(
-                errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, and no regular file", str(path)
-            )
+    with open_input(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))

@@ -37,7 +37,7 @@ _MOST_ROWS = 4096
 def _safely(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
     """Return a method that never raises into the script: what goes wrong ends the recording, with a line."""
 
-    def call(self: Recorder, *values: P.args, **named: P.kwargs) -> None:
+    def call(self: Recorder, /, *values: P.args, **named: P.kwargs) -> None:
         if not self.is_active:
             return
         try:

@@ -84,7 +84,7 @@ def _parse(text: str, path: Path) -> Any:
         try:
             # A hundred times faster than YAML; what it cannot read may still be YAML in flow style.
             return json.loads(text, object_pairs_hook=_reject_twice)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     return _parse_yaml(text, path)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tokenize
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.input_file import open_input
 from moeverify.placement.load_trace import LoadTrace, TraceHeader
 
 _FORMAT = "moeverify load trace"
@@ -128,7 +130,7 @@ def read_trace(path: Path, *, last: int | None = None) -> LoadTrace:
     Raises: CaseError when there is no such file or nothing in it; FormatError when it is no trace or damaged.
     """
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             if file.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC:
                 trace = _read_array(path)
                 return trace if last is None else trace.take_last(last)
@@ -178,7 +180,7 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     line = file.readline(_LONGEST_HEADER)
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise FormatError(f"{path}: this is no load trace; {_REMEDY}")
@@ -189,7 +191,7 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     try:
         values = {each.name: content[each.name] for each in fields(TraceHeader)}
         return TraceHeader(**{**values, "layers": tuple(values["layers"])})
-    except (KeyError, TypeError, CaseError) as error:
+    except (KeyError, TypeError, ValueError, CaseError) as error:
         raise FormatError(f"{path}:1: the header of this trace is damaged: {error}") from None
 
 
@@ -236,8 +238,9 @@ def _read_body(
 def _read_array(path: Path) -> LoadTrace:
     """Return the trace in an array that numpy has saved."""
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        # Mapped: a damaged shape is compared with the size of the file before there is memory for it.
+        array = np.array(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError) as error:
         raise FormatError(f"{path}: this array cannot be read: {error}") from None
     if array.ndim == 2:
         array = array[None]

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moeverify.errors import FormatError
+from moeverify.input_file import open_input
 from moeverify.weights.description import METADATA, Description
 from moeverify.weights.source import Chunk, Read, Spec
 from moeverify.weights.tensor_mapping import Ranges, Shape, list_tensors
@@ -166,7 +167,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             metadata = _MetadataUnpickler(file).load()
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}") from None

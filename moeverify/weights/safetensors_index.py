@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input
+from moeverify.input_file import open_input, parse_json, read_input
 from moeverify.weights.tensor_mapping import Shape, TensorMapping
 
 SINGLE = "model.safetensors"
@@ -81,6 +81,7 @@ def _list_files(folder: Path) -> dict[Path, list[str] | None]:
 
 def _read_headers(path: Path) -> Mapping[str, Place]:
     try:
+        open_input(path).close()
         places = {}
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping

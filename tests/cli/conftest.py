@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import ReferenceModel
 from moeverify.cli import app
+from moeverify.model.init import initialize
+from moeverify.model.transformer import Transformer
 from moeverify.report.formats.registry import write_run
 from moeverify.results.finding import CheckResult, Worst
 from moeverify.results.run import CaseResult, RunResult
+from moeverify.weights.dcp import DcpSink
+from moeverify.weights.source import Chunk, Spec, cut
 
 Invoke = Callable[..., Result]
 Keep = Callable[..., Path]
@@ -50,6 +58,22 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
         return CliRunner().invoke(app, [str(word) for word in words])
 
     return do
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A distributed checkpoint that does not say which model it is."""
+    spec = ReferenceModel.model_validate_json(json.dumps(PRESETS["tiny-mixtral-8x7b"]))
+    model = Transformer(spec, dtype=torch.bfloat16)
+    initialize(model, spec, 0)
+    values = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def read(chunk: Chunk) -> torch.Tensor:
+        return values[chunk.name][chunk.rows.start : chunk.rows.stop].clone()
+
+    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in values.items()}
+    DcpSink(tmp_path / "start").write(cut(specs), read)
+    return tmp_path / "start"
 
 
 @pytest.fixture

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import Result
 
-from moeverify.case.presets import PRESETS
-from moeverify.case.schema import ReferenceModel
-from moeverify.model.init import initialize
-from moeverify.model.transformer import Transformer
 from moeverify.report.transfer import describe_transfer, open_transfer
-from moeverify.weights.dcp import DcpSink
-from moeverify.weights.source import Chunk, Spec, cut
 
 Invoke = Callable[..., Result]
 
 PRESET = "tiny-mixtral-8x7b"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Path:
-    """A distributed checkpoint that does not say which model it is."""
-    spec = ReferenceModel.model_validate_json(json.dumps(PRESETS[PRESET]))
-    model = Transformer(spec, dtype=torch.bfloat16)
-    initialize(model, spec, 0)
-    values = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-    def read(chunk: Chunk) -> torch.Tensor:
-        return values[chunk.name][chunk.rows.start : chunk.rows.stop].clone()
-
-    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in values.items()}
-    DcpSink(tmp_path / "start").write(cut(specs), read)
-    return tmp_path / "start"
 
 
 def test_weights_go_there_and_back(invoke: Invoke, start: Path, tmp_path: Path) -> None:

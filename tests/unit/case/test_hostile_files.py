@@ -57,7 +57,7 @@ HOSTILE = {
     "circle of links": (make_circle, "Too many levels of symbolic links"),
     "circle of two": (make_circle_of_two, "Too many levels of symbolic links"),
     "link to nothing": (lambda path: path.symlink_to("nothing"), "there is no such file"),
-    "folder": (Path.mkdir, "Is a directory"),
+    "folder": (Path.mkdir, "a folder, and no regular file"),
     "layers": (resize("num_layers: 1000000000"), "num_layers 1000000000 is above 10000"),
     "width": (resize("hidden: 100000000000"), "about 1e15 parameters"),
     "beyond floats": (resize(f"hidden: 1{'0' * 400}"), "parameters"),

@@ -1,0 +1,347 @@
+"""Bad inputs of every kind, made of good ones: each is refused, or taken, and never a traceback, a hang or a loss.
+
+The same ones each time; MOEVERIFY_TEST_BAD_INPUTS=2000 asks for as many new ones of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ruamel.yaml import YAML
+from typer.testing import Result
+
+from moeverify.checkpoint.hyperrect import Hyperrect
+from moeverify.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+    read_manifest,
+    write_manifest,
+)
+from moeverify.controller.goldens import GoldenSet
+from moeverify.controller.options import RunOptions
+from moeverify.errors import FormatError
+from moeverify.golden.file import GoldenFile, golden_path, write_golden
+from moeverify.golden.store import GoldenWriter, StoredGolden
+from moeverify.jobs import GoldenSummary
+from moeverify.layout.region import Region
+from moeverify.placement.synthetic import make_trace
+from moeverify.placement.trace_file import TraceWriter
+from moeverify.validation.load import load_cases
+from moeverify.worker.golden import find_damage
+
+pytestmark = pytest.mark.slow
+
+ASKED = os.environ.get("MOEVERIFY_TEST_BAD_INPUTS")
+COUNT = int(ASKED or 30)
+PATIENCE = 60  # seconds for one input, on a machine that may be busy
+CASES = Path(__file__).parents[2] / "cases"
+
+NASTY_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**31, 2**63, 10**30, 1.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "x", "x" * 300, "../../etc", "/", "\x00", "\x1b[31m", "\u202e", "\ud7ff", "os:system"),
+    *([], [1], [[]], {}, {"": 1}, {"a": {"b": []}}),
+)
+NASTY_TEXT = (
+    *(b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\t", b"'", b'"', b"\r\n", b": ", b"|\n"),
+    *(b"[" * 60, b"{" * 3000, b"- " * 200, b"&a ", b"*a", b"<<: *a\n", b"---\n", b"%YAML 9\n"),
+    *(b"!!python/object/apply:os.system ['true']\n", b"9" * 5000, b"1e999", b"NaN"),
+)
+
+
+class Hang(BaseException):
+    """An input took longer than anybody waits."""
+
+
+def make_random(kind: str) -> random.Random:
+    return random.Random(os.urandom(8) if ASKED else kind)
+
+
+def spoil_bytes(content: bytes, dice: random.Random) -> bytes:
+    """Return bytes with some flipped, cut, repeated, or replaced by what readers stumble over."""
+    found = bytearray(content)
+    for _ in range(dice.choice((1, 1, 1, 2, 5))):
+        at, length = dice.randrange(len(found) + 1), dice.choice((1, 4, 30, 1000))
+        how = dice.randrange(6)
+        if how == 0 and at < len(found):
+            found[at] ^= 1 << dice.randrange(8)
+        elif how == 1:
+            del found[at:]
+        elif how == 2:
+            del found[at : at + length]
+        elif how == 3:
+            found[at:at] = found[at : at + length] * dice.choice((1, 3))
+        elif how == 4:
+            found[at:at] = dice.choice(NASTY_TEXT)
+        else:
+            found[at : at + length] = dice.randbytes(length)
+    return bytes(found)
+
+
+def spoil_tree(tree: Any, dice: random.Random) -> Any:
+    """Return data with one of its values, or of its keys, replaced, removed or moved."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                walk(node[key])
+
+    tree = json.loads(json.dumps(tree))
+    walk(tree)
+    for _ in range(dice.choice((1, 1, 2, 4))):
+        node, key = dice.choice(places)
+        if isinstance(node, dict) and key not in node:
+            continue
+        how = dice.randrange(5)
+        if how <= 2 or not isinstance(node, dict):
+            node[key] = dice.choice(NASTY_VALUES)
+        elif how == 3:
+            del node[key]
+        else:
+            node[dice.choice(("", "x", "name", "base", key.upper()))] = node.pop(key)
+    return tree
+
+
+def spoil_json(content: bytes, dice: random.Random) -> bytes:
+    """Return JSON with other values, or what is no JSON any more."""
+    if dice.random() < 0.4:
+        return spoil_bytes(content, dice)
+    return json.dumps(spoil_tree(json.loads(content), dice)).encode()
+
+
+def spoil_yaml(content: bytes, dice: random.Random) -> bytes:
+    """Return YAML with other values, or what is no YAML any more."""
+    if dice.random() < 0.4:
+        return spoil_bytes(content, dice)
+    tree = YAML(typ="safe", pure=True).load(content.decode())
+    return json.dumps(spoil_tree(tree, dice)).encode()  # which is YAML too
+
+
+@contextmanager
+def impatience() -> Iterator[None]:
+    """Raise Hang where what is inside takes too long."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def try_all(tmp_path: Path) -> Callable[..., None]:
+    """Return a function that spoils a file again and again, and keeps the inputs with a bad outcome."""
+
+    def do(kind: str, file: Path, spoil: Any, attempt: Callable[[], str]) -> None:
+        dice, good, bad = make_random(kind), file.read_bytes(), []
+        for number in range(COUNT):
+            file.write_bytes(spoil(good, dice))
+            try:
+                with impatience():
+                    outcome = attempt()
+            except (Exception, Hang) as error:
+                outcome = repr(error)
+            if outcome:
+                shutil.copy(file, tmp_path / f"bad-{number}")
+                bad.append(f"{tmp_path / f'bad-{number}'}: {outcome}")
+        file.write_bytes(good)
+        assert not attempt(), "the good one is refused"
+        assert bad == []
+
+    return do
+
+
+def judge(done: Result, codes: tuple[int, ...]) -> str:
+    """Return what is bad about the end of a command; nothing where it is refused or taken in order."""
+    told = done.stdout + done.stderr
+    if done.exit_code not in codes:
+        return f"exit code {done.exit_code}: {done.exception!r} {told[-800:]}"
+    if "Traceback" in told or "fault of moeverify" in told:
+        return told[-800:]
+    return "" if done.exit_code < 2 or done.stderr.strip() else "no word on why"
+
+
+@pytest.mark.parametrize("name", ["fsdp2-cp-ep", "megablocks-fp32", "forced", "gpt-tp"])
+def test_cases(invoke: Any, try_all: Any, tmp_path: Path, name: str) -> None:
+    shutil.copytree(CASES, tmp_path / "cases")
+    source = tmp_path / "cases" / f"{name}.yaml"
+    for path in (tmp_path / "cases").glob("*.yaml"):
+        if path != source:
+            path.unlink()
+    (source.parent / "good.yaml").write_text("recipe: {model: {preset: stress}}\nlayout: {dp_shard: 2}\n")
+    codes = (0, 2)
+    try_all(f"cases {name}", source, spoil_yaml, lambda: judge(invoke("check", source.parent), codes))
+
+
+def test_recipes(invoke: Any, try_all: Any, tmp_path: Path) -> None:
+    shutil.copytree(CASES / "recipes", tmp_path / "recipes")
+    (tmp_path / "a.yaml").write_text("recipe: stress-adamw\nlayout: {dp_shard: 2}\n")
+    recipe = tmp_path / "recipes" / "stress-adamw.yaml"
+    try_all("recipes", recipe, spoil_yaml, lambda: judge(invoke("check", tmp_path), (0, 2)))
+
+
+@pytest.mark.parametrize("option", ["layout.tp", "recipe.model.moe", "recipe.steps", "checks.skip"])
+def test_overrides(invoke: Any, case_file: Path, option: str) -> None:
+    dice = make_random(option)
+    for _ in range(COUNT):
+        value = spoil_bytes(dice.choice((b"2", b"{a: 1}", b"[x]", b"true")), dice).decode("latin-1")
+        with impatience():
+            assert not judge(invoke("check", case_file, "--set", f"{option}={value}"), (0, 2)), repr(value)
+
+
+@pytest.mark.parametrize("command", ["report", "explain", "diff"])
+def test_results(invoke: Any, keep: Any, try_all: Any, command: str) -> None:
+    file = keep("run", "mismatch", 1.0) / "result.json"
+    other = (keep("other"),) if command == "diff" else ()
+    codes = (0, 1, 2) if command == "diff" else (0, 2)
+    with_html = (
+        ("--html", file.parent / "page.html", "--junit", file.parent / "r.xml") if command == "report" else ()
+    )
+
+    try_all(command, file, spoil_json, lambda: judge(invoke(command, file.parent, *other, *with_html), codes))
+
+
+def test_goldens(case_file: Path, tmp_path: Path, try_all: Any) -> None:
+    cases = load_cases([case_file])
+    goldens = GoldenSet.of(
+        cases, RunOptions(golden_folder=tmp_path / "golden", cache_folder=tmp_path / "cache")
+    )
+    [folder] = goldens.orders
+    answer = GoldenSummary(
+        losses={"0/loss/total": 4.5}, tensors={"0/gradient/w": [3.0, 1.0, -1.0], "0/ids/e": "ab"}
+    )
+    path = golden_path(tmp_path / "golden", cases[0].recipe.name, "cpu")
+    file = goldens.make_file(folder, answer, "cpu")
+    assert isinstance(file, GoldenFile)
+    write_golden(path, file)
+    good = path.read_bytes()
+
+    def attempt() -> str:
+        state = goldens.examine(folder, answer, "cpu")
+        same = json.loads(good) == _load(path.read_bytes())
+        return f"{state} is taken" if state.status == "recorded" and not same else ""
+
+    try_all("goldens", path, spoil_json, attempt)
+
+
+def _load(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+@pytest.mark.parametrize("name", ["step0.safetensors", "golden.json"])
+def test_caches(case_file: Path, tmp_path: Path, try_all: Any, name: str) -> None:
+    recipe = load_cases([case_file])[0].recipe.model_copy(update={"steps": 1})
+    weight = torch.arange(24, dtype=torch.float64)
+    with GoldenWriter(tmp_path / "g") as writer:
+        for step in (-1, 0):
+            writer.observe(step, "gradient", "w", weight, Region.whole((24,)))
+        writer.finish(
+            {"gradient": 1e-12}, {"losses": {"0/loss/total": 4.5}, "tensors": {"0/gradient/w": [3.0, 1.0]}}
+        )
+    file = tmp_path / "g" / name
+    good = file.read_bytes()
+
+    def attempt() -> str:
+        if find_damage(recipe, tmp_path / "g"):
+            return ""
+        if name == "golden.json":
+            return "" if json.loads(file.read_bytes()) == json.loads(good) else "damage is taken"
+        return (
+            ""
+            if torch.equal(StoredGolden(tmp_path / "g").whole(0, "gradient/w"), weight)
+            else "damage is taken"
+        )
+
+    try_all(f"cache {name}", file, spoil_bytes if name != "golden.json" else spoil_json, attempt)
+
+
+@pytest.fixture
+def weights(invoke: Any, start: Path, tmp_path: Path) -> Path:
+    """Weights of Hugging Face, with their distributed checkpoint beside them."""
+    done = invoke("convert", start, tmp_path / "hf", "--to", "hf", "--preset", "tiny-mixtral-8x7b")
+    assert done.exit_code == 0, done.stderr
+    done = invoke("convert", tmp_path / "hf", tmp_path / "dcp", "--to", "dcp")
+    assert done.exit_code == 0, done.stderr
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "to"),
+    [
+        ("hf", "config.json", "dcp"),
+        ("hf", "model.safetensors", "dcp"),
+        ("dcp", ".metadata", "hf"),
+        ("dcp", "model.json", "hf"),
+        ("dcp", "__0_0.distcp", "hf"),
+    ],
+)
+def test_weights(invoke: Any, weights: Path, try_all: Any, folder: str, name: str, to: str) -> None:
+    file, destination = weights / folder / name, weights / "to"
+
+    def attempt() -> str:
+        shutil.rmtree(destination, ignore_errors=True)
+        done = invoke("convert", weights / folder, destination, "--to", to, "--quiet")
+        if done.exit_code and destination.exists():
+            return "a part of the destination is there"
+        return judge(done, (0, 2))
+
+    try_all(f"{folder} {name}", file, spoil_json if name.endswith("json") else spoil_bytes, attempt)
+
+
+def test_manifests(tmp_path: Path, try_all: Any) -> None:
+    box = Hyperrect((0,), (4,))
+    tensor = StoredTensor("F32", (4,), (StoredChunk(box, "rank-0.bin", 0, 7),))
+    manifest = Manifest({"step": 3}, {"rank-0.bin": StoredFile(16, 0, 7)}, {"w": tensor})
+    file = tmp_path / MANIFEST
+    file.write_text(write_manifest(manifest))
+
+    def attempt() -> str:
+        try:
+            return "" if read_manifest(tmp_path) == manifest else "damage is taken"
+        except FormatError:
+            return ""
+
+    try_all("manifest", file, spoil_json, attempt)
+
+
+def test_traces(invoke: Any, tmp_path: Path, try_all: Any) -> None:
+    trace = tmp_path / "load.trace"
+    made = make_trace("zipf", seed=0, num_layers=2, num_experts=16, num_sources=4, num_steps=3)
+    with TraceWriter(trace, made.header) as writer:
+        for step, copies in zip(made.steps, made.copies, strict=True):
+            writer.append(step, copies)
+    words = ("place", trace, "--ranks", "4", "--slots", "6")
+    try_all("trace", trace, spoil_bytes, lambda: judge(invoke(*words), (0, 2)))
+
+
+def test_arrays_and_placements(invoke: Any, tmp_path: Path, try_all: Any) -> None:
+    trace = tmp_path / "load.npy"
+    np.save(trace, np.arange(3 * 2 * 8).reshape(3, 2, 8))
+    placed = tmp_path / "placed.yaml"
+    words = ("place", trace, "--ranks", "4", "--slots", "2")
+    assert invoke(*words, "--out", placed).exit_code == 0
+    try_all("array", trace, spoil_bytes, lambda: judge(invoke(*words), (0, 2)))
+    try_all("placement", placed, spoil_yaml, lambda: judge(invoke(*words, "--current", placed), (0, 2)))
