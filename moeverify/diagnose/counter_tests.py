@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from moeverify.diagnose.families import name_family
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.explanation import Explanation, Quantity
@@ -32,11 +33,14 @@ def count_right_alike(
             yield RightAlike(axis=axis, num_right=num_right, num_alike=len(alike))
 
 
-def _find_place(name: str, axis: str, inputs: DiagnosisInputs) -> tuple[bool, frozenset[str]]:
-    """Return how a parameter lies on an axis: whether that shards it, and which axes have to do with it at all."""
+def _find_place(name: str, axis: str, inputs: DiagnosisInputs) -> tuple[bool, str, frozenset[str]]:
+    """Return how a parameter lies on an axis: whether that shards it, what it is, and which axes affect it at all.
+
+    Experts are reduced over other ranks than the router beside them, so what a parameter is tells them apart.
+    """
     regions = inputs.regions.get(name, {})
     is_sharded = any(
         len({regions[rank].key for rank in group if rank in regions}) > 1
         for group in inputs.axes.groups[axis]
     )
-    return is_sharded, frozenset(inputs.axes.groups_of(name))
+    return is_sharded, name_family([name]), frozenset(inputs.axes.groups_of(name))
