@@ -105,15 +105,15 @@ def write_cases(folder, families, modes):
             (folder / f"{family}--{mode}.yaml").write_text(json.dumps(case | {"checks": {"timeout": 300.0}}))
 
 
-def run_cases(folder, scratch):
-    """Run all cases of a folder, and return what `--json` says of them."""
+def run_cases(paths, scratch):
+    """Run cases in one launch, and return what `--json` says of them."""
     report = scratch / "report.json"
     command = [
         sys.executable,
         "-m",
         "moeverify",
         "run",
-        str(folder),
+        *map(str, sorted(paths)),
         "--device",
         "cpu",
         "--json",
@@ -192,11 +192,13 @@ def main():
     command = shlex.join(["python", "benchmarks/stacks.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        examples = run_cases(EXAMPLES, scratch)
-        write_cases(scratch / "sweep", options.families.split(","), modes)
-        sweep = run_cases(scratch / "sweep", scratch)
-        options.out.write_text(make_page(command, examples, sweep, modes))
-        (scratch / "report.json").unlink()
+        examples = run_cases(EXAMPLES.glob("*/*.yaml"), scratch)
+        families, sweep = options.families.split(","), []
+        write_cases(scratch / "sweep", families, modes)
+        for family in families:
+            sweep += run_cases((scratch / "sweep").glob(f"{family}--*.yaml"), scratch)
+            # After each family: the page is there although a later one may be broken off.
+            options.out.write_text(make_page(command, examples, sweep, modes))
 
 
 if __name__ == "__main__":
