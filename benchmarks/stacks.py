@@ -1,6 +1,6 @@
 """Other people's stacks: their own parallel code on tiny models, verified as anyone would, from case files alone.
 
-    python benchmarks/stacks.py [--out docs/results/stacks.md] [--families qwen3_moe,...] [--modes tp,fsdp,...]
+    python benchmarks/stacks.py [--families qwen3_moe,...] [--modes tp,fsdp,...] [--reports FOLDER] [--out PAGE]
 
 Runs the cases of examples/stacks, and a sweep over families of transformers under its tensor, expert and data
 parallelism. Every case is a recipe and one line of layout; none has code. Needs transformers and accelerate.
@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -105,15 +106,16 @@ def write_cases(folder, families, modes):
             (folder / f"{family}--{mode}.yaml").write_text(json.dumps(case | {"checks": {"timeout": 300.0}}))
 
 
-def run_cases(folder, scratch):
-    """Run all cases of a folder, and return what `--json` says of them."""
-    report = scratch / "report.json"
+def run_cases(paths, scratch, report):
+    """Run cases in one launch unless their `report` is there; return what it says of them."""
+    if report.exists():
+        return json.loads(report.read_text())["cases"]
     command = [
         sys.executable,
         "-m",
         "moeverify",
         "run",
-        str(folder),
+        *map(str, sorted(paths)),
         "--device",
         "cpu",
         "--json",
@@ -140,6 +142,12 @@ def describe(case, known):
     return f"[known bug]({known[1]}): {known[0]}" if known else f"**{cause}** in `{finding['tensor']}`"
 
 
+def describe_declared(path):
+    """Return what a case file declares to differ, and why, as it stands there."""
+    match = re.search(r'because: "(.*)"', path.read_text())
+    return f", with a difference that it declares: {match[1]}" if match else ""
+
+
 def make_page(command, examples, sweep, modes):
     """Return the page as Markdown."""
     names = ("torch", "transformers", "accelerate")
@@ -160,7 +168,7 @@ def make_page(command, examples, sweep, modes):
     ]
     for case in examples:
         num_lines = len(Path(ROOT / case["file"]).read_text().splitlines())
-        verdict = describe(case, None) if case["verdict"] != "mismatch" else "mismatch"
+        verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
         lines.append(
             f"| {case['name']} | {num_lines} | {count_tensors(case)} | {case['seconds']:.1f} | {verdict} |"
         )
@@ -187,16 +195,24 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "stacks.md")
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument(
+        "--reports", type=Path, help="folder that keeps every report: what is there is not run again"
+    )
     options = parser.parse_args()
     modes = options.modes.split(",")
     command = shlex.join(["python", "benchmarks/stacks.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        examples = run_cases(EXAMPLES, scratch)
-        write_cases(scratch / "sweep", options.families.split(","), modes)
-        sweep = run_cases(scratch / "sweep", scratch)
-        options.out.write_text(make_page(command, examples, sweep, modes))
-        (scratch / "report.json").unlink()
+        reports = options.reports or scratch
+        reports.mkdir(parents=True, exist_ok=True)
+        examples = run_cases(EXAMPLES.glob("*/*.yaml"), scratch, reports / "examples.json")
+        families, sweep = options.families.split(","), []
+        write_cases(scratch / "sweep", families, modes)
+        for family in families:
+            paths = (scratch / "sweep").glob(f"{family}--*.yaml")
+            sweep += run_cases(paths, scratch, reports / f"{family}.json")
+            # After each family: the page is there although a later one may be broken off.
+            options.out.write_text(make_page(command, examples, sweep, modes))
 
 
 if __name__ == "__main__":
