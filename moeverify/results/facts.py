@@ -94,6 +94,49 @@ class ExpertFacts(Record):
     wrong: tuple[tuple[int, int | None], ...]
 
 
+class TermFacts(Record):
+    """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
+
+    `found` is None where no coefficients explain it, or where the term is zero throughout.
+    """
+
+    name: str
+    expected: float
+    found: float | None = None
+
+
+class RecomputedFacts(Record):
+    """A result of the optimizer that does not follow from what this rank's optimizer started from.
+
+    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any.
+    """
+
+    about: Literal["recomputed"] = "recomputed"
+    terms: tuple[TermFacts, ...]
+    clip: float | None = None
+
+
+class NormFacts(Record):
+    """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm."""
+
+    about: Literal["norm"] = "norm"
+    is_coefficient: bool = False
+
+
+class RouterFacts(Record):
+    """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
+
+    `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
+    rounding of the scores, among tokens that chose another expert: how clear the right choice was.
+    """
+
+    about: Literal["router"] = "router"
+    quantity: Literal["choice", "weights", "counts"]
+    num_wrong: int
+    num_tokens: int
+    margin: float | None = None
+
+
 class Issue(Record):
     """What some ranks issued at one place of a stream of collectives; None where they issued no further one."""
 
@@ -128,6 +171,9 @@ Facts = Annotated[
     | DtypeFacts
     | PatternFacts
     | ExpertFacts
+    | RecomputedFacts
+    | NormFacts
+    | RouterFacts
     | CollectiveFacts,
     Field(discriminator="about"),
 ]

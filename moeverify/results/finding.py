@@ -34,11 +34,29 @@ class Worst(Record):
     step: int = -1
 
 
+class DetectionLimits(Record):
+    """The relative errors of tensors from which on a check fails: their median, and the worst with its tensor."""
+
+    median: float
+    worst: float
+    tensor: str
+
+
+class Inconclusive(Record):
+    """A tensor of which too little is known: an error below `limit`, relative to its norm, may not have been seen."""
+
+    tensor: str
+    step: int
+    limit: float
+
+
 class CheckResult(Record):
     """One check of one case: how many logical tensors were compared, and the worst of them.
 
-    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing. `note` says how
-    was compared and `unseen` what was not looked at, both in words; what they are made of is in `facts`.
+    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing; each is in
+    `inconclusive_tensors`. `recomputed` more have such a bound and were computed again from what the rank started
+    from, which decided them. `limits` say how large an error must be to be seen. `note` says how was compared and
+    `unseen` what was not looked at, both in words; what they are made of is in `facts`.
     """
 
     name: str
@@ -48,6 +66,9 @@ class CheckResult(Record):
     inconclusive: int = Field(
         default=0, validation_alias=AliasChoices("inconclusive", "blind"), serialization_alias="blind"
     )
+    recomputed: int = 0
+    inconclusive_tensors: tuple[Inconclusive, ...] = ()
+    limits: DetectionLimits | None = None
     facts: CheckFacts | None = None
     note: str = ""
     unseen: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.words.check import describe_inconclusive
+from moeverify.report.words.check import describe_inconclusive, describe_limits
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (
@@ -135,6 +135,7 @@ def list_notes(
     """Return the notes of a case that was judged; `checks` are in words already."""
     notes = [describe_declared(declared) if declared is not None else ""]
     notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
+    notes += [describe_limits(checks)]
     notes += [check.unseen for check in checks]
     notes += [describe_golden(golden) if golden.status == "missing" else "", describe_nearness(golden)]
     return tuple(note for note in notes if note)
