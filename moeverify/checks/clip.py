@@ -82,7 +82,7 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 def _sum_squares(local: Tensor) -> Tensor:
     """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
     flat = local.detach().reshape(-1)
-    parts = [part.to(torch.float64).square().sum() for part in flat.split(_CHUNK)]
+    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, _CHUNK)]
     return torch.stack(parts).sum()
 
 

@@ -313,12 +313,13 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
         for row in rows:
             by_key.setdefault(row.key, []).append((rank, row))
     by_key = dict(sorted(by_key.items(), key=lambda item: item[0][0]))
-    findings, limits = [], {}
-    for key, rows in by_key.items():
-        limits[key] = _find_limit([row for _, row in rows])
-        if not all(row.worst <= 1.0 for _, row in rows):
-            findings.append(_make_finding(shown, key, rows))
-    worst = max((row for rows in by_key.values() for _, row in rows), key=lambda row: _rate(row.worst))
+    findings: list[Finding] = []
+    limits: dict[Key, float] = {}
+    for key, found in by_key.items():
+        limits[key] = _find_limit([row for _, row in found])
+        if not all(row.worst <= 1.0 for _, row in found):
+            findings.append(_make_finding(shown, key, found))
+    worst = max((row for found in by_key.values() for _, row in found), key=lambda row: _rate(row.worst))
     scale = _scale_of([worst])
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,

@@ -70,7 +70,7 @@ def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
     """
     margin = torch.full_like(selection[:, 0], torch.inf)
     if spec.top_groups < spec.num_groups:
-        groups = selection.unflatten(-1, (spec.num_groups, -1))
+        groups = selection.reshape(len(selection), spec.num_groups, -1)
         width = 1 if spec.group_score == "max" else min(2, groups.shape[-1])
         rated = groups.topk(width, dim=-1).values.sum(dim=-1)
         best = rated.topk(spec.top_groups + 1, dim=-1)
