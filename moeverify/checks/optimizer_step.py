@@ -362,6 +362,7 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Fi
     ranks = tuple(each for each, other in rows if not other.worst <= 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
+    facts = _fit(row)
     return Finding(
         check=CheckName.OPTIMIZER_STEP,
         kind=kind,
@@ -375,9 +376,9 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Fi
         index=row.index,
         expected=row.expected,
         actual=row.actual,
-        code=Cause.OPTIMIZER,
-        facts=_fit(row),
-        place=Place(ranks=ranks, stage=Stage.OPTIMIZER_STEP),
+        code=Cause.NORM if facts.is_unclipped else Cause.OPTIMIZER,
+        facts=facts,
+        place=Place(ranks=ranks, stage=Stage.CLIP if facts.is_unclipped else Stage.OPTIMIZER_STEP),
     )
 
 

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from moeverify.results.record import Record
 
+NEAR = 0.02
+"""Relative: factors that are measured in rounded numbers, and differ by less, are the same."""
+
 
 class ComparedFacts(Record):
     """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks."""
@@ -104,6 +107,11 @@ class TermFacts(Record):
     expected: float
     found: float | None = None
 
+    @property
+    def factor(self) -> float | None:
+        """Return how many times the term is there; None where that is not known."""
+        return None if self.found is None else self.found / self.expected
+
 
 class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from what this rank's optimizer started from.
@@ -114,6 +122,24 @@ class RecomputedFacts(Record):
     about: Literal["recomputed"] = "recomputed"
     terms: tuple[TermFacts, ...]
     clip: float | None = None
+
+    @property
+    def wrong_terms(self) -> tuple[TermFacts, ...]:
+        """Return the terms that are there by another factor than they should be."""
+        return tuple(term for term in self.terms if term.factor is not None and abs(term.factor - 1.0) > NEAR)
+
+    @property
+    def is_unclipped(self) -> bool:
+        """Return whether all that is wrong is that the gradient was not clipped."""
+        wrong = self.wrong_terms
+        return bool(wrong) and all(self.lacks_clip(term) for term in wrong)
+
+    def lacks_clip(self, term: TermFacts) -> bool:
+        """Return whether a term is that of a gradient which was not clipped."""
+        if self.clip is None or not self.clip < 1.0 or term.factor is None or "gradient" not in term.name:
+            return False
+        power = 2 if term.name.startswith("squared") else 1
+        return abs(term.factor * self.clip**power - 1.0) < NEAR
 
 
 class NormFacts(Record):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moeverify.report.numbers import format_count, format_number
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import (
+    NEAR,
     BitFacts,
     CollectiveFacts,
     ComparedFacts,
@@ -24,7 +25,6 @@ from moeverify.results.facts import (
     ReplicaFacts,
     RouterFacts,
     ShardingFacts,
-    TermFacts,
     Use,
 )
 from moeverify.results.finding import CheckResult, Finding
@@ -41,8 +41,6 @@ _DTYPE_CAUSES: Mapping[Use, str] = {
     Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
     Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
 }
-_GONE = 0.02  # of a coefficient: so little is none of it
-_NEAR = 0.02  # relative: coefficients are measured in rounded numbers
 # Checks whose findings have no more to say than their name and kind.
 _EVIDENCE: Mapping[str, str] = {
     CheckName.REPEAT: "{kind}: other bits when the same layout ran a second time",
@@ -154,19 +152,18 @@ def _(facts: ExpertFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: RecomputedFacts, finding: Finding) -> Words:
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
-    wrong = [term for term in facts.terms if term.found is not None and not _is_near(term)]
+    wrong = facts.wrong_terms
     if not wrong:
         return Words(f"{quantity} does not follow from the rank's own gradient, moments and options")
     causes = []
     for term in wrong:
-        assert term.found is not None
-        factor = term.found / term.expected
-        if abs(factor) < _GONE:
+        assert term.factor is not None
+        if abs(term.factor) < NEAR:
             causes.append(f"{term.name} is left out")
-        elif "gradient" in term.name and facts.clip is not None and _is_unclipped(factor, facts.clip, term):
+        elif facts.lacks_clip(term):
             causes.append(f"the {term.name} is not clipped")
         else:
-            causes.append(f"{term.name} counts {factor:.4g} times")
+            causes.append(f"{term.name} counts {term.factor:.4g} times")
     evidence = [
         f"{term.name}: coefficient {term.found:.6g}, and the recipe's optimizer has {term.expected:.6g}"
         for term in facts.terms
@@ -195,15 +192,6 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
     if facts.quantity == "weights":
         return Words(f"{finding.tensor} weighs its experts otherwise than its own scores say", "", (seen,))
     return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))
-
-
-def _is_near(term: TermFacts) -> bool:
-    return term.found is not None and abs(term.found - term.expected) <= _NEAR * abs(term.expected)
-
-
-def _is_unclipped(factor: float, clip: float, term: TermFacts) -> bool:
-    power = 2 if term.name.startswith("squared") else 1
-    return clip < 1.0 and abs(factor * clip**power - 1.0) < _NEAR
 
 
 @describe_facts.register

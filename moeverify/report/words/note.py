@@ -54,6 +54,14 @@ def describe_limit(limit: RankLimit) -> str:
     return f"{free:.1f} GiB of memory is free, and a rank needs about {needed:.1f}"
 
 
+def describe_sharing(num_ranks: int, num_gpus: int, is_external: bool) -> tuple[str, ...]:
+    """Return that ranks share GPUs, and what is not verified then; nothing where each has one of its own."""
+    if is_external or not 0 < num_gpus < num_ranks:
+        return ()
+    gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return (f"{num_ranks} ranks share {gpus}: collectives by gloo, so this is no verdict about NCCL",)
+
+
 def describe_dependent_obstacle(saver: str, obstacle: Obstacle) -> str:
     """Return why a case that loads cannot run where the one that saves cannot."""
     return f"{saver} cannot save here: {describe_obstacle(obstacle)}"
