@@ -85,6 +85,13 @@ RequireGoldens = Annotated[
         show_default=False,
     ),
 ]
+Escalate = Annotated[
+    bool,
+    typer.Option(
+        "--escalate/--no-escalate",
+        help="Where a finding below float64 has no cause, run the case in wider precisions.",
+    ),
+]
 
 DEFAULT_GOLDENS = Path("golden")
 

@@ -23,18 +23,18 @@ def stage_messages(device_type: str = "CUDA") -> torch.library.Library:
     For groups of gloo alone: NCCL sends from a GPU by itself.
     """
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("send", send_staged, device_type, allow_override=True)
-    library.impl("recv_", receive_staged, device_type, allow_override=True)
+    for name, kernel in (("send", send_staged), ("recv_", receive_staged)):
+        library.impl(name, kernel, device_type, allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
 
-def send_staged(tensors: list[Tensor], group: Any, destination: int, tag: int) -> dist.Work:
+def send_staged(tensors: list[Tensor], group: Any, destination: int, tag: int) -> Any:
     """Send a copy of the one tensor; Collective: the group's rank `destination` receives."""
     (tensor,) = tensors
-    return _cpu_backend(group).send([tensor.to(_CPU, copy=True).contiguous()], destination, tag)
+    return _cpu_backend(group).send([tensor.to(_CPU, copy=True).contiguous()], destination, tag).boxed()
 
 
-def receive_staged(tensors: list[Tensor], group: Any, source: int, tag: int) -> dist.Work:
+def receive_staged(tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:
     """Receive into a copy, and copy it into the one tensor when someone waits for the work that is returned."""
     (tensor,) = tensors
     arriving = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -46,7 +46,7 @@ def receive_staged(tensors: list[Tensor], group: Any, source: int, tag: int) -> 
         tensor.copy_(arriving)
         return bool(done)
 
-    return PythonCallbackWork(finish)
+    return PythonCallbackWork(finish).boxed()
 
 
 def _cpu_backend(group: Any) -> Any:

@@ -55,9 +55,10 @@ def merge_with_origins(
             known[number] = finding.model_copy(update={"follows": same[0].tensor})
     left = []
     for origin in origins:
-        causes = [finding for finding in known if not finding.follows and _is_of_same(origin, finding)]
+        causes = [finding for finding in known if _is_of_same(origin, finding)]
         if origin.explanation is None and causes:
-            left.append(origin.model_copy(update={"follows": causes[0].tensor, "unexplained": ()}))
+            begun = causes[0].follows or causes[0].tensor
+            left.append(origin.model_copy(update={"follows": begun, "unexplained": ()}))
         else:
             left.append(origin)
     return left, known

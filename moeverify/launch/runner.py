@@ -151,7 +151,8 @@ class JobRunner:
         finally:
             _tear_down(self._caches, self._device)
             if staging is not None:
-                staging._destroy()  # the next job may have a GPU for each rank
+                # The next job may have a GPU for each rank.
+                staging._destroy()  # type: ignore[no-untyped-call]
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:

@@ -93,6 +93,18 @@ class FollowUp(Record):
     answer: str = ""
 
 
+class Wider(Record):
+    """What the same layout showed in a wider precision, where a finding had no cause.
+
+    `outcome` is `named` (the finding that follows from none there has a cause), `unexplained` (it has none there
+    either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run` for a `reason`.
+    """
+
+    precision: str
+    outcome: Literal["named", "unexplained", "not-shown", "not-run"]
+    reason: str = ""
+
+
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
@@ -104,7 +116,8 @@ class Finding(Record):
     explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
     where no hypothesis explains them. `facts` are what the check found besides. `follows` names the tensor whose
     finding explains this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones
-    a `follow_up`.
+    a `follow_up`. `wider` says what wider precisions have shown where there was no cause; a finding that was made
+    there, and names the cause, has one entry for its precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """
@@ -136,6 +149,7 @@ class Finding(Record):
     place: Place | None = None
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
+    wider: tuple[Wider, ...] = ()
 
     @property
     def is_explained(self) -> bool:

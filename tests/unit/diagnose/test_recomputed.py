@@ -59,3 +59,10 @@ def test_what_the_golden_explains_stays_the_cause() -> None:
 def test_another_step_is_another_cause() -> None:
     origins, recomputed = merge_with_origins([compare("a")], [find("b", step=1)])
     assert [finding.follows for finding in (*origins, *recomputed)] == ["", ""]
+
+
+def test_a_later_step_of_the_same_bug_stays_the_same_bug() -> None:
+    recomputed = join_alike([find("b"), find("a", step=1)])
+    late = compare("a").model_copy(update={"step": 1})
+    origins, _ = merge_with_origins([late], recomputed)
+    assert [finding.follows for finding in origins] == ["b"]
