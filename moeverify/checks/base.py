@@ -119,10 +119,15 @@ class Shown(Compared):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict of one check, and everything that it found."""
+    """The verdict of one check, and everything that it found.
+
+    `limits` are the relative errors from which on it would have found something, for each logical tensor that it
+    measures by a relative error. What one check leaves inconclusive, another may decide.
+    """
 
     result: CheckResult
     findings: tuple[Finding, ...] = ()
+    limits: Mapping[Key, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class GoldenTensors(Check[Any]):
             worst=Worst(tensor=name, error=error, bound=bound, step=step),
             inconclusive=sum(is_relative and bound > MAX_CONCLUSIVE for _, _, bound in measured),
         )
-        return Outcome(result, findings)
+        limits = {tensor.key: bound for tensor, _, bound in measured} if is_relative else {}
+        return Outcome(result, findings, limits)
 
     def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
         """Return (error, bound) in the unit of the criterion's metric."""

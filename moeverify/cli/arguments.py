@@ -25,6 +25,14 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Backend(StrEnum):
+    """What carries the collectives of GPUs; `auto` takes NCCL where each rank has one, else gloo."""
+
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
 Cases = Annotated[
     list[Path],
     typer.Argument(metavar="CASE", help="Case files; a folder means all *.yaml in it.", show_default=False),
@@ -40,6 +48,12 @@ Pattern = Annotated[
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="On what the ranks compute.")]
+BackendOption = Annotated[
+    Backend,
+    typer.Option(
+        "--backend", help="What carries the collectives of GPUs; by itself gloo where ranks share them."
+    ),
+]
 CacheFolder = Annotated[
     Path | None,
     typer.Option(
@@ -68,6 +82,13 @@ RequireGoldens = Annotated[
         "--require-goldens/--no-require-goldens",
         help="Fail when a golden is missing instead of making it. Default: on when CI=true.",
         show_default=False,
+    ),
+]
+Escalate = Annotated[
+    bool,
+    typer.Option(
+        "--escalate/--no-escalate",
+        help="Where a finding below float64 has no cause, run the case in wider precisions.",
     ),
 ]
 
@@ -106,6 +127,7 @@ class RunSettings(OptionGroup):
     """How cases run on their ranks."""
 
     device: DeviceOption = Device.auto
+    backend: BackendOption = Backend.auto
     ranks: Ranks = None
     timeout: Timeout = None
     fault: Fault = None
@@ -125,6 +147,7 @@ class RunSettings(OptionGroup):
         must_have = is_continuous_integration() if self.require_goldens is None else self.require_goldens
         return RunOptions(
             device=self.device.value,
+            backend=self.backend.value,
             num_ranks=self.ranks,
             folder=folder,
             require_goldens=must_have,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Quiet
+from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, Quiet
 from moeverify.cli.context import EXIT_CODES, open_context
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def run(
         Precision | None,
         typer.Option("--precision", help="Run their recipes in another precision.", show_default=False),
     ] = None,
+    escalate: Escalate = True,
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
@@ -111,12 +112,14 @@ def run(
             chosen = [change_precision(fault, precision.value) for fault in chosen]
         check_writable([markdown] if markdown is not None else [])
         with open_progress(context.out, quiet=quiet) as progress:
-            rows = run_faults(chosen, _options(device, cache), progress.on_event)
+            options = _options(device, cache)
+            rows = run_faults(chosen, options, progress.on_event, escalates=escalate)
         render_faults(rows, context.out)
         if markdown is not None:
             words = ["moeverify faults run", *(numbers or [])]
             words += [f"--precision {precision.value}"] if precision is not None else []
             words += [f"-k '{pattern}'"] if pattern is not None else []
+            words += [] if escalate else ["--no-escalate"]
             write_atomically(
                 markdown,
                 write_faults(rows, describe_environment(choose_device(device.value)), " ".join(words)),

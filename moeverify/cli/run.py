@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
@@ -39,6 +39,7 @@ def run(
             "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
         ),
     ] = False,
+    escalate: Escalate = True,
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
@@ -52,10 +53,13 @@ def run(
         options = settings.make_options(cases, out)
 
         def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
+            from moeverify.controller.escalation import escalate as run_wider
             from moeverify.controller.follow_up import follow_up as run_follow_up
             from moeverify.controller.run import run_cases
 
             result = run_cases(cases, options, on_event)
+            if escalate and result is not None:
+                result = run_wider(cases, result, options, show)
             return run_follow_up(cases, result, options, show) if follow_up and result is not None else result
 
         code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded)

@@ -40,7 +40,7 @@ def bench_cases(
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    chosen, limit = choose_device(device), find_limit(choose_device(device), num_ranks)
+    chosen, limit = choose_device(device), find_limit(choose_device(device), num_ranks, backend="nccl")
     found: dict[str, Measurement] = {}
     tasks: list[Task[Measurement]] = []
     for case in cases:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
+from moeverify.controller.escalation import change_precision as change_case
+from moeverify.controller.escalation import escalate
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
@@ -17,24 +19,34 @@ LOSS_CURVE = 1e-3
 
 
 def run_faults(
-    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+    faults: Sequence[Fault],
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+    *,
+    escalates: bool = False,
 ) -> list[FaultRow]:
     """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
+
+    With `escalates`, findings without a cause are looked at in wider precisions, as `moeverify run` does.
 
     Faults of checkpoints come after the others, in a launch of their own.
     """
     chosen = replace(options, require_goldens=False)
-    results = _run_plain([fault for fault in faults if fault.saver is None], chosen, on_event)
+    plain = [fault for fault in faults if fault.saver is None]
+    results = _run_plain(plain, chosen, on_event, escalates=escalates)
     results |= _run_saved([fault for fault in faults if fault.saver is not None], chosen, on_event)
     return [score(fault, results[fault.number]) for fault in faults if fault.number in results]
 
 
 def _run_plain(
-    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
+    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None], *, escalates: bool
 ) -> dict[str, CaseResult]:
     cases = [_case_of(fault.case, fault) for fault in faults]
     targets = {case.name: fault.target for case, fault in zip(cases, faults, strict=True)}
-    result = run_cases(cases, replace(options, case_faults=targets), on_event) if cases else None
+    chosen = replace(options, case_faults=targets)
+    result = run_cases(cases, chosen, on_event) if cases else None
+    if escalates and result is not None:
+        result = escalate(cases, result, chosen, lambda event: None)
     return {case.name: case for case in result.cases} if result is not None else {}
 
 
@@ -62,16 +74,8 @@ def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
 
 def change_precision(fault: Fault, precision: Precision) -> Fault:
     """Return the fault under the same recipe in another precision."""
-
-    def change(case: Case | None) -> Case | None:
-        if case is None:
-            return None
-        changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
-        return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
-
-    case = change(fault.case)
-    assert case is not None
-    return replace(fault, case=case, saver=change(fault.saver))
+    saver = None if fault.saver is None else change_case(fault.saver, precision)
+    return replace(fault, case=change_case(fault.case, precision), saver=saver)
 
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from moeverify.errors import MachineError
-from moeverify.launch.plan import Device
+from moeverify.launch.plan import Backend, Device
 from moeverify.launch.world import external_world
 from moeverify.results.obstacle import RankLimit
 
 _BYTES_PER_RANK = 700 * 2**20  # torch imported, a tiny model trained: about 400 MiB, seen on Linux
+_BYTES_PER_RANK_OF_GPU = (
+    3 * 2**30
+)  # assumed: a context of CUDA and its libraries take memory of the host, too
 _MOST_PROCESSES = 64
 # What a stored golden depends on, its noise too; the rest of the package only judges.
 _GOLDEN_CODE = (
@@ -57,24 +60,27 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def find_limit(device: Device, wanted: int | None = None) -> RankLimit:
-    """Return how many ranks there may be: as another launcher started, or fit on this machine, or are `wanted`."""
+def find_limit(device: Device, wanted: int | None = None, *, backend: Backend = "auto") -> RankLimit:
+    """Return how many ranks there may be: as another launcher started, or fit on this machine, or are `wanted`.
+
+    With NCCL each rank needs a GPU of its own.
+    """
     world = external_world()
     if world is not None:
         limit = RankLimit(most=world.world_size, by="launcher", launcher=world.launcher)
-    elif device == "cuda":
+    elif device == "cuda" and backend == "nccl":
         limit = RankLimit(most=count_gpus(), by="gpus")
     else:
-        limit = _find_memory_limit()
+        limit = _find_memory_limit(_BYTES_PER_RANK if device == "cpu" else _BYTES_PER_RANK_OF_GPU)
     return RankLimit(most=wanted, by="option") if wanted is not None and wanted < limit.most else limit
 
 
-def _find_memory_limit() -> RankLimit:
+def _find_memory_limit(needed: int) -> RankLimit:
     free = _available_memory()
     if free is None:
         return RankLimit(most=_MOST_PROCESSES, by="processes")
-    most = max(1, free // _BYTES_PER_RANK)
-    return RankLimit(most=most, by="memory", free_memory=free, memory_per_rank=_BYTES_PER_RANK)
+    most = max(1, free // needed)
+    return RankLimit(most=most, by="memory", free_memory=free, memory_per_rank=needed)
 
 
 def _available_memory() -> int | None:
@@ -86,15 +92,15 @@ def _available_memory() -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
-def describe_environment(device: str) -> dict[str, str]:
-    """Return the versions and sizes that a verdict may depend on."""
+def describe_environment(device: str, backend: str = "") -> dict[str, str]:
+    """Return the versions and sizes that a verdict may depend on; `backend` as used, if that is not the usual one."""
     return {
         "moeverify": _version("moeverify"),
         "torch": _version("torch"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,
-        "backend": "nccl" if device == "cuda" else "gloo",
+        "backend": backend or ("nccl" if device == "cuda" else "gloo"),
         "cores": str(os.cpu_count()),
     }
 

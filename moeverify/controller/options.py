@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from moeverify.launch.plan import Backend
+
 
 @dataclass(frozen=True)
 class RunOptions:
     """How to run cases.
 
+    `backend` carries the collectives of GPUs; by itself it is gloo where ranks share them.
     `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
     is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
     before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in
@@ -19,6 +22,7 @@ class RunOptions:
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Backend = "auto"
     num_ranks: int | None = None
     folder: Path | None = None
     require_goldens: bool = False

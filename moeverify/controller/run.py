@@ -15,7 +15,7 @@ from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet
-from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.machine import choose_device, count_gpus, describe_environment, find_limit
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
 from moeverify.controller.scratch import scratch_folder
@@ -23,6 +23,7 @@ from moeverify.controller.search_path import search_path
 from moeverify.controller.separation import suggest_layout
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
+from moeverify.launch.backend import choose_backend
 from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 from moeverify.report.words.check import word_check
@@ -32,6 +33,7 @@ from moeverify.report.words.note import (
     describe_golden,
     describe_missing_save,
     describe_obstacle,
+    describe_sharing,
     list_notes,
 )
 from moeverify.results.finding import Verdict, note_failure
@@ -123,7 +125,8 @@ class CaseRun:
         self._device: Device = device
         self._on_event = on_event
         self._num_launches = 0
-        self._limit = find_limit(device, options.num_ranks)
+        self._limit = find_limit(device, options.num_ranks, backend=options.backend)
+        self._num_gpus = count_gpus() if device == "cuda" else 0
         self._obstacles = {
             name: obstacle
             for name, task in self._tasks.items()
@@ -147,7 +150,14 @@ class CaseRun:
             return
         goldens = Task[CaseResult | None](self._goldens.job(self._count_golden_ranks()), self._take_goldens)
         tasks = [goldens, *(Task(self._make_job(task), self._make_judge(task)) for task in self._runnable)]
-        judged = run_tasks(tasks, entry=WORKER, folder=folder, device=self._device, on_event=self._on_launch)
+        judged = run_tasks(
+            tasks,
+            entry=WORKER,
+            folder=folder,
+            device=self._device,
+            backend=self.options.backend,
+            on_event=self._on_launch,
+        )
         with closing(judged):
             for result in judged:
                 if result is not None:
@@ -161,12 +171,24 @@ class CaseRun:
         results = tuple(self.results[name] for name in self._tasks)
         return RunResult(
             verdict=_find_overall_verdict(results),
-            environment=describe_environment(self._device),
+            environment=describe_environment(self._device, self._name_backends(results)),
             started=started,
             seconds=seconds,
             launches=self._num_launches,
             cases=results,
         )
+
+    def _find_backend(self, num_ranks: int) -> str:
+        """Return the backend of a case with so many ranks."""
+        wanted, device = self.options.backend, self._device
+        if wanted == "auto" and external_world() is not None:
+            wanted = "nccl"
+        return choose_backend(wanted, device, num_ranks=num_ranks, num_gpus=self._num_gpus)
+
+    def _name_backends(self, results: Sequence[CaseResult]) -> str:
+        """Return the backends of the cases that ran; nothing where none did."""
+        ran = [case.ranks for case in results if case.verdict != "skipped"]
+        return ", ".join(sorted({self._find_backend(ranks) for ranks in ran}))
 
     def _find_reason_to_skip(self, task: CaseTask) -> str:
         """Return why a task cannot run here, or nothing: what cannot be saved cannot be loaded either."""
@@ -243,7 +265,10 @@ class CaseRun:
             outcome,
             checks=checks,
             findings=tuple(suggest_layout(task.case, finding, self._limit.most) for finding in found),
-            notes=list_notes(checks, declared, state),
+            notes=(
+                *list_notes(checks, declared, state),
+                *describe_sharing(task.case.layout.world_size, self._num_gpus, external_world() is not None),
+            ),
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,
         )

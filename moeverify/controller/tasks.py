@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from moeverify.jobs import RankJob, RankResult, Refusal, read_result, write_job
 from moeverify.launch.launcher import run_jobs
-from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
+from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def run_tasks(
     entry: str,
     folder: Path,
     device: Device,
+    backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None],
 ) -> Generator[T]:
     """Run the tasks in order on the ranks of a module, and yield what is made of each outcome as soon as it is known.
@@ -60,12 +61,19 @@ def run_tasks(
         from moeverify.launch.external import serve_external
 
         found: list[T] = []
+        # Another launcher's ranks may be on several machines: there each is taken to have a GPU of its own.
         serve_external(
-            jobs, folder, entry, lambda outcome: found.append(_judge(tasks, outcome)), device=device
+            jobs,
+            folder,
+            entry,
+            lambda outcome: found.append(_judge(tasks, outcome)),
+            device=device,
+            backend="nccl" if backend == "auto" else backend,
         )
         yield from found
         return
-    with closing(run_jobs(jobs, entry=entry, folder=folder, device=device, on_event=on_event)) as outcomes:
+    ran = run_jobs(jobs, entry=entry, folder=folder, device=device, backend=backend, on_event=on_event)
+    with closing(ran) as outcomes:
         for outcome in outcomes:
             yield _judge(tasks, outcome)
 

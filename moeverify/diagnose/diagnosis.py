@@ -14,6 +14,7 @@ from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.place import locate
+from moeverify.diagnose.recomputed import RECOMPUTED, join_alike, merge_with_origins
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
@@ -39,13 +40,16 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     step = origin_step(findings)
-    apart = [finding for finding in findings if finding.check in _APART]
+    apart = join_alike([finding for finding in findings if finding.check in _APART])
     if step is None:
         return [_explain_apart(finding) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
     origins, explained = make_origins(_explain_step(first, inputs), first, inputs)
     if not origins:
         return list(findings)
+    recomputed = [finding for finding in apart if finding.check in RECOMPUTED]
+    origins, recomputed = merge_with_origins(origins, recomputed)
+    apart = recomputed + [finding for finding in apart if finding.check not in RECOMPUTED]
     followers = [
         finding.model_copy(update={"follows": origins[0].tensor})
         for finding in findings

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moeverify.collectives.flight_recorder import NUM_SLOTS
 from moeverify.launch.evidence import read_tail
-from moeverify.launch.plan import Device, Job, JobOutcome, job_folder
+from moeverify.launch.plan import Backend, Device, Job, JobOutcome, job_folder
 from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.runner import JobRunner, RunJob
 from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
@@ -47,6 +47,7 @@ def serve_external(
     on_outcome: OnOutcome,
     *,
     device: Device = "cpu",
+    backend: Backend = "nccl",
 ) -> None:
     """Run the jobs in this rank and its peers; rank 0 calls `on_outcome` for every job, in order.
 
@@ -63,7 +64,7 @@ def serve_external(
     if world is None:
         raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
     run_job: RunJob = importlib.import_module(entry).run_job
-    session = _Session(world, jobs, Path(folder).resolve(), on_outcome, device)
+    session = _Session(world, jobs, Path(folder).resolve(), on_outcome, device, backend)
     session.run(run_job)
 
 
@@ -75,7 +76,13 @@ class _Session:
     """
 
     def __init__(
-        self, world: ExternalWorld, jobs: Sequence[Job], folder: Path, on_outcome: OnOutcome, device: Device
+        self,
+        world: ExternalWorld,
+        jobs: Sequence[Job],
+        folder: Path,
+        on_outcome: OnOutcome,
+        device: Device,
+        backend: Backend,
     ) -> None:
         self._world = world
         self._jobs = jobs
@@ -95,6 +102,7 @@ class _Session:
             world.rank,
             world.local_rank,
             device,
+            backend,
             self._own_folder,
             on_raise=self._fail_by_error,
             on_hang=self._fail_by_hang,

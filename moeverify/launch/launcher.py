@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from moeverify.launch.monitor import LaunchMonitor
-from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent, Plan
+from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, Plan
 
 
 def run_jobs(
@@ -17,6 +17,7 @@ def run_jobs(
     folder: Path,
     num_ranks: int | None = None,
     device: Device = "cpu",
+    backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
@@ -43,6 +44,7 @@ def run_jobs(
             entry=entry,
             num_ranks=max(job.num_ranks for job in rest),
             device=device,
+            backend=backend,
             folder=folder,
             launch_folder=folder / f"launch-{launch}",
             first=first,

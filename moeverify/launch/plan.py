@@ -14,6 +14,8 @@ from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]
+Backend = Literal["auto", "gloo", "nccl"]
+"""What carries the collectives of tensors on GPUs; `auto` is NCCL wherever each rank has a GPU of its own."""
 
 
 class Job(Record):
@@ -47,6 +49,7 @@ class Plan(Record):
     entry: str
     num_ranks: int
     device: Device = "cpu"
+    backend: Backend = "auto"
     folder: Path
     launch_folder: Path
     first: int = 0

@@ -40,6 +40,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
         rank,
         int(os.environ.get("LOCAL_RANK", rank)),
         plan.device,
+        plan.backend,
         plan.launch_folder,
         on_raise=reporter.report_error,
         on_hang=reporter.report_hang,

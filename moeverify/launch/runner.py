@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from moeverify.collectives.staging import stage_messages
 from moeverify.collectives.trace import CollectiveTrace
+from moeverify.launch.backend import choose_backend, choose_gpu
 from moeverify.launch.caches import clear_mesh_caches, find_caches
 from moeverify.launch.failure_reporter import FailureReporter
-from moeverify.launch.plan import Device, Job
+from moeverify.launch.plan import Backend, Device, Job
 from moeverify.launch.watchdog import Watchdog
 
 _GROUP_MARGIN = timedelta(seconds=60)
@@ -57,6 +59,7 @@ class JobRunner:
         rank: int,
         local_rank: int,
         device: Device,
+        backend: Backend,
         folder: Path,
         *,
         on_raise: Callable[[BaseException], None],
@@ -67,8 +70,11 @@ class JobRunner:
         self.rank = rank
         self._store = store
         self._local_rank = local_rank
-        self._device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+        self._wanted = backend
+        self._num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+        self._device = torch.device("cpu")
         if device == "cuda":
+            self._device = torch.device("cuda", choose_gpu(local_rank, self._num_gpus))
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
         self._caches = find_caches()
@@ -113,12 +119,14 @@ class JobRunner:
     def _run_in_group(
         self, store: PrefixStore, job: Job, folder: Path, run_job: RunJob
     ) -> dict[str, Any] | None:
-        cuda = self._device.type == "cuda"
+        kind: Device = "cuda" if self._device.type == "cuda" else "cpu"
+        backend = choose_backend(self._wanted, kind, num_ranks=job.num_ranks, num_gpus=self._num_gpus)
+        staging = stage_messages() if kind == "cuda" and backend == "gloo" else None
         try:
             # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split once an earlier
             # default group of the process is gone.
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
                 store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=job.num_ranks,
@@ -142,6 +150,9 @@ class JobRunner:
             raise
         finally:
             _tear_down(self._caches, self._device)
+            if staging is not None:
+                # The next job may have a GPU for each rank.
+                staging._destroy()  # type: ignore[no-untyped-call]
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -198,4 +199,4 @@ class _Stage(PipelineStage):
 
         Torch 2.11 sends it to the rank itself where two neighbouring stages are on one rank, and gloo cannot.
         """
-        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+        return super()._get_init_p2p_neighbors_ops() if "nccl" in dist.get_backend(self.group) else []

@@ -21,6 +21,7 @@ class Cause(StrEnum):
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
     NOT_LOADED = "not-loaded"  # after a load it has the value that it had before
     NORM = "norm"  # the gradients are right, the norm or the clip by it is not
+    OPTIMIZER = "optimizer"  # moments or update do not follow from the rank's own gradient, state and options
     STATE = (
         "state"  # router state or counters moved by another amount than the right gradients and routing say
     )

@@ -68,11 +68,17 @@ class CheckName(StrEnum):
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
     ACTIVATIONS = "activations", "the output of every block, with the first block that diverges", True
+    ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
+    CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"
     UPDATE = "update", "every parameter's change by the step"
     OPTIMIZER_STATE = "optimizer state", "moments and step counters"
+    OPTIMIZER_STEP = (
+        "optimizer step",
+        "moments and updates, computed again from the rank's own gradient and state",
+    )
     BUFFERS = "buffers", "the routers' selection bias"
     REPLICAS = "replicas", "ranks that hold the same part of a tensor hold the same bits"
     COVERAGE = "coverage", "the ranks together hold every element of every tensor of the golden"

@@ -13,6 +13,9 @@ from pydantic import Field
 from moeverify.results.record import Record
 from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
 
+NEAR = 0.02
+"""Relative: factors that are measured in rounded numbers, and differ by less, are the same."""
+
 
 class ComparedFacts(Record):
     """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks."""
@@ -99,6 +102,72 @@ class ExpertFacts(Record):
     wrong: tuple[tuple[int, int | None], ...]
 
 
+class TermFacts(Record):
+    """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
+
+    `found` is None where no coefficients explain it, or where the term is zero throughout.
+    """
+
+    name: str
+    expected: float
+    found: float | None = None
+
+    @property
+    def factor(self) -> float | None:
+        """Return how many times the term is there; None where that is not known."""
+        return None if self.found is None else self.found / self.expected
+
+
+class RecomputedFacts(Record):
+    """A result of the optimizer that does not follow from what this rank's optimizer started from.
+
+    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any.
+    """
+
+    about: Literal["recomputed"] = "recomputed"
+    terms: tuple[TermFacts, ...]
+    clip: float | None = None
+
+    @property
+    def wrong_terms(self) -> tuple[TermFacts, ...]:
+        """Return the terms that are there by another factor than they should be."""
+        return tuple(term for term in self.terms if term.factor is not None and abs(term.factor - 1.0) > NEAR)
+
+    @property
+    def is_unclipped(self) -> bool:
+        """Return whether all that is wrong is that the gradient was not clipped."""
+        wrong = self.wrong_terms
+        return bool(wrong) and all(self.lacks_clip(term) for term in wrong)
+
+    def lacks_clip(self, term: TermFacts) -> bool:
+        """Return whether a term is that of a gradient which was not clipped."""
+        if self.clip is None or not self.clip < 1.0 or term.factor is None or "gradient" not in term.name:
+            return False
+        power = 2 if term.name.startswith("squared") else 1
+        return abs(term.factor * self.clip**power - 1.0) < NEAR
+
+
+class ClipFacts(Record):
+    """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm."""
+
+    about: Literal["clip"] = "clip"
+    is_coefficient: bool = False
+
+
+class RouterFacts(Record):
+    """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
+
+    `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
+    rounding of the scores, among tokens that chose another expert: how clear the right choice was.
+    """
+
+    about: Literal["router"] = "router"
+    quantity: Literal["choice", "weights", "counts"]
+    num_wrong: int
+    num_tokens: int
+    margin: float | None = None
+
+
 class Issue(Record):
     """What some ranks issued at one place of a stream of collectives; None where they issued no further one."""
 
@@ -138,7 +207,10 @@ Facts = Annotated[
     | MemberFacts
     | OptionFacts
     | CallFacts
-    | NormFacts,
+    | NormFacts
+    | RecomputedFacts
+    | ClipFacts
+    | RouterFacts,
     Field(discriminator="about"),
 ]
 

@@ -34,11 +34,29 @@ class Worst(Record):
     step: int = -1
 
 
+class DetectionLimits(Record):
+    """The relative errors of tensors from which on a check fails: their median, and the worst with its tensor."""
+
+    median: float
+    worst: float
+    tensor: str
+
+
+class Inconclusive(Record):
+    """A tensor of which too little is known: an error below `limit`, relative to its norm, may not have been seen."""
+
+    tensor: str
+    step: int
+    limit: float
+
+
 class CheckResult(Record):
     """One check of one case: how many logical tensors were compared, and the worst of them.
 
-    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing. `note` says how
-    was compared and `unseen` what was not looked at, both in words; what they are made of is in `facts`.
+    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing; each is in
+    `inconclusive_tensors`. `recomputed` more have such a bound and were computed again from what the rank started
+    from, which decided them. `limits` say how large an error must be to be seen. `note` says how was compared and
+    `unseen` what was not looked at, both in words; what they are made of is in `facts`.
     """
 
     name: str
@@ -48,6 +66,9 @@ class CheckResult(Record):
     inconclusive: int = Field(
         default=0, validation_alias=AliasChoices("inconclusive", "blind"), serialization_alias="blind"
     )
+    recomputed: int = 0
+    inconclusive_tensors: tuple[Inconclusive, ...] = ()
+    limits: DetectionLimits | None = None
     facts: CheckFacts | None = None
     note: str = ""
     unseen: str = ""
@@ -72,6 +93,18 @@ class FollowUp(Record):
     answer: str = ""
 
 
+class Wider(Record):
+    """What the same layout showed in a wider precision, where a finding had no cause.
+
+    `outcome` is `named` (the finding that follows from none there has a cause), `unexplained` (it has none there
+    either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run` for a `reason`.
+    """
+
+    precision: str
+    outcome: Literal["named", "unexplained", "not-shown", "not-run"]
+    reason: str = ""
+
+
 class Finding(Record):
     """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
 
@@ -83,7 +116,8 @@ class Finding(Record):
     explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
     where no hypothesis explains them. `facts` are what the check found besides. `follows` names the tensor whose
     finding explains this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones
-    a `follow_up`.
+    a `follow_up`. `wider` says what wider precisions have shown where there was no cause; a finding that was made
+    there, and names the cause, has one entry for its precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """
@@ -115,6 +149,7 @@ class Finding(Record):
     place: Place | None = None
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
+    wider: tuple[Wider, ...] = ()
 
     @property
     def is_explained(self) -> bool:

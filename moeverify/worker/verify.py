@@ -15,6 +15,7 @@ from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
 from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown, Training, Watch
 from moeverify.checks.bounds import Bounds
+from moeverify.checks.limits import apply_limits
 from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import KIND_ORDER, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
@@ -188,15 +189,15 @@ def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Repo
 
     `reports` are what the checks have noted on each rank, by name.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[tuple[Check[Any], Outcome]] = []
     for check in checks:
         noted = [by_name[check.name] for by_name in reports if check.name in by_name]
         outcome = check.judge(shown, noted)
         if outcome is not None:
-            outcomes.append(outcome)
-    found = sorted((each for outcome in outcomes for each in outcome.findings), key=lambda each: each.step)
+            outcomes.append((check, outcome))
+    found = sorted((each for _, outcome in outcomes for each in outcome.findings), key=lambda each: each.step)
     findings = tuple(_narrow(shown.case, each) for each in found)
-    return Judgement(tuple(outcome.result for outcome in outcomes), findings)
+    return Judgement(apply_limits(outcomes), findings)
 
 
 def _narrow(case: Case, finding: Finding) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ ODD = str(Path(__file__).parent / "programs" / "odd_probes.py")
 @pytest.mark.ranks
 def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
-    monkeypatch.setattr(doctor, "TIME_LIMIT", 200.0)
     rows = {row.name: row for row in doctor.examine()}
     tried = {each.name for each in doctor.CPU_TRIES}
     assert set(rows) >= {"torch", "python", "cores", "ranks on the CPU", "GPUs", *tried}
@@ -34,7 +32,7 @@ def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
     tries = [Try(name, name, 2) for name in ("crash", "fail", "hang")]
     tries.append(Try("average by sum", Probe.AVERAGE, 2))
-    rows = {row.name: row for row in doctor.run_probes(tries, "cpu", time.monotonic() + 200, ODD)}
+    rows = {row.name: row for row in doctor.run_probes(tries, "cpu", ODD)}
     assert list(rows) == ["crash", "fail", "hang", "average by sum"]
     assert {row.status for row in rows.values()} == {"fail"}
     assert rows["crash"].value.startswith("crashes: ")
@@ -45,12 +43,12 @@ def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_probes_that_time_does_not_suffice_for_are_told() -> None:
-    tries = [Try("fail", "fail", 1), Try("crash", "crash", 2), Try("hang", "hang", 2)]
-    rows = list(doctor.run_probes(tries, "cpu", time.monotonic(), ODD))
-    assert [row.name for row in rows] == ["fail", "crash", "hang"]
-    assert [row.value for row in rows[1:]] == ["not probed: out of time"] * 2
-    assert [row.status for row in rows[1:]] == ["warn"] * 2
+def test_a_probe_that_hangs_costs_the_next_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
+    tries = [Try("hang", "hang", 2), Try("average by sum", Probe.AVERAGE, 2)]
+    hangs, averages = doctor.run_probes(tries, "cpu", ODD)
+    assert hangs.value.startswith("hangs: ")
+    assert averages.value == "returns the sum"
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])

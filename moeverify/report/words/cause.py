@@ -8,6 +8,7 @@ from moeverify.report.words.operation import describe_operation
 from moeverify.report.words.place import describe_place
 from moeverify.report.words.script import describe_facts
 from moeverify.report.words.trial import name_trial
+from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, RightAlike, ScalarValues
@@ -47,6 +48,7 @@ def describe_where(finding: Finding) -> str:
 def describe_evidence(finding: Finding) -> tuple[str, ...]:
     """Return what was measured, a line each; what the check itself found comes first."""
     lines = [
+        *describe_wider(finding),
         *describe_facts(finding.facts, finding).evidence,
         *(
             describe_observation(seen)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
 
-from moeverify.report.numbers import format_count
-from moeverify.results.checks import CheckName
+from moeverify.report.numbers import format_count, format_number
+from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import (
+    NEAR,
     AxisUse,
     AxisUses,
     BitFacts,
+    ClipFacts,
     CollectiveFacts,
     ComparedFacts,
     CoverageFacts,
@@ -21,7 +23,9 @@ from moeverify.results.facts import (
     Issue,
     NumCollectives,
     PatternFacts,
+    RecomputedFacts,
     ReplicaFacts,
+    RouterFacts,
     ShardingFacts,
     Use,
 )
@@ -29,6 +33,7 @@ from moeverify.results.finding import CheckResult, Finding
 
 _MOST_NAMED = 3  # parameters of one finding
 _MOST_EXPERTS = 4
+_WIDE_LIMIT = 1e-4  # a wider limit is told: what is lost below it is more than the rounding of float32
 
 _PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
 _DTYPE_CAUSES: Mapping[Use, str] = {
@@ -163,6 +168,51 @@ def _(facts: ExpertFacts, finding: Finding) -> Words:
 
 
 @describe_facts.register
+def _(facts: RecomputedFacts, finding: Finding) -> Words:
+    quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
+    wrong = facts.wrong_terms
+    if not wrong:
+        return Words(f"{quantity} does not follow from the rank's own gradient, moments and options")
+    causes = []
+    for term in wrong:
+        assert term.factor is not None
+        if abs(term.factor) < NEAR:
+            causes.append(f"{term.name} is left out")
+        elif facts.lacks_clip(term):
+            causes.append(f"the {term.name} is not clipped")
+        else:
+            causes.append(f"{term.name} counts {term.factor:.4g} times")
+    evidence = [
+        f"{term.name}: coefficient {term.found:.6g}, and the recipe's optimizer has {term.expected:.6g}"
+        for term in facts.terms
+        if term.found is not None
+    ]
+    return Words(f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", "", tuple(evidence))
+
+
+@describe_facts.register
+def _(facts: ClipFacts, finding: Finding) -> Words:
+    if facts.is_coefficient:
+        return Words("the clip coefficient is not that of the gradient norm which this rank has")
+    return Words("the gradient norm is not that of the gradients which the ranks have")
+
+
+@describe_facts.register
+def _(facts: RouterFacts, finding: Finding) -> Words:
+    noun = "experts" if facts.quantity == "counts" else "tokens"
+    seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
+    if facts.quantity == "choice":
+        text = f"{finding.tensor} chooses other experts than its own input and weights say"
+        margin = (
+            f", the clearest of them by {format_number(facts.margin or 0.0)} times the rounding of its scores"
+        )
+        return Words(text, "", (seen + margin,))
+    if facts.quantity == "weights":
+        return Words(f"{finding.tensor} weighs its experts otherwise than its own scores say", "", (seen,))
+    return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))
+
+
+@describe_facts.register
 def _(facts: CollectiveFacts, finding: Finding) -> Words:
     what = f"collective #{facts.number} of {facts.axis} group ({_join(facts.ranks, ',')})"
     counts = ", ".join(f"rank {rank} {count}" for rank, count in facts.counts.items())
@@ -209,7 +259,31 @@ def describe_inconclusive(check: CheckResult, most: float) -> str:
         return ""
     verb = "is" if check.inconclusive == 1 else "are"
     noun = format_count(check.inconclusive, f"{check.name} tensor")
-    return f"{noun} of {check.tensors} {verb} inconclusive: tolerance above {100 * most:.0f} %"
+    text = f"{noun} of {check.tensors} {verb} inconclusive: tolerance above {100 * most:.0f} %"
+    if check.inconclusive_tensors:
+        widest = max(check.inconclusive_tensors, key=lambda each: each.limit)
+        text += f", up to {_percent(widest.limit)} ({widest.tensor}, step {widest.step})"
+    return text
+
+
+def describe_limits(checks: Sequence[CheckResult]) -> str:
+    """Return which relative errors the checks would have seen; nothing where all of them see any error.
+
+    Float64 cases have limits of 1e-10 and so: there a pass needs no note.
+    """
+    wide = [check for check in checks if check.limits is not None and check.limits.worst > _WIDE_LIMIT]
+    if not wide:
+        return ""
+    parts = [
+        f"{check.name} {_percent(check.limits.median)} / {_percent(check.limits.worst)}"
+        for check in wide
+        if check.limits is not None
+    ]
+    return f"smallest error of a tensor that is surely seen, median / worst: {', '.join(parts)}"
+
+
+def _percent(share: float) -> str:
+    return f"{format_number(100.0 * share)} %"
 
 
 def _join(ranks: Sequence[int], mark: str = ", ") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.words.check import describe_inconclusive
+from moeverify.report.words.check import describe_inconclusive, describe_limits
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (
@@ -52,6 +52,14 @@ def describe_limit(limit: RankLimit) -> str:
         return f"at most {limit.most} ranks on a CPU"
     free, needed = (size / 2**30 for size in (limit.free_memory, limit.memory_per_rank))
     return f"{free:.1f} GiB of memory is free, and a rank needs about {needed:.1f}"
+
+
+def describe_sharing(num_ranks: int, num_gpus: int, is_external: bool) -> tuple[str, ...]:
+    """Return that ranks share GPUs, and what is not verified then; nothing where each has one of its own."""
+    if is_external or not 0 < num_gpus < num_ranks:
+        return ()
+    gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return (f"{num_ranks} ranks share {gpus}: collectives by gloo, so this is no verdict about NCCL",)
 
 
 def describe_dependent_obstacle(saver: str, obstacle: Obstacle) -> str:
@@ -140,6 +148,7 @@ def list_notes(
     """Return the notes of a case that was judged; `checks` are in words already."""
     notes = [describe_declared(declared) if declared is not None else ""]
     notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
+    notes += [describe_limits(checks)]
     notes += [check.unseen for check in checks]
     notes += [describe_golden(golden) if golden.status == "missing" else "", describe_nearness(golden)]
     notes.append(describe_damage(golden))

@@ -10,20 +10,32 @@ from moeverify.case.choice import Implementation, Modules, Row, Table, list_opti
 from moeverify.case.rule import Rule, blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
+from moeverify.train.recomputation import Recomputed, StepValues
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer as TorchOptimizer
 
 
 class OptimizerKind(Implementation):
-    """One kind of optimizer; `uses` are the fields of `recipe.optimizer` that not every kind has."""
+    """One kind of optimizer; `uses` are the fields of `recipe.optimizer` that not every kind has.
+
+    `moments` are the names of what it keeps of each parameter, in the parameter's shape.
+    """
 
     uses: frozenset[str] = frozenset()
+    moments: tuple[str, ...] = ()
 
     def build(
         self, groups: Sequence[dict[str, Any]], spec: Optimizer, kernels: Mapping[str, bool]
     ) -> TorchOptimizer:
         """Return torch's optimizer over parameter groups, computed by `kernels` (its `foreach` and `fused`)."""
+        raise NotImplementedError
+
+    def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
+        """Return what a step makes of these values: the moments, and the change of the weight by its own moments.
+
+        The change is that of the moments which the optimizer has made, so an error of a moment is not seen twice.
+        """
         raise NotImplementedError
 
 

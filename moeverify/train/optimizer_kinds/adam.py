@@ -9,6 +9,7 @@ from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
 from moeverify.train.optimizer_kinds import OptimizerKind
+from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer as TorchOptimizer
@@ -26,10 +27,12 @@ class AdamKind(OptimizerKind):
     """Adam, or an optimizer of torch with the same arguments."""
 
     uses = frozenset({"betas", "eps"})
+    moments = ("exp_avg", "exp_avg_sq")
     rules = (forgetting,)
 
-    def __init__(self, torch_class: str) -> None:
+    def __init__(self, torch_class: str, *, decays_weight: bool) -> None:
         self.torch_class = torch_class
+        self.decays_weight = decays_weight
 
     def build(
         self, groups: Sequence[dict[str, Any]], spec: Optimizer, kernels: Mapping[str, bool]
@@ -41,5 +44,52 @@ class AdamKind(OptimizerKind):
         built: TorchOptimizer = make(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **kernels)
         return built
 
+    def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
+        """Return both moments and the change of the weight; see `OptimizerKind`.
 
-IMPLEMENTATION = AdamKind("Adam")
+        Source: Kingma and Ba 2015, "Adam", algorithm 1; Loshchilov and Hutter 2019, algorithm 2 (decoupled decay).
+        """
+        beta1, beta2 = spec.betas
+        rest1, rest2 = 1.0 - beta1, 1.0 - beta2
+        decay = 0.0 if self.decays_weight else step.weight_decay
+        gradient = step.gradient + decay * step.weight
+        # The clip rounds its coefficient and the product; a decay by the gradient its rate, a product and a sum.
+        size = 2.0 * step.gradient.abs()
+        if decay:
+            size = size + step.gradient.abs() + 3.0 * decay * step.weight.abs()
+        zeros = gradient * 0.0
+        mean, square = (step.before.get(name, zeros) for name in self.moments)
+        found = []
+        if "exp_avg" in step.after:
+            terms = [Term("exp_avg", beta1, mean), Term("gradient", rest1, step.gradient)]
+            if decay:
+                terms.append(Term("weight decay", rest1 * decay, step.weight))
+            # lerp rounds its weight, a difference that is no larger than both together, and their product.
+            lerp = 3.0 * rest1 * (mean.abs() + gradient.abs())
+            found.append(Recomputed("exp_avg", terms, lerp + rest1 * size))
+        if "exp_avg_sq" in step.after:
+            terms = [Term("exp_avg_sq", beta2, square), Term("squared gradient", rest2, gradient * gradient)]
+            # Rounded: the option and the decayed moment; the option, the square and their product.
+            added = rest2 * gradient.abs() * (3.0 * gradient.abs() + 2.0 * size)
+            found.append(Recomputed("exp_avg_sq", terms, 2.0 * beta2 * square.abs() + added))
+        if set(self.moments) <= set(step.after):
+            found.append(self._recompute_weight(spec, step))
+        return found
+
+    def _recompute_weight(self, spec: Optimizer, step: StepValues) -> Recomputed:
+        correction1, correction2 = (1.0 - beta**step.number for beta in spec.betas)
+        mean, square = (step.after[name] for name in self.moments)
+        # A second moment below zero gives NaN, which no bound allows.
+        moved = (mean / correction1) / ((square / correction2).sqrt() + spec.eps)
+        terms = [Term("step", -step.lr, moved)]
+        # Rounded: the root, its correction and their quotient, epsilon and the sum with it, the quotient of the
+        # moments, the rate and the product with it.
+        rounded = 8.0 * step.lr * moved.abs()
+        if self.decays_weight and step.weight_decay:
+            terms.append(Term("weight decay", -step.lr * step.weight_decay, step.weight))
+            # The factor 1 - rate * decay, and the product with it.
+            rounded = rounded + 2.0 * step.weight.abs()
+        return Recomputed(WEIGHT, terms, rounded, smallest=4.0 + 4.0 * step.lr / spec.eps)
+
+
+IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from moeverify.train.optimizer_kinds.adam import AdamKind
 
-IMPLEMENTATION = AdamKind("AdamW")
+IMPLEMENTATION = AdamKind("AdamW", decays_weight=True)

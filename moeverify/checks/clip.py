@@ -1,0 +1,204 @@
+"""Whether the gradient norm is that of the ranks' own gradients, and the clip coefficient that of the norm.
+
+Every rank adds up the squares of the gradients that it has, in float64. Rank 0 counts each region of each logical
+tensor once, so neither the groups nor the order of the layout's own reductions play a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.compare.assembled import Key
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import ClipFacts
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.place import Place, Stage
+from moeverify.train.program import Program
+
+TOTAL = "total"
+COEFFICIENT = "clip_coefficient"
+_CHUNK = 1 << 20
+
+
+@dataclass
+class StepGradients:
+    """What one rank has of one step: the sum of squares of each shard by (tensor, region), and its norms.
+
+    `eps` are the machine epsilons of the gradients and of the norm.
+    """
+
+    squares: dict[tuple[str, str], float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    eps: dict[str, float] = field(default_factory=dict)
+    num_elements: int = 0
+
+
+class GradientWatch(Watch[dict[int, StepGradients]]):
+    """Adds up squares of gradients as they are shown; nothing is read from a GPU before the run is over."""
+
+    def __init__(self) -> None:
+        self._squares: dict[int, dict[tuple[str, str], Tensor]] = {}
+        self._norms: dict[int, dict[str, Tensor]] = {}
+        self._eps: dict[int, dict[str, float]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Note a gradient, a norm or a coefficient; see `Watch`."""
+        if local is None or not local.is_floating_point():
+            return
+        if kind == Kind.GRADIENT and region.numel:
+            self._squares.setdefault(step, {})[name, region.key] = _sum_squares(local)
+            self._note_eps(step, Kind.GRADIENT, local)
+            self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
+        elif kind == Kind.GRADIENT_NORM:
+            self._norms.setdefault(step, {})[name] = local.detach().clone()
+            self._note_eps(step, name, local)
+
+    def report(self) -> dict[int, StepGradients]:
+        """Return the numbers of every step; see `Watch`."""
+        return {
+            step: StepGradients(
+                dict(zip(squares, torch.stack(list(squares.values())).tolist(), strict=True)),
+                {name: float(value) for name, value in self._norms.get(step, {}).items()},
+                self._eps.get(step, {}),
+                self._sizes.get(step, 0),
+            )
+            for step, squares in self._squares.items()
+        }
+
+    def _note_eps(self, step: int, about: str, local: Tensor) -> None:
+        eps = self._eps.setdefault(step, {})
+        eps[about] = max(eps.get(about, 0.0), torch.finfo(local.dtype).eps)
+
+
+def _sum_squares(local: Tensor) -> Tensor:
+    """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
+    flat = local.detach().reshape(-1)
+    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, _CHUNK)]
+    return torch.stack(parts).sum()
+
+
+class Clip(Check[dict[int, StepGradients]]):
+    """The norm of each step and the coefficient of the clip, on every rank."""
+
+    name = CheckName.CLIP
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepGradients]]:
+        """Return what adds up the squares; see `Check`."""
+        return GradientWatch()
+
+    def judge(self, shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome | None:
+        """Return whether norm and coefficient follow from the gradients, on every rank; see `Check`."""
+        return judge_norms(shown, reports) if any(reports) else None
+
+
+def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome:
+    """Return the verdict, with a finding for each norm and coefficient that is wrong on some rank."""
+    findings: list[Finding] = []
+    limits: dict[Key, float] = {}
+    worst: Worst | None = None
+    max_norm = shown.case.recipe.optimizer.clip_norm
+    for step in sorted(set().union(*reports)):
+        of_step = [report.get(step, StepGradients()) for report in reports]
+        norm = math.sqrt(sum(_merge_squares(of_step).values()))
+        for name in (TOTAL, COEFFICIENT):
+            measured = [_measure(name, each, norm, max_norm, len(reports)) for each in of_step]
+            rows = [(rank, *row) for rank, row in enumerate(measured) if row is not None]
+            if not rows:
+                continue
+            rank, expected, actual, bound = max(rows, key=lambda row: _share(*row[1:]))
+            error = _relative(expected, actual)
+            key = (step, Kind.GRADIENT_NORM, name)
+            limits[key] = bound
+            if worst is None or error / bound > worst.error / worst.bound:
+                worst = Worst(tensor=name, error=error, bound=bound, step=step)
+            wrong = tuple(row[0] for row in rows if not _share(*row[1:]) <= 1.0)
+            if wrong:
+                findings.append(_make_finding(shown, key, wrong, (rank, expected, actual, bound)))
+    result = CheckResult(
+        name=CheckName.CLIP,
+        verdict="mismatch" if findings else "pass",
+        tensors=len(limits),
+        worst=worst,
+    )
+    return Outcome(result, tuple(findings), limits)
+
+
+def _merge_squares(of_step: Sequence[StepGradients]) -> dict[tuple[str, str], float]:
+    """Return the squares of each region once; replicas that differ are for another check to find."""
+    merged: dict[tuple[str, str], float] = {}
+    for each in of_step:
+        for region, square in each.squares.items():
+            merged.setdefault(region, square)
+    return merged
+
+
+def _measure(
+    name: str, each: StepGradients, norm: float, max_norm: float | None, num_ranks: int
+) -> tuple[float, float, float] | None:
+    """Return (expected, actual, relative bound) of a norm or coefficient of one rank, None where it has none."""
+    if name not in each.norms or (name == COEFFICIENT and max_norm is None):
+        return None
+    eps = max(each.eps.get(Kind.GRADIENT, 0.0), each.eps[name])
+    if name == TOTAL:
+        return norm, each.norms[name], _norm_bound(eps, each.num_elements, num_ranks)
+    assert max_norm is not None
+    # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
+    expected = min(1.0, max_norm / (each.norms[TOTAL] + 1e-6))
+    return expected, each.norms[name], 4.0 * 0.5 * max(each.eps[name], each.eps[TOTAL])
+
+
+def _norm_bound(eps: float, num_elements: int, num_ranks: int) -> float:
+    """Return the largest relative error of a norm by its own rounding.
+
+    torch rounds the norm of each tensor to the gradients' dtype, its square, each sum over the ranks of a mesh, the
+    root, and the norm of the norms: all relative, so the total is off by no more than one tensor's. Inside a tensor
+    it sums in float32 at least, in vectors and blocks, where the errors of n sums grow like the root of n.
+    """
+    inner = 2.0**-24 if eps > 2.0**-40 else 2.0**-53
+    return 0.5 * eps * (8.0 + num_ranks) + 4.0 * inner * math.sqrt(num_elements)
+
+
+def _relative(expected: float, actual: float) -> float:
+    error = abs(actual - expected) / expected if expected > 0.0 else abs(actual)
+    return error if math.isfinite(error) else math.inf
+
+
+def _share(expected: float, actual: float, bound: float) -> float:
+    return _relative(expected, actual) / bound
+
+
+def _make_finding(
+    shown: Shown, key: Key, ranks: tuple[int, ...], row: tuple[int, float, float, float]
+) -> Finding:
+    step, kind, name = key
+    rank, expected, actual, bound = row
+    return Finding(
+        check=CheckName.CLIP,
+        kind=kind,
+        tensor=name,
+        step=step,
+        rank=rank,
+        ranks=ranks,
+        coordinates=shown.place(rank),
+        error=_relative(expected, actual),
+        bound=bound,
+        scale=actual / expected if expected > 0.0 and math.isfinite(actual) else None,
+        expected=expected,
+        actual=actual,
+        code=Cause.NORM,
+        facts=ClipFacts(is_coefficient=name == COEFFICIENT),
+        place=Place(ranks=ranks, stage=Stage.GRADIENT_NORM if name == TOTAL else Stage.CLIP),
+    )
+
+
+CHECKS = (Clip(),)

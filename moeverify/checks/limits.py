@@ -1,0 +1,44 @@
+"""What a pass means: from which error on a comparison would have failed, over all checks that look at a tensor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from moeverify.checks.base import Check, Outcome
+from moeverify.compare.assembled import Key
+from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, DetectionLimits, Inconclusive
+
+
+def apply_limits(outcomes: Sequence[tuple[Check[Any], Outcome]]) -> tuple[CheckResult, ...]:
+    """Return the results of the checks, each with its detection limits.
+
+    A tensor is inconclusive where its comparison with the golden allows any error, and no other check computes it
+    again to within less. Such a tensor counts for the check that compares it with the golden, and for no other.
+    """
+    best: dict[Key, float] = {}
+    for _, outcome in outcomes:
+        for key, limit in outcome.limits.items():
+            best[key] = min(limit, best.get(key, limit))
+    return tuple(_complete(check, outcome, best) for check, outcome in outcomes)
+
+
+def _complete(check: Check[Any], outcome: Outcome, best: dict[Key, float]) -> CheckResult:
+    if not outcome.limits:
+        return outcome.result
+    own = outcome.limits
+    (_, _, worst_name), worst = max(own.items(), key=lambda item: item[1])
+    limits = DetectionLimits(median=statistics.median(own.values()), worst=worst, tensor=worst_name)
+    changes: dict[str, object] = {"limits": limits}
+    if check.kinds:
+        wide = [key for key, limit in own.items() if limit > MAX_CONCLUSIVE]
+        left = [key for key in wide if best[key] > MAX_CONCLUSIVE]
+        changes |= {
+            "inconclusive": len(left),
+            "recomputed": len(wide) - len(left),
+            "inconclusive_tensors": tuple(
+                Inconclusive(tensor=key[2], step=key[0], limit=best[key]) for key in left
+            ),
+        }
+    return outcome.result.model_copy(update=changes)

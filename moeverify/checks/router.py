@@ -1,0 +1,280 @@
+"""Whether each router of the reference model chose, weighed and counted as its own input and weights say.
+
+The comparison with the golden forgives a token that chooses other experts where its scores are nearly equal, by as
+much as the noise of everything before the router may have moved them. Here that noise plays no part: the scores are
+computed again in float64 from the very input that the router had, so only the rounding of the router itself is left,
+which computes in float32 at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.case.schema import MoE
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import local_part
+from moeverify.model.precision import widen
+from moeverify.model.router import Router, RouterRecord, Routing
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import RouterFacts
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.place import Place, Stage
+from moeverify.train.program import Program
+
+MOST_TOKENS = 1 << 12
+"""Of more tokens in a pass, so many in equal distances are scored again; counts are of all of them."""
+
+_QUANTITIES = ("choice", "weights", "counts")
+_KINDS: Mapping[str, Kind] = {
+    "choice": Kind.ROUTER_IDS,
+    "weights": Kind.ROUTER_WEIGHTS,
+    "counts": Kind.ROUTER_COUNTS,
+}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores (N, E) of tokens in float64, and the largest error (N, 1) of the router's own, relative to them."""
+
+    scores: Tensor
+    relative: Tensor
+
+    @classmethod
+    def compute(cls, spec: MoE, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scored:
+        """Return the scores of x (N, H), whose dtype says in which one the router computes."""
+        unit = 0.5 * torch.finfo(widen(x.dtype)).eps
+        wide = x.to(torch.float64)
+        logits, sizes = wide @ weight.T, wide.abs() @ weight.abs().T
+        if bias is not None:
+            logits, sizes = logits + bias, sizes + bias.abs()
+        # A product sums in vectors and blocks, whose roundings add up like a random walk.
+        error = unit * (4.0 * x.shape[-1] ** 0.5 + 8.0) * sizes.amax(dim=-1, keepdim=True)
+        if spec.score == "sigmoid":
+            return cls(logits.sigmoid(), error + 8.0 * unit)
+        # All logits may be off, in different directions, and E exponentials are summed.
+        return cls(logits.softmax(dim=-1), 2.0 * error + (8.0 + logits.shape[-1]) * unit)
+
+
+def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which experts are chosen (N, E), and by how much the selection scores (N, E) would have to change (N).
+
+    Source: DeepSeek-V2, section 2.1.2 (groups by their best expert); DeepSeek-V3 (by the sum of their best two).
+    """
+    margin = torch.full_like(selection[:, 0], torch.inf)
+    if spec.top_groups < spec.num_groups:
+        groups = selection.reshape(len(selection), spec.num_groups, -1)
+        width = 1 if spec.group_score == "max" else min(2, groups.shape[-1])
+        rated = groups.topk(width, dim=-1).values.sum(dim=-1)
+        best = rated.topk(spec.top_groups + 1, dim=-1)
+        # Two groups of two scores each may be off by twice as much as two scores.
+        margin = (best.values[:, -2] - best.values[:, -1]) / width
+        kept = torch.zeros_like(rated, dtype=torch.bool).scatter(-1, best.indices[:, :-1], True)
+        selection = groups.where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    if spec.top_k < selection.shape[-1]:
+        best = selection.topk(spec.top_k + 1, dim=-1)
+        margin = torch.minimum(margin, best.values[:, -2] - best.values[:, -1])
+        ids = best.indices[:, :-1]
+    else:
+        ids = selection.topk(spec.top_k, dim=-1).indices
+    return torch.zeros_like(selection, dtype=torch.bool).scatter(-1, ids, True), margin
+
+
+def count_wrong(
+    router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
+) -> Tensor:
+    """Return how much of one forward pass is wrong, as float64 on the router's device.
+
+    Shapes: x (B, S, H); the result (2, 3) has for choice, weights and counts how many tokens (or experts) are wrong,
+    and the largest ratio of a difference to what rounding can do.
+    """
+    spec = router.spec
+    flat = x.flatten(0, -2)
+    stride = -(-len(flat) // MOST_TOKENS)
+    tokens = flat[::stride]
+    bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)
+    scored = Scored.compute(spec, tokens, weight, bias)
+    selection = scored.scores
+    if router.selection_bias is not None:
+        selection = selection + router.selection_bias.to(torch.float64)
+    chosen, margin = choose_experts(spec, selection)
+    # Two scores that change places are each off by no more than the error of the largest; the sum with the selection
+    # bias is rounded too, which `relative` has room for.
+    largest_size = torch.maximum(scored.scores.amax(dim=-1), selection.abs().amax(dim=-1))
+    room = 2.0 * scored.relative.squeeze(-1) * largest_size
+    ids = record.ids.flatten(0, -2)[::stride]
+    other = (torch.zeros_like(chosen).scatter(-1, ids, True) != chosen).any(dim=-1)
+    excess = torch.where(other, margin / room, 0.0)
+
+    used = routing.ids.flatten(0, -2)[::stride]
+    weights = scored.scores.gather(-1, used)
+    if spec.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights = weights * spec.route_scale
+    actual = routing.weights.detach().flatten(0, -2)[::stride].to(torch.float64)
+    unit = 0.5 * torch.finfo(routing.weights.dtype).eps
+    allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
+    deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
+
+    kept = routing.ids.flatten(0, -2) if valid is None else routing.ids[valid]
+    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=kept.device)
+    counts.index_add_(0, kept.flatten(), torch.ones_like(kept.flatten()))
+    miscounted = (record.counts - counts).abs().to(torch.float64)
+    # What is no number is wrong: none of these comparisons holds for it.
+    numbers = [(~(each <= 1.0)).sum() for each in (excess, deviation)] + [(miscounted != 0).sum()]
+    largest = [each.nan_to_num(torch.inf).amax() for each in (excess, deviation, miscounted)]
+    return torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio."""
+
+    num_tokens: int
+    num_experts: int
+    num_wrong: tuple[int, ...]
+    largest: tuple[float, ...]
+
+
+Reports = dict[tuple[int, str], RouterStep]  # by step and router
+
+
+class RouterWatch(Watch[Reports]):
+    """Scores the tokens of each forward pass again, on the router's device, and keeps six numbers of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._step = -1
+        self._seen: dict[tuple[int, str], list[Tensor]] = {}
+        self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
+        self._weights: dict[nn.Module, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                self._handles.append(module.register_forward_pre_hook(self._keep_weight))
+                self._handles.append(
+                    module.register_forward_hook(self._make_hook(logical_name(name)), with_kwargs=True)
+                )
+
+    def begin_step(self, step: int) -> None:
+        """Note the number of the step; see `Watch`."""
+        self._step = step
+
+    def close(self) -> None:
+        """Take the hooks away; see `Watch`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._weights = {}
+
+    def report(self) -> Reports:
+        """Return what was wrong in each step; see `Watch`."""
+        return {key: _join(seen, self._sizes[key]) for key, seen in self._seen.items()}
+
+    @torch.no_grad()
+    def _keep_weight(self, module: nn.Module, _: Any) -> None:
+        # Before the forward pass: a layout may give back what it has gathered before other hooks run.
+        if not torch.compiler.is_compiling():
+            assert isinstance(module, Router)
+            self._weights[module] = local_part(module.view(module.weight)).to(torch.float64, copy=True)
+
+    def _make_hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def hook(module: Router, inputs: tuple[Any, ...], named: dict[str, Any], routing: Routing) -> None:
+            weight = self._weights.pop(module, None)
+            if weight is None or torch.compiler.is_compiling() or module.record is None:
+                return
+            arguments = dict(zip(("x", "valid"), inputs, strict=False)) | named
+            x, valid = local_part(arguments["x"]).detach(), arguments.get("valid")
+            key = (self._step, name)
+            self._seen.setdefault(key, []).append(
+                count_wrong(module, weight, x, valid, routing, module.record)
+            )
+            tokens, experts = self._sizes.get(key, (0, 0))
+            num_tokens = x.flatten(0, -2).shape[0]
+            self._sizes[key] = (
+                tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)),
+                experts + len(weight),
+            )
+
+        return hook
+
+
+def _join(seen: Sequence[Tensor], size: tuple[int, int]) -> RouterStep:
+    found = torch.stack(list(seen))
+    num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
+    return RouterStep(*size, num_wrong, tuple(found[:, 1].amax(dim=0).tolist()))
+
+
+class RouterChoice(Check[Reports]):
+    """The routers of the reference model, on every rank; other routers keep no input that could be scored again."""
+
+    name = CheckName.ROUTER
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
+        """Return what scores again; see `Check`."""
+        routers = any(isinstance(module, Router) for module in program.model.modules())
+        # Every rank of the layout must report: a stage of a pipeline may have no router.
+        return RouterWatch(program.model) if routers or run.case.layout.pp > 1 else None
+
+    def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
+        """Return whether each router did what its scores say; see `Check`."""
+        return judge_routers(shown, reports) if any(reports) else None
+
+
+def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
+    """Return the verdict, with a finding for each quantity of a router that is wrong in a step."""
+    findings: list[Finding] = []
+    worst: Worst | None = None
+    keys = sorted(set().union(*reports))
+    for key in keys:
+        rows = {rank: report[key] for rank, report in enumerate(reports) if key in report}
+        for number, quantity in enumerate(_QUANTITIES[:2]):
+            ratio = max(row.largest[number] for row in rows.values())
+            if worst is None or ratio > worst.error:
+                worst = Worst(tensor=f"{key[1]} {quantity}", error=ratio, bound=1.0, step=key[0])
+        findings += _list_findings(shown, key, rows)
+    result = CheckResult(
+        name=CheckName.ROUTER, verdict="mismatch" if findings else "pass", tensors=3 * len(keys), worst=worst
+    )
+    return Outcome(result, tuple(findings))
+
+
+def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, RouterStep]) -> Iterator[Finding]:
+    step, name = key
+    for number, quantity in enumerate(_QUANTITIES):
+        wrong = tuple(rank for rank, row in rows.items() if row.num_wrong[number])
+        if not wrong:
+            continue
+        rank = max(wrong, key=lambda each: rows[each].num_wrong[number])
+        size = rows[rank].num_experts if quantity == "counts" else rows[rank].num_tokens
+        largest = max(rows[each].largest[number] for each in wrong)
+        yield Finding(
+            check=CheckName.ROUTER,
+            kind=_KINDS[quantity],
+            tensor=name,
+            step=step,
+            rank=rank,
+            ranks=wrong,
+            coordinates=shown.place(rank),
+            error=largest,
+            bound=0.0 if quantity == "counts" else 1.0,
+            code=Cause.ROUTING,
+            facts=RouterFacts(
+                quantity=quantity,  # type: ignore[arg-type]
+                num_wrong=rows[rank].num_wrong[number],
+                num_tokens=size,
+                margin=largest if quantity == "choice" else None,
+            ),
+            place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
+        )
+
+
+CHECKS = (RouterChoice(),)

@@ -1,0 +1,59 @@
+"""Real training on one device with a check's own observer, for checks that compare a rank with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from moeverify.case.schema import Case
+from moeverify.checks.base import Watch
+from moeverify.train.assemble import assemble_single
+from moeverify.train.loop import train
+from moeverify.train.program import Program
+from moeverify.validation.load import build_case
+
+MODEL = {
+    "vocab_size": 32,
+    "hidden": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden": 16,
+}
+
+
+def make_case(optimizer: Mapping[str, Any], precision: str, moe: Mapping[str, Any] | None = None) -> Case:
+    """Return a case of two ranks, of which the tests train the recipe alone."""
+    recipe = {
+        "model": {**MODEL, **({"moe": dict(moe)} if moe else {})},
+        "data": {"batch": 4, "seq_len": 32},
+        "steps": 3,
+        "optimizer": dict(optimizer),
+        "precision": precision,
+    }
+    return build_case({"name": "hand", "recipe": recipe, "layout": {"dp_shard": 2}})
+
+
+@pytest.fixture
+def train_alone() -> Callable[..., Any]:
+    """Return a function that trains a case's recipe on one device, and gives what a watch reports of it."""
+
+    def do(case: Case, make_watch: Callable[[Program], Watch[Any]], kernels: str = "foreach") -> Any:
+        program = assemble_single(case.recipe, torch.device("cpu"))
+        program.optimizer_implementation = kernels
+        watch = make_watch(program)
+        train(case.recipe, program, watch)
+        watch.close()
+        return watch.report()
+
+    return do
+
+
+@pytest.fixture
+def make_one_device_case() -> Callable[..., Case]:
+    """Return `make_case`."""
+    return make_case

@@ -1,0 +1,107 @@
+"""Norms and clip coefficients against the gradients that ranks have, each logical element once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeverify.checks.base import Outcome
+from moeverify.checks.clip import GradientWatch, judge_norms
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.train import loop
+
+SGD = {"name": "sgd", "lr": 0.1, "clip_norm": 0.2}
+SHAPE = (8, 6)
+HALVES = [Region.box(SHAPE, [range(4), range(6)]), Region.box(SHAPE, [range(4, 8), range(6)])]
+Judge = Callable[..., Outcome]
+
+
+@pytest.fixture
+def judge(run_ranks: Callable, make_one_device_case: Callable) -> Judge:
+    """Return a function that judges what two ranks have noted."""
+
+    def do(reports: list[Any], precision: str = "float64") -> Outcome:
+        shown = run_ranks({0: {}, 1: {}}).shown(make_one_device_case(SGD, precision))
+        return judge_norms(shown, reports)
+
+    return do
+
+
+def note(
+    gradients: Mapping[str, tuple[Tensor, Region]], norm: float, coefficient: float | None = None
+) -> Any:
+    """Return what one rank reports of these gradients, and of the norm that it has."""
+    watch = GradientWatch()
+    watch.begin_step(0)
+    dtype = next(iter(gradients.values()))[0].dtype
+    for name, (local, region) in gradients.items():
+        watch.observe(0, "gradient", name, local, region)
+    scalar = Region.whole(())
+    watch.observe(0, "gradient_norm", "total", torch.tensor(norm, dtype=dtype), scalar)
+    found = min(1.0, 0.2 / (norm + 1e-6)) if coefficient is None else coefficient
+    watch.observe(0, "gradient_norm", "clip_coefficient", torch.tensor(found, dtype=dtype), scalar)
+    return watch.report()
+
+
+def test_shards_are_added_and_replicas_count_once(judge: Judge, weight: Tensor) -> None:
+    bias = torch.ones(3, dtype=torch.float64)
+    norm = float((weight.square().sum() + 3.0).sqrt())
+    ranks = [note({"w": (half.take(weight), half), "b": (bias, Region.whole((3,)))}, norm) for half in HALVES]
+    assert judge(ranks).findings == ()
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_a_norm_without_one_family_is_found_in_every_precision(
+    judge: Judge, weight: Tensor, precision: str
+) -> None:
+    dtype = getattr(torch, precision)
+    experts = 0.5 * weight
+    gradients = {"w": (weight.to(dtype), Region.whole(SHAPE)), "e": (experts.to(dtype), Region.whole(SHAPE))}
+    right = float((weight.square().sum() + experts.square().sum()).sqrt())
+    assert judge([note(gradients, right)] * 2, precision).findings == ()
+    wrong = judge([note(gradients, float(weight.norm()))] * 2, precision)
+    (finding,) = wrong.findings
+    assert (finding.tensor, finding.code, finding.ranks) == ("total", Cause.NORM, (0, 1))
+    assert finding.scale == pytest.approx(1.25**-0.5, rel=0.01)
+
+
+def test_a_norm_of_one_rank_alone_is_found_there(judge: Judge, weight: Tensor) -> None:
+    whole = {"w": (weight, Region.whole(SHAPE))}
+    norm = float(weight.norm())
+    (finding,) = judge([note(whole, norm), note(whole, 2.0 * norm)]).findings
+    assert (finding.rank, finding.ranks) == (1, (1,))
+
+
+def test_a_coefficient_of_another_norm_is_found(judge: Judge, weight: Tensor) -> None:
+    whole = {"w": (weight, Region.whole(SHAPE))}
+    (finding,) = judge([note(whole, float(weight.norm()), coefficient=1.0)]).findings
+    assert finding.tensor == "clip_coefficient"
+
+
+def test_a_norm_that_is_no_number_is_found(judge: Judge, weight: Tensor) -> None:
+    whole = {"w": (weight, Region.whole(SHAPE))}
+    assert judge([note(whole, float("nan"))]).result.verdict == "mismatch"
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16", "mixed"])
+def test_the_norms_of_a_real_run_pass(
+    judge: Judge, train_alone: Callable, make_one_device_case: Callable, precision: str
+) -> None:
+    report = train_alone(make_one_device_case(SGD, precision), lambda program: GradientWatch())
+    outcome = judge([report], precision)
+    assert outcome.findings == ()
+    assert outcome.result.tensors == 6
+
+
+def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
+    judge: Judge, train_alone: Callable, make_one_device_case: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm_of = loop.gradient_norm
+    monkeypatch.setattr(loop, "gradient_norm", lambda shards, *rest: norm_of(shards[:-1], *rest))
+    report = train_alone(make_one_device_case(SGD, "bfloat16"), lambda program: GradientWatch())
+    assert {finding.tensor for finding in judge([report], "bfloat16").findings} == {"total"}

@@ -1,0 +1,68 @@
+"""How findings of recomputed values stand to each other, and to those of the comparison with the golden."""
+
+from __future__ import annotations
+
+from moeverify.diagnose.recomputed import join_alike, merge_with_origins
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.facts import RecomputedFacts, TermFacts
+from moeverify.results.finding import Finding
+from moeverify.results.operation import Unclipped
+
+
+def find(tensor: str, factor: float = 0.0, step: int = 0, check: str = CheckName.OPTIMIZER_STEP) -> Finding:
+    return Finding(
+        check=check,
+        kind=Kind.UPDATE,
+        tensor=tensor,
+        step=step,
+        rank=0,
+        error=1.0,
+        bound=0.1,
+        code=Cause.OPTIMIZER,
+        facts=RecomputedFacts(terms=(TermFacts(name="weight decay", expected=-0.1, found=-0.1 * factor),)),
+    )
+
+
+def compare(tensor: str, explanation: Explanation | None = None) -> Finding:
+    return Finding(
+        check=CheckName.UPDATE,
+        kind=Kind.UPDATE,
+        tensor=tensor,
+        step=0,
+        rank=0,
+        error=1.0,
+        bound=0.1,
+        explanation=explanation,
+        unexplained=() if explanation else (tensor,),
+    )
+
+
+def test_tensors_that_are_wrong_alike_are_one_cause() -> None:
+    found = join_alike([find("a"), find("b"), find("c", factor=2.0), find("a", step=1)])
+    assert [finding.follows for finding in found] == ["", "a", "", "a"]
+
+
+def test_what_the_golden_cannot_explain_follows_from_what_was_recomputed() -> None:
+    origins, recomputed = merge_with_origins([compare("a")], [find("b")])
+    assert [finding.follows for finding in (*origins, *recomputed)] == ["b", ""]
+
+
+def test_what_the_golden_explains_stays_the_cause() -> None:
+    subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
+    explanation = Explanation(cause=Cause.NORM, subject=subject, operation=Unclipped(coefficient=0.5))
+    origins, recomputed = merge_with_origins([compare("a", explanation)], [find("b")])
+    assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
+
+
+def test_another_step_is_another_cause() -> None:
+    origins, recomputed = merge_with_origins([compare("a")], [find("b", step=1)])
+    assert [finding.follows for finding in (*origins, *recomputed)] == ["", ""]
+
+
+def test_a_later_step_of_the_same_bug_stays_the_same_bug() -> None:
+    recomputed = join_alike([find("b"), find("a", step=1)])
+    late = compare("a").model_copy(update={"step": 1})
+    origins, _ = merge_with_origins([late], recomputed)
+    assert [finding.follows for finding in origins] == ["b"]
