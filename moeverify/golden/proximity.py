@@ -13,6 +13,8 @@ def distance(expected: Fingerprint, actual: Fingerprint) -> float:
     """Return how far two fingerprints are apart, relative to the expected norm; infinite for other kinds and NaN."""
     if isinstance(expected, str) or isinstance(actual, str):
         return 0.0 if expected == actual else float("inf")
+    if len(expected) != len(actual):
+        return float("inf")
     scale = abs(expected[0]) or 1.0
     apart = [abs(e - a) / scale for e, a in zip(expected, actual, strict=True)]
     return max(apart, default=0.0) if all(map(math.isfinite, apart)) else float("inf")

@@ -147,6 +147,9 @@ def test_under_pytest(site, flags):
     else:
         for number in (1, 2):
             poll(lambda n=number: f"number {n}" in site.ask("ls"), "the stop")
+            # While the test waits: pytest shows what it has captured only after the test has ended.
+            shown = site.read() + site.read(stream="stderr")
+            assert shown.count("stopped at") == number
             site.ask("c")
     site.await_exit(process)
     assert "2 passed" in site.read()

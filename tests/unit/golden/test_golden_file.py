@@ -98,6 +98,7 @@ def test_distances() -> None:
     assert distance([0.0, 0.0, 0.0], [0.0, 0.0, 1e-3]) == 1e-3
     assert distance("ab", "ab") == 0.0
     assert distance("ab", "ac") == distance("ab", [1.0]) == float("inf")
+    assert distance([3.0, 1.0], [3.0, 1.0, -1.0]) == float("inf")
     assert distance([float("nan")], [1.0]) == distance([1.0], [float("nan")]) == float("inf")
     expected = {"a": [1.0], "b": [2.0]}
     assert worst_distance({**expected, "b": [float("nan")]}, expected) == ("b", float("inf"))
