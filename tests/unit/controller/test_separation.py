@@ -180,7 +180,7 @@ def test_axes_of_a_layout_without_experts_are_those_of_the_data() -> None:
 def test_experts_that_are_cut_over_other_ranks_have_axes_without_ep() -> None:
     case = make_case("a", dp_shard=2, tp=2, etp=4)
     assert list_groups(case)["etp"] == [[0, 1, 2, 3]]
-    assert list_degrees(case) == {"etp": 4, "dp_shard": 2, "tp": 2, "all ranks": 4}
+    assert list_degrees(case) == {"etp": 4, "dp_shard": 2, "tp": 2, "all ranks": 4, "top_k": 3}
     case = make_case("a", dp_shard=2, tp=2, etp=1)
     assert list_groups(case)["efsdp"] == [[0, 1, 2, 3]]
     assert "etp" not in list_degrees(case)
