@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from moeverify.capture.recorder import Recorder
 
@@ -33,7 +34,7 @@ def install(recorder: Recorder) -> None:
         register_module_forward_hook(recorder.leave_module, always_call=True),
     )
     # A hook costs every module of every step about a microsecond: these go when the last step is recorded.
-    recorder.on_stop = lambda: [handle.remove() for handle in modules]
+    recorder.on_stop = functools.partial(_remove, modules)
     recorder.on_model = functools.partial(_wrap_late, recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
@@ -50,6 +51,11 @@ def install(recorder: Recorder) -> None:
             _wrap(scheduler, "step", _plain(recorder, "scheduler step"))
     for name in ("step", "unscale_"):
         _wrap(torch.amp.GradScaler, name, _plain(recorder, f"scaler {name.rstrip('_')}"))
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _wrap_late(recorder: Recorder) -> None:

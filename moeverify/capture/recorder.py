@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -37,7 +38,7 @@ def _safely(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
     """Return a method that never raises into the script: what goes wrong ends the recording, with a line."""
 
     @functools.wraps(method)
-    def call(self: Recorder, *values: P.args, **named: P.kwargs) -> None:
+    def call(self: Recorder, /, *values: P.args, **named: P.kwargs) -> None:
         if not self.is_active:
             return
         try:
@@ -294,12 +295,12 @@ class Recorder:
 
 def _find_site() -> str:
     """Return file:line of the code that called into torch, as the script's author would name it."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_OURS, _TORCH, "<")) and not file.endswith("contextlib.py"):
             return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

@@ -22,7 +22,7 @@ class _AfterTorch:
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -55,5 +55,5 @@ def _run_next() -> None:
 
 if __name__ == "sitecustomize":
     if os.environ.get(_VARIABLE):
-        sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _AfterTorch())
     _run_next()
