@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moeverify.capture.api import watch
     from moeverify.controller.api import Verification, verify
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Verification", "verify", "watch"]
 
 
 def __getattr__(name: str) -> Any:
     """Return what this package offers; it is imported when it is first used, since every module passes here."""
+    if name == "watch":
+        from moeverify.capture import api as recording
+
+        return recording.watch
     if name in __all__:
         from moeverify.controller import api
 

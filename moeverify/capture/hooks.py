@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ def install(recorder: Recorder) -> None:
             _wrap(scheduler, "step", _plain(recorder, "scheduler step"))
     for name in ("step", "unscale_"):
         _wrap(torch.amp.GradScaler, name, _plain(recorder, f"scaler {name.rstrip('_')}"))
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _wrap_late(recorder: Recorder) -> None:
@@ -123,8 +128,3 @@ def _clip(recorder: Recorder, label: str) -> Callable[[Function], Function]:
         return clip
 
     return make
-
-
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -37,6 +37,7 @@ _MOST_ROWS = 4096
 def _safely(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
     """Return a method that never raises into the script: what goes wrong ends the recording, with a line."""
 
+    @functools.wraps(method)
     def call(self: Recorder, /, *values: P.args, **named: P.kwargs) -> None:
         if not self.is_active:
             return
@@ -46,7 +47,6 @@ def _safely(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
         except Exception as error:
             self.fail(error)
 
-    functools.update_wrapper(call, method)
     return call
 
 

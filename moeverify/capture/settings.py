@@ -29,8 +29,6 @@ class Settings(Record):
     weights: Path | None = None
     seed: int | None = None
     nudge: int | None = None
-    guard: bool = False
-    every: int = 50
 
     def includes(self, step: int) -> bool:
         """Return whether the tensors of a step are recorded."""

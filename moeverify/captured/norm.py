@@ -53,9 +53,12 @@ def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple
     dense = sum(value for name, value in squares.items() if name in replicated)
     sharded = sum(squares.values()) - dense
     total = dense + sharded
-    if not total or not dense or not sharded:
+    if not total or not sharded:
         return
     num_dense, num_sharded = len(replicated & squares.keys()), len(squares.keys() - replicated)
+    yield NormFacts(part="local", num_tensors=num_sharded), math.sqrt((dense + local) / total)
+    if not dense:
+        return  # the part is the whole, and any factor of it would fit
     for part, times, other, counted, number in (
         ("replicated", float(num_ranks), sharded, dense, num_dense),
         ("replicated", 0.0, sharded, dense, num_dense),
@@ -65,4 +68,3 @@ def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple
     ):
         facts = NormFacts.model_validate({"part": part, "times": times, "num_tensors": number})
         yield facts, math.sqrt((other + times * counted) / total)
-    yield NormFacts(part="local", num_tensors=num_sharded), math.sqrt((dense + local) / total)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moeverify.checks.base import Outcome, RankLoad, Shown
+from moeverify.checks.base import Compared, Outcome, RankLoad, Shown
 from moeverify.checks.golden_tensors import GoldenTensors
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.results.checks import CheckName, Kind
@@ -34,8 +34,9 @@ class Loaded(GoldenTensors):
             and not _has_same_bits(saved, local)
         ]
 
-    def judge(self, shown: Shown, reports: Sequence[list[str]]) -> Outcome | None:
+    def judge(self, shown: Compared, reports: Sequence[list[str]]) -> Outcome | None:
         """Return whether every value is equal, and what is equal as a number alone; see `Check`."""
+        assert isinstance(shown, Shown)  # a load is part of a case
         outcome = super().judge(shown, reports)
         if outcome is None:
             return None

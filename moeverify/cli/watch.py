@@ -19,7 +19,9 @@ _MEBIBYTE = 2**20
 def watch(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- COMMAND...", help="What starts the script, e.g. `torchrun ... train.py`."),
+        typer.Argument(
+            metavar="COMMAND", help="After `--`: what starts the script, e.g. `-- torchrun ... train.py`."
+        ),
     ],
     *,
     out: Annotated[

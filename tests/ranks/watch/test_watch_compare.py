@@ -142,3 +142,26 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
     assert (
         watch(tmp_path / "out", sys.executable, str(PROGRAMS / "train_ep.py"), "--exit", "7").returncode == 7
     )
+
+
+def test_weights_of_another_run_are_put_into_every_layout(recordings: Recordings) -> None:
+    nudged = recordings.one("nudged", "--nudge", "1")
+    out = recordings.folder / "loaded"
+    command = (*TORCHRUN, str(PROGRAMS / "train_ep.py"))
+    assert watch(out, *command, options=("--weights", str(nudged.folder))).returncode == 0
+    result = compare_runs(nudged, RecordedRun.read(out))
+    assert result.verdict == "pass"
+    assert next(check for check in result.checks if check.name == "initial state").tensors == len(
+        nudged.names
+    )
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_script(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "moeverify", "watch", "--out", str(tmp_path / "out"), "--"]
+    command = " ".join([*words, sys.executable, str(PROGRAMS / "train_ep.py")])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 200; {command}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.count("step ") == 2
+    assert "recording stopped at step 0: OSError" in done.stderr

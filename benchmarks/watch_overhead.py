@@ -1,0 +1,77 @@
+"""A script to watch: it prints what a step takes before, in and after the recorded steps 5 to 9.
+
+python benchmarks/watch_overhead.py --width 512
+moeverify watch --steps 5-9 --out runs/overhead -- python benchmarks/watch_overhead.py --width 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 8192
+
+
+class Block(nn.Module):
+    """A gated MLP with four experts, each token through two of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x and what its experts add. Shape: (B, S, width)."""
+        flat = self.norm(x).reshape(-1, x.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(flat)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, down(F.silu(up(flat[rows]))) * weights[rows, places, None])
+        return x + out.reshape(x.shape)
+
+
+def main() -> None:
+    """Train 20 steps and print the medians."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--width", type=int, default=256)
+    arguments.add_argument("--layers", type=int, default=4)
+    arguments.add_argument("--rows", type=int, default=4)
+    options = arguments.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    blocks = [Block(options.width) for _ in range(options.layers)]
+    head = nn.Linear(options.width, VOCABULARY, bias=False)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, options.width), *blocks, head).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seconds: list[float] = []
+    for _ in range(20):
+        tokens = torch.randint(VOCABULARY, (options.rows, 513), device=device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for part in tokens.chunk(2):
+            logits = model(part[:, :-1])
+            (F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    spans = (("before", seconds[1:5]), ("in", seconds[5:10]), ("after", seconds[10:]))
+    line = ", ".join(f"{name} {1000 * statistics.median(each):.2f} ms" for name, each in spans)
+    memory = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else ""
+    print(f"{number / 1e6:.1f} million parameters on {device}: {line}{memory}")
+
+
+if __name__ == "__main__":
+    main()
