@@ -60,11 +60,12 @@ class Sharding(Check[Issued]):
             return None  # a run that begins with a load does not show what its layout begins with
         claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
         outcome = judge_claims(shown, claims)
-        if shown.case.layout.parallelize is None:
+        if shown.case.layout.parallelize is None or not reports:
             return outcome
         uses = list_uses(shown, reports)
         findings = (*outcome.findings, *find_unused(shown, uses))
-        return make_outcome(CheckName.SHARDING, findings, len(claims) + len(uses), facts=AxisUses(axes=uses))
+        num_axes = len({*claims, *(use.axis for use in uses)})
+        return make_outcome(CheckName.SHARDING, findings, num_axes, facts=AxisUses(axes=uses))
 
 
 def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
