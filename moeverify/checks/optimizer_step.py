@@ -407,6 +407,9 @@ def _fit(row: Row) -> RecomputedFacts:
     # What is left may be rounding, uniform between its limits; but most of the error must be explained.
     if not left2 <= min(EXPLAINED * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
         return unexplained
+    # A term of little size takes up what the others leave: only what makes much of the error is off.
+    effects = wrong.abs() * norms
+    found = torch.where(effects >= 0.1 * effects.max(), found, expected)
     values: Mapping[int, float] = dict(zip(known, found.tolist(), strict=True))
     fitted = tuple(term.model_copy(update={"found": values.get(number)}) for number, term in enumerate(terms))
     return RecomputedFacts(terms=fitted, clip=row.clip)

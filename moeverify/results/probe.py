@@ -55,7 +55,6 @@ class Outcome(StrEnum):
     HUNG = "hung"
     CRASHED = "crashed"
     UNSTARTED = "unstarted"
-    NOT_TRIED = "not tried"
 
 
 class Answer(Record):

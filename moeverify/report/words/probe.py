@@ -151,7 +151,6 @@ _ENDS = {
     Outcome.HUNG: _Words("hangs: {error}", "a case that does the same will end so too", "fail"),
     Outcome.CRASHED: _Words("crashes: {error}", "a case that does the same will end so too", "fail"),
     Outcome.UNSTARTED: _Words("no ranks came up: {error}", "no case can run here", "fail"),
-    Outcome.NOT_TRIED: _Words("not probed: out of time", "this machine is busy; try again", "warn"),
 }
 
 
