@@ -124,6 +124,7 @@ def missing_gradients() -> CaseError:
     return CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
 
 
+@seam
 @torch.no_grad()
 def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""

@@ -28,7 +28,8 @@ def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
     assert "update" in [check["name"] for check in case["checks"] if check["verdict"] != "pass"]
     assert len(case["checks"]) > 8
     assert "update" in {finding["check"] for finding in case["findings"]}
-    assert {finding["code"] for finding in case["findings"]} == {""}
+    # A check that computes the optimizer step again names its cause by itself.
+    assert {finding["code"] for finding in case["findings"] if finding["check"] != "optimizer step"} == {""}
     assert project.find_remains() == []
     (seen,) = case["findings"][0]["observations"]
     assert seen["kind"] == "diagnosis-failed"

@@ -13,7 +13,7 @@ from moeverify.checks.base import Outcome
 from moeverify.checks.clip import GradientWatch, judge_norms
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
-from moeverify.train import loop
+from moeverify.train import program
 
 SGD = {"name": "sgd", "lr": 0.1, "clip_norm": 0.2}
 SHAPE = (8, 6)
@@ -101,7 +101,7 @@ def test_the_norms_of_a_real_run_pass(
 def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
     judge: Judge, train_alone: Callable, make_one_device_case: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    norm_of = loop.gradient_norm
-    monkeypatch.setattr(loop, "gradient_norm", lambda shards, *rest: norm_of(shards[:-1], *rest))
+    norm_of = program.gradient_norm
+    monkeypatch.setattr(program, "gradient_norm", lambda shards, *rest: norm_of(shards[:-1], *rest))
     report = train_alone(make_one_device_case(SGD, "bfloat16"), lambda program: GradientWatch())
     assert {finding.tensor for finding in judge([report], "bfloat16").findings} == {"total"}

@@ -24,6 +24,7 @@ FEWEST_WORDS = 3
 # Methods that take a text apart or change it; of paths and of fully qualified names, which are no texts, they may.
 PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix"}
 OF_NAMES = {
+    "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/first_divergence.py",
     "diagnose/place.py",
