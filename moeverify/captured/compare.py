@@ -115,8 +115,9 @@ def _check_script(
             count_inputs(expected, actual, steps),
         ),
         (ScriptCheck.PARAMETERS, list(find_other_parameters(expected, places)), len(expected.names)),
-        (ScriptCheck.OPTIONS, options, num_options),
+        # A schedule that is called too often changes the learning rate: the calls are the cause.
         (ScriptCheck.CALLS, list(find_wrong_calls(expected, actual, steps)), num_calls),
+        (ScriptCheck.OPTIONS, options, num_options),
     ]
     outcomes = [make_outcome(check, findings, number) for check, findings, number in found]
     num_names = len({each.name for each in places.known.values()})

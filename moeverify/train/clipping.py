@@ -43,6 +43,8 @@ def gradient_norm(
 
     Raises: CaseError where no parameter has a gradient.
     """
+    if all(shard.tensor.grad is None for shard in shards):
+        raise missing_gradients()
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for shard in shards:
         # A parameter that got no gradient here may have one on the other ranks of its mesh, which reduce its norm.
@@ -58,8 +60,6 @@ def gradient_norm(
         # Squares and their sums over shards and stages would each round a narrow norm once more.
         square = norm.to(widen(norm.dtype)).square()
         squares.append(sum_over_shards(square) if mesh is None and sum_over_shards else square)
-    if not squares:
-        raise missing_gradients()
     total = torch.stack(squares).sum()
     return (sum_over_stages(total) if sum_over_stages else total).sqrt()
 

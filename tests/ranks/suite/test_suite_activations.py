@@ -7,7 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CASE = "recipe: tiny\nlayout: {layout}\nchecks: {{also: [activations]}}\n"
+RECIPE = """\
+model: {preset: tiny-mixtral-8x7b}
+data: {batch: 4, seq_len: 8}
+steps: 1
+"""
+CASE = "recipe: blocks\nlayout: {layout}\nchecks: {{also: [activations]}}\n"
 LAYOUTS = {
     "fsdp2": "{dp_shard: 2, micro_batches: 2, recompute: true}",
     "tp": "{tp: 2, sequence_parallel: true}",
@@ -18,11 +23,13 @@ LAYOUTS = {
 
 def run(tmp_path: Path, make_project: Callable[..., Any], *arguments: str) -> dict[str, Any]:
     project = make_project(tmp_path)
+    (tmp_path / "cases" / "recipes" / "blocks.yaml").write_text(RECIPE)
     for name, layout in LAYOUTS.items():
         project.write_case(name, CASE.format(layout=layout))
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     project.variables["PYTHONPATH"] = path
     _, cases = project.run("cases", *arguments)
+    assert set(cases) == set(LAYOUTS)
     return dict(cases)
 
 
