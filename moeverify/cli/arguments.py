@@ -51,7 +51,8 @@ DeviceOption = Annotated[Device, typer.Option("--device", help="On what the rank
 BackendOption = Annotated[
     Backend,
     typer.Option(
-        "--backend", help="What carries the collectives of GPUs; by itself gloo where ranks share them."
+        "--backend",
+        help="What carries the collectives of GPUs: NCCL by itself; with gloo ranks may share GPUs.",
     ),
 ]
 CacheFolder = Annotated[

@@ -68,7 +68,7 @@ def find_limit(device: Device, wanted: int | None = None, *, backend: Backend = 
     world = external_world()
     if world is not None:
         limit = RankLimit(most=world.world_size, by="launcher", launcher=world.launcher)
-    elif device == "cuda" and backend == "nccl":
+    elif device == "cuda" and backend != "gloo":
         limit = RankLimit(most=count_gpus(), by="gpus")
     else:
         limit = _find_memory_limit(_BYTES_PER_RANK if device == "cpu" else _BYTES_PER_RANK_OF_GPU)

@@ -171,24 +171,17 @@ class CaseRun:
         results = tuple(self.results[name] for name in self._tasks)
         return RunResult(
             verdict=_find_overall_verdict(results),
-            environment=describe_environment(self._device, self._name_backends(results)),
+            environment=describe_environment(self._device, self._name_backend(results)),
             started=started,
             seconds=seconds,
             launches=self._num_launches,
             cases=results,
         )
 
-    def _find_backend(self, num_ranks: int) -> str:
-        """Return the backend of a case with so many ranks."""
-        wanted, device = self.options.backend, self._device
-        if wanted == "auto" and external_world() is not None:
-            wanted = "nccl"
-        return choose_backend(wanted, device, num_ranks=num_ranks, num_gpus=self._num_gpus)
-
-    def _name_backends(self, results: Sequence[CaseResult]) -> str:
-        """Return the backends of the cases that ran; nothing where none did."""
-        ran = [case.ranks for case in results if case.verdict != "skipped"]
-        return ", ".join(sorted({self._find_backend(ranks) for ranks in ran}))
+    def _name_backend(self, results: Sequence[CaseResult]) -> str:
+        """Return the backend of the cases that ran; nothing where none did."""
+        has_run = any(case.verdict != "skipped" for case in results)
+        return choose_backend(self.options.backend, self._device) if has_run else ""
 
     def _find_reason_to_skip(self, task: CaseTask) -> str:
         """Return why a task cannot run here, or nothing: what cannot be saved cannot be loaded either."""

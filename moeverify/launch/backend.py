@@ -7,18 +7,15 @@ from typing import Literal
 from moeverify.launch.plan import Backend, Device
 
 
-def choose_backend(
-    wanted: Backend, device: Device, *, num_ranks: int, num_gpus: int
-) -> Literal["gloo", "nccl"]:
+def choose_backend(wanted: Backend, device: Device) -> Literal["gloo", "nccl"]:
     """Return the backend for tensors on the device of a job whose ranks are all on this machine.
 
-    NCCL refuses two ranks on one GPU, so ranks that share one take gloo, which copies through the CPU.
+    NCCL refuses two ranks on one GPU. Gloo, which copies through the CPU, lets them share it, and has to be asked
+    for: it was not yet seen to carry every layout on GPUs.
     """
     if device == "cpu":
         return "gloo"
-    if wanted == "auto":
-        return "nccl" if num_ranks <= num_gpus else "gloo"
-    return wanted
+    return "nccl" if wanted == "auto" else wanted
 
 
 def choose_gpu(local_rank: int, num_gpus: int) -> int:

@@ -120,7 +120,7 @@ class JobRunner:
         self, store: PrefixStore, job: Job, folder: Path, run_job: RunJob
     ) -> dict[str, Any] | None:
         kind: Device = "cuda" if self._device.type == "cuda" else "cpu"
-        backend = choose_backend(self._wanted, kind, num_ranks=job.num_ranks, num_gpus=self._num_gpus)
+        backend = choose_backend(self._wanted, kind)
         staging = stage_messages() if kind == "cuda" and backend == "gloo" else None
         try:
             # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split once an earlier
