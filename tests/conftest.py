@@ -31,6 +31,8 @@ model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2
 data: {batch: 4, seq_len: 4}
 steps: 1
 """
+# What moeverify would take from where the tests run: a CI server, and the width of somebody's terminal.
+FROM_OUTSIDE = ("CI", "COLUMNS")
 # All tests of these folders start processes; elsewhere a test or a file says so itself.
 STARTS_PROCESSES = ("debugger", "golden", "ranks")
 CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
@@ -76,7 +78,7 @@ class Project:
 
     def start(self, *words: str, module: str = "moeverify") -> subprocess.Popen[str]:
         """Start a command in the folder, with a folder for temporary files of its own."""
-        left_out = ("CI", "COLUMNS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "TRITON_INTERPRET")
+        left_out = (*FROM_OUTSIDE, "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "TRITON_INTERPRET")
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         environment |= {
             "TMPDIR": str(self.scratch),
@@ -137,6 +139,13 @@ class Project:
             except psutil.Error:
                 continue
         return found
+
+
+@pytest.fixture(autouse=True)
+def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test as if not on a CI server, where a golden that is missing is an error."""
+    for name in FROM_OUTSIDE:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

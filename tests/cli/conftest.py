@@ -51,7 +51,7 @@ def case_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Return a function that runs a command line; results of `.stdout` are at the width of a log."""
-    for name in ("CI", "COLUMNS", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 
     def do(*words: Any) -> Result:

@@ -86,12 +86,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a command on a tiny case; what still runs at the end is ended."""
     (tmp_path / "ddp.yaml").write_text(DDP)
     (tmp_path / "faults_of_tests.py").write_text(FAULTS)
-    environment = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
     path = os.pathsep.join(
-        [str(tmp_path), str(Path(moeverify.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        [str(tmp_path), str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     )
     (tmp_path / "scratch").mkdir()
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
+    environment = os.environ | variables
     started: list[subprocess.Popen[str]] = []
 
     def do(*words: str, command: str = "run") -> subprocess.Popen[str]:
