@@ -112,6 +112,17 @@ def _spoil(state: TrainingState) -> None:
     state.schedule.base_lrs = [group["initial_lr"] for group in state.optimizer.param_groups]
 
 
+def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> None:
+    """Train a step that the load makes undone, so that DDP's buckets are those of a run that has begun.
+
+    DDP orders its buckets anew after its first backward pass, by when gradients were ready. A sum over more than
+    two ranks adds in an order that depends on the place in the bucket: a run that goes on and a run that has just
+    been started differ in the last bits. Source: `Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp.
+    """
+    _step(case, state, golden, BitRecorder())
+    state.step = state.position = 0
+
+
 def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Observer) -> None:
     train_step(state, observer, golden if replays_routing(case.recipe) else None)
     torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
@@ -191,6 +202,8 @@ def load_case(
     rank, saved_step = dist.get_rank(), case.checkpoint.after - 1
     with injected(fault):
         state = _begin(case, device, seed=case.recipe.seed + _OTHER_SEED)
+        if case.layout.data_parallel == "ddp" and case.checkpoint.after > 0:
+            _order_buckets(case, state, golden)
         state.materialize()
         _spoil(state)
         seed_generators(case.recipe.seed + _OTHER_SEED, 0, rank)
