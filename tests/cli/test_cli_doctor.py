@@ -28,7 +28,9 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_next_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
     tries = [Try(name, name, 2) for name in ("crash", "fail", "hang")]
     tries.append(Try("average by sum", Probe.AVERAGE, 2))
@@ -40,15 +42,6 @@ def test_probe_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such thing" in rows["fail"].value
     assert rows["hang"].value.startswith("hangs: ")
     assert rows["average by sum"].value == "returns the sum"
-
-
-@pytest.mark.ranks
-def test_a_probe_that_hangs_costs_the_next_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
-    tries = [Try("hang", "hang", 2), Try("average by sum", Probe.AVERAGE, 2)]
-    hangs, averages = doctor.run_probes(tries, "cpu", ODD)
-    assert hangs.value.startswith("hangs: ")
-    assert averages.value == "returns the sum"
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])

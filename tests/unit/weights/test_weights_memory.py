@@ -53,9 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in ("hf", "megablocks", "dcp")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "to"), [("hf", "dcp"), ("hf", "hf"), ("dcp", "hf"), ("dcp", "megablocks"), ("megablocks", "dcp")]
-)
+# Each format read once and written once.
+@pytest.mark.parametrize(("kind", "to"), [("hf", "dcp"), ("dcp", "megablocks"), ("megablocks", "hf")])
 def test_memory_is_bounded_by_pieces(kind: str, to: str, folders: dict[str, Path], tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.symlink_to(folders[kind])
