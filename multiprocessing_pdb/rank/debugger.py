@@ -178,7 +178,7 @@ class ConsolePdb:
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            return sys.call_tracing(super().onecmd, (line,))  # type: ignore[misc]
+            return session.interruption.call(sys.call_tracing, super().onecmd, (line,))  # type: ignore[misc]
         except Interrupted:
             self.message("--KeyboardInterrupt--")  # type: ignore[attr-defined]
             return None

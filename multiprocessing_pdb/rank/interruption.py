@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+# How long an exception is offered to a thread that is not the main one, and how long it is withdrawn afterwards.
+_OFFER_SECONDS = 0.02
+_PAUSE_SECONDS = 0.05
+_OFFERS = threading.Lock()  # one offer at a time in this process: its end clears a flag of the interpreter
 
 
 class Interrupted(KeyboardInterrupt):
@@ -18,7 +27,9 @@ class Interruption:
     """Lets `send`, from any thread, interrupt `thread` between `allow` and `forbid`.
 
     A signal is needed in the main thread: it also ends a sleep or a wait inside C. Elsewhere Python can only
-    raise at the next bytecode.
+    raise at the next bytecode. Until that comes, CPython 3.11 lets no traced thread of the process call a function
+    (RESUME in DO_TRACING of Python/ceval.c is repeated as long as any thread has an asynchronous exception), and
+    what the interrupted thread waits for may be such a thread. So the exception is offered for moments only.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
@@ -27,9 +38,13 @@ class Interruption:
         self._allowed = False
         self._sent = False
         self._previous: Any = None
+        self._offered = type("Interrupted", (Interrupted,), {"__init__": self._mark_delivered})
 
     def _is_main(self) -> bool:
         return self._thread is threading.main_thread()
+
+    def _mark_delivered(self, *arguments: object) -> None:
+        self._sent = False
 
     def allow(self) -> None:
         """Begin to accept interruptions; called by the thread itself."""
@@ -50,30 +65,80 @@ class Interruption:
         """Stop accepting, and swallow an interruption that is on its way; called by the thread itself."""
         if not self._allowed:
             return
-        with self._lock:
-            self._allowed = False
-        try:
-            if self._is_main():
-                while self._sent:
-                    time.sleep(0.001)
-            elif self._sent:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident or 0), None)
-        except Interrupted:
-            pass
+        while self._allowed:
+            with contextlib.suppress(Interrupted):
+                with self._lock:
+                    self._allowed = False
+                if self._is_main():
+                    while self._sent:
+                        time.sleep(0.001)
+                else:
+                    _pass_bytecodes()
         self._sent = False
         if self._is_main():
             signal.signal(signal.SIGINT, signal.SIG_DFL if self._previous is None else self._previous)
+
+    def call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Return what `function` returns, which may be interrupted; nothing is on its way afterwards.
+
+        Raises Interrupted, also when it comes too late for `function`: never after this has returned.
+        """
+        try:
+            try:
+                self.allow()
+                return function(*arguments)
+            finally:
+                self.forbid()  # may be interrupted before it begins
+        except Interrupted:
+            self.forbid()
+            raise
 
     def send(self) -> bool:
         """Interrupt the thread, and return whether it accepts that now."""
         with self._lock:
             if not self._allowed or self._thread.ident is None:
                 return False
+            if self._sent:
+                return True
             self._sent = True
             if self._is_main():
                 signal.pthread_kill(self._thread.ident, signal.SIGINT)
             else:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
-                )
+                threading.Thread(
+                    target=self._offer, name="multiprocessing_pdb interrupt", daemon=True
+                ).start()
             return True
+
+    def _offer(self) -> None:
+        """Offer the exception now and then until it is delivered, or not wanted any more."""
+        while True:
+            with _OFFERS:
+                with self._lock:
+                    if not self._allowed or not self._sent:
+                        return
+                    _raise_in(self._thread.ident, self._offered)
+                time.sleep(_OFFER_SECONDS)
+                with self._lock:
+                    _raise_in(self._thread.ident, None)
+                _clear_flag()
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _raise_in(ident: int | None, error: type[BaseException] | None) -> None:
+    target = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), target)
+
+
+def _pass_bytecodes() -> None:
+    for _ in range(100):  # the end of a loop's body is where Python looks for asynchronous exceptions
+        pass
+
+
+def _clear_flag() -> None:
+    """Make the interpreter forget that an exception was pending: withdrawing it alone does not.
+
+    The flag is cleared by the thread that gets an exception, so this one gets one.
+    """
+    with contextlib.suppress(Interrupted):
+        _raise_in(threading.get_ident(), Interrupted)
+        _pass_bytecodes()

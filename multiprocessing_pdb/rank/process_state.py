@@ -54,6 +54,7 @@ class ProcessState:
 
     def _close_all(self, pid: int) -> None:
         if os.getpid() == pid:
+            sys.settrace(None)  # a step past the program's end must not stop in what closes the endpoint
             for opened in list(self._open):
                 opened.close("exited")
 

@@ -66,7 +66,7 @@ class Session:
         self._banner = self._prompt = ""
         self._is_fresh = True  # nothing printed since this stop began
         self._handler = RequestHandler()
-        self._interruption = Interruption(threading.current_thread())
+        self.interruption = Interruption(threading.current_thread())
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._current: Request | None = None
         self._endpoint: Endpoint | None = None
@@ -115,7 +115,7 @@ class Session:
 
     def leave(self, debugger: Any) -> None:
         """Let the program run; the endpoint stays open when a step or a breakpoint will stop it again."""
-        self._interruption.forbid()
+        self.interruption.forbid()
         self.debuggers.remove(debugger)
         self._handler.forget()
         while self._given:
@@ -123,7 +123,7 @@ class Session:
             names.pop(name, None)
         if self.debuggers:
             self._set_state("busy")  # the outer prompt's command goes on
-            self._interruption.allow()
+            self.interruption.allow()
             return
         PROCESS.timeouts.release(self)
         self._set_state("running")
@@ -162,7 +162,7 @@ class Session:
 
     def _read_line(self) -> str:
         """Finish the line before, then answer requests until one is a line for the prompt."""
-        self._interruption.forbid()
+        self.interruption.forbid()
         accepts, self.accepts_stops = self.accepts_stops, False
         try:
             self._finish_line()
@@ -195,7 +195,8 @@ class Session:
         frame = request.frame
         self._current = request
         self.debuggers[-1].paint(frame.get("colors") is True)
-        self._interruption.allow()
+        if self._is_question():
+            self.interruption.allow()  # the command that asks goes on
         text = str(frame.get("text", "")).replace("\n", " ")
         if frame["do"] == "eof" or (self._is_question() and text.strip() == "EOF"):
             return ""
@@ -204,14 +205,13 @@ class Session:
         return force + text + "\n"
 
     def _answer(self, request: Request) -> None:
-        answer: Frame = {"error": "interrupted"}
+        handler = self._handler
         try:
-            self._interruption.allow()
-            answer = self._handler.answer(self.debuggers[-1], request.connection, request.frame)
-        except KeyboardInterrupt:  # between the answer and here
-            pass
-        finally:
-            self._interruption.forbid()
+            answer = self.interruption.call(
+                handler.answer, self.debuggers[-1], request.connection, request.frame
+            )
+        except Interrupted:
+            answer = {"error": "interrupted"}
         self._reply(request, answer)
 
     def _finish_line(self) -> None:
@@ -309,7 +309,7 @@ class Session:
         """Interrupt what the thread does, and return what that was."""
         state = self._state
         if state == "busy":
-            self._interruption.send()
+            self.interruption.send()
         elif state == "stopped" and self._is_question():
             self._requests.put(Request(request.connection, {"do": "cancel"}))
             return "busy"

@@ -30,6 +30,7 @@ class _ThreadEnd:
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:
+            sys.settrace(None)  # a step past the thread's end must not stop in what closes the endpoint
             self._session.close("ended")
 
 

@@ -1,0 +1,127 @@
+"""Interrupting a thread that is not the main one, and ending one that is stepped: harmless to all others."""
+
+import sys
+import threading
+
+import pytest
+
+from multiprocessing_pdb.rank.interruption import Interrupted, Interruption
+from multiprocessing_pdb.rank.stop import _ThreadEnd
+
+PATIENCE = 60.0
+
+
+def called():
+    return 1
+
+
+def call_traced(count, then):
+    """Call a function `count` times while tracing, as a thread that is being stepped does."""
+
+    def work():
+        sys.settrace(lambda frame, event, argument: None)
+        for _ in range(count):
+            called()
+        sys.settrace(None)
+        then()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def call_interruptibly(function):
+    """Begin a call in a thread; return its interruption, the thread, and the list its outcome goes to."""
+    outcome, made, ready = [], [], threading.Event()
+
+    def work():
+        interruption = Interruption(threading.current_thread())
+        made.append(interruption)
+        interruption.allow()
+        ready.set()
+        try:
+            outcome.append(interruption.call(function))
+        except Interrupted:
+            outcome.append("interrupted")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert ready.wait(PATIENCE)
+    return made[0], thread, outcome
+
+
+def test_a_thread_that_the_interrupted_one_waits_for_goes_on():
+    gate = threading.Lock()
+    gate.acquire()
+    interruption, waiter, outcome = call_interruptibly(gate.acquire)
+    assert interruption.send()
+    call_traced(20_000, gate.release)
+    waiter.join(PATIENCE)
+    assert outcome, "on CPython 3.11 no traced thread runs while an exception is pending"
+
+
+def test_an_interruption_that_is_withdrawn_leaves_nothing_pending():
+    gate = threading.Lock()
+    gate.acquire()
+    interruption, waiter, _ = call_interruptibly(gate.acquire)
+    assert interruption.send()
+    gate.release()
+    waiter.join(PATIENCE)
+    stepped = call_traced(1_000, lambda: None)
+    stepped.join(PATIENCE)
+    assert not stepped.is_alive()
+
+
+def test_a_loop_is_interrupted():
+    def spin():
+        while True:
+            pass
+
+    interruption, thread, outcome = call_interruptibly(spin)
+    assert interruption.send()
+    thread.join(PATIENCE)
+    assert outcome == ["interrupted"]
+    assert not interruption.send(), "it accepts nothing once it is over"
+
+
+@pytest.mark.parametrize("work", [lambda: None, lambda: sum(range(500))])
+def test_none_arrives_after_the_call(work):
+    ended, escaped, made = threading.Event(), [], []
+
+    def repeat():
+        interruption = Interruption(threading.current_thread())
+        made.append(interruption)
+        try:
+            for _ in range(2_000):
+                try:
+                    interruption.call(work)
+                except Interrupted:
+                    continue
+        except Interrupted as error:  # between two calls
+            escaped.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    while not ended.wait(0.0005):
+        for interruption in made:
+            interruption.send()
+    assert not escaped
+
+
+def test_a_step_past_the_end_of_a_thread_does_not_stop_in_what_closes_its_endpoint():
+    traced = []
+
+    class Session:
+        def close(self, end):
+            traced.append(sys.gettrace())
+
+    ends = [_ThreadEnd(Session())]
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: None)
+    try:
+        ends.clear()
+    finally:
+        sys.settrace(before)
+    assert traced == [None], "a stop there would hold the endpoint's lock, and its server would wait for it"
