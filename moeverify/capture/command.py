@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeverify.capture.settings import VARIABLE, Settings
 from moeverify.errors import CaseError, Problem
 
-_STARTUP = Path(__file__).parent / "startup"
+_STARTUP = Path(__file__).parents[1] / "startup"
 _ROOT = Path(__file__).parents[2]
+_PERIOD = 0.5  # seconds between two looks at what ranks have left
 
 
-def run_command(command: Sequence[str], settings: Settings) -> int:
+def run_command(
+    command: Sequence[str], variables: Mapping[str, str], look: Callable[[], bool] | None = None
+) -> int:
     """Run the command until it ends and return its exit code, 128 + n where signal n ended it.
+
+    `variables` carry the settings to its processes. `look` is called now and then, and ends the command by returning
+    True.
 
     Its output is its own. A signal that asks this process to end is passed on, and the command decides.
 
     Raises: CaseError where there is no such command.
     """
-    environment = {**os.environ, VARIABLE: settings.model_dump_json()}
+    environment = {**os.environ, **variables}
     # Ours first, so that `sitecustomize` is found there; the package itself last, behind everything of the script.
     paths = [str(_STARTUP), os.environ.get("PYTHONPATH", ""), str(_ROOT)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -40,8 +45,24 @@ def run_command(command: Sequence[str], settings: Settings) -> int:
     # The terminal sends Ctrl-C to the command too.
     kept[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        code = process.wait()
+        code = _wait(process, look)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def _wait(process: subprocess.Popen[bytes], look: Callable[[], bool] | None) -> int:
+    if look is None:
+        return process.wait()
+    while True:
+        try:
+            return process.wait(_PERIOD)
+        except subprocess.TimeoutExpired:
+            if look():
+                process.terminate()
+                look = _never
+
+
+def _never() -> bool:
+    return False

@@ -36,6 +36,11 @@ class WatchedModel:
         self.roots.append(module)
         return True
 
+    def learn(self, module: nn.Module) -> None:
+        """Learn the shards of a module, at a time when FSDP has not gathered its parameters."""
+        for shard in parameters(module):
+            self._shards.setdefault(id(shard.tensor), shard)
+
     def find_names(self, optimizer: Optimizer) -> None:
         """Learn the shards of the optimizer's parameters; a parameter that no module has gets a name by its group.
 
@@ -45,8 +50,7 @@ class WatchedModel:
         if wanted <= self._shards.keys():
             return
         for root in self.roots:
-            for shard in parameters(root):
-                self._shards.setdefault(id(shard.tensor), shard)
+            self.learn(root)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._shards:
@@ -57,7 +61,7 @@ class WatchedModel:
         """Return the shards of all parameters of the model."""
         if not self._shards:
             for root in self.roots:
-                self._shards.update({id(shard.tensor): shard for shard in parameters(root)})
+                self.learn(root)
         return list(self._shards.values())
 
     def shards_of(self, optimizer: Optimizer, number: int | None = None) -> list[LocalShard]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from moeverify.capture.lines import Call
 from moeverify.capture.read import RankRecord, RecordedRun
+from moeverify.capture.rules import backward_range, clips, find_discarded, find_early_clip
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 
@@ -16,7 +17,7 @@ def find_wrong_calls(expected: RecordedRun, actual: RecordedRun, steps: list[int
     What a rule forbids is wrong in any run. Numbers of calls are compared with the other run only where both call at
     all, and never those of forward and backward passes: ranks may have other micro-batches than one device.
     """
-    for rule in CallRule:
+    for rule in _RULES:
         # What is called after an optimizer step counts to the next one, so the first has less than a whole round.
         counted = steps[1:] if rule is CallRule.SCHEDULER and len(steps) > 1 else steps
         found = next((each for step in counted for each in _test(rule, expected, actual, step)), None)
@@ -54,30 +55,13 @@ def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts |
     return _RULES[rule](theirs, calls)
 
 
-def _find_discarded(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    first, last = _backward_range(calls)
-    inner = [call for call in calls[first:last] if call.name == "zero_grad" and call.discarded > 0]
-    if not inner:
-        return None
-    norm = inner[0].discarded
-    return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
-
-
 def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     def clears(each: list[Call]) -> bool:
-        return any(call.name == "zero_grad" for call in each[: _backward_range(each)[0]])
+        return any(call.name == "zero_grad" for call in each[: backward_range(each)[0]])
 
     if not clears(theirs) or clears(calls):
         return None
-    return CallFacts(rule=CallRule.KEPT, site=calls[_backward_range(calls)[0]].site, expected=1)
-
-
-def _find_early_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    last = _backward_range(calls)[1]
-    early = [call for call in calls[:last] if _clips(call)]
-    if not early or any(map(_clips, calls[last:])):
-        return None
-    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=len(early))
+    return CallFacts(rule=CallRule.KEPT, site=calls[backward_range(calls)[0]].site, expected=1)
 
 
 def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
@@ -89,26 +73,16 @@ def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | N
 
 
 def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    wanted, found = any(map(_clips, theirs)), any(map(_clips, calls))
+    wanted, found = any(map(clips, theirs)), any(map(clips, calls))
     if wanted == found:
         return None
     return CallFacts(rule=CallRule.CLIP, expected=int(wanted), actual=int(found))
 
 
-def _clips(call: Call) -> bool:
-    return call.name.startswith("clip_grad")
-
-
-def _backward_range(calls: list[Call]) -> tuple[int, int]:
-    """Return the places of the first and the last backward pass among the calls of a step."""
-    places = [place for place, call in enumerate(calls) if call.name == "backward"]
-    return (places[0], places[-1]) if places else (len(calls), len(calls))
-
-
 _RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] = {
-    CallRule.DISCARDED: _find_discarded,
+    CallRule.DISCARDED: lambda theirs, calls: find_discarded(calls),
     CallRule.KEPT: _find_kept,
-    CallRule.EARLY_CLIP: _find_early_clip,
+    CallRule.EARLY_CLIP: lambda theirs, calls: find_early_clip(calls),
     CallRule.SCHEDULER: _find_other_schedule,
     CallRule.CLIP: _find_other_clip,
 }

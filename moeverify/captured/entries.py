@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.capture.lines import Call, Values
+from moeverify.capture.norm_parts import find_shared_ratio
 from moeverify.capture.read import Key, RankRecord, RecordedRun
 from moeverify.capture.sketch import NUM_PROJECTIONS, sketch
 from moeverify.capture.tensors import make_region
@@ -21,7 +22,6 @@ from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 
 _CLIP_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
-_SAME_RATIO = 1e-4  # of ratios of norms, which were measured in the precision of the gradients
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Coefficient:
 def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
     """Return the coefficient of a rank: by its call of torch's clip, else as its gradients show it.
 
-    A gradient that is complete when the last backward pass ends is only scaled until the optimizer step. The ratio
-    that most tensors share is taken; where no half of them shares one, nothing is known and it is 1.
+    Where no half of them shares a ratio, nothing is known and it is 1.
     """
     calls = calls_of(rank, step)
     clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
@@ -47,18 +46,12 @@ def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
         return _of_clip(clip)
     if any(call.name.startswith("scaler") for call in calls):
         return Coefficient()  # the loss scale, which is in the gradients of a backward pass, is no clip
-    ratios = sorted(
+    shared = find_shared_ratio(
         math.sqrt(line.squares) / line.before
         for (at, kind, _), line in rank.values.items()
         if at == step and kind == Kind.GRADIENT and line.before and line.squares > 0.0
     )
-    best: list[float] = []
-    for start, ratio in enumerate(ratios):
-        same = [each for each in ratios[start:] if each <= ratio * (1 + _SAME_RATIO)]
-        best = max(best, same, key=len)
-    if 2 * len(best) < len(ratios) or not best:
-        return Coefficient()
-    return Coefficient(best[len(best) // 2])
+    return Coefficient() if shared is None else Coefficient(shared)
 
 
 def _of_clip(clip: Call) -> Coefficient:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from moeverify.capture.norm_parts import NormParts, choose_error
 from moeverify.captured.entries import Comparer
 from moeverify.results.checks import Kind
 from moeverify.results.script import NormFacts
-
-_SAME = 1e-4  # relative: the ratio comes from norms in the precision of the gradients
-_APART = 1e-2  # two answers whose predictions are nearer than this cannot be told apart
 
 
 def explain_norm(comparer: Comparer, step: int, rank: int) -> NormFacts:
@@ -22,16 +19,7 @@ def explain_norm(comparer: Comparer, step: int, rank: int) -> NormFacts:
     wanted = comparer.coefficient(comparer.expected.ranks[0], step)
     found = comparer.coefficient(comparer.actual.ranks[rank], step)
     ratio = found.norm / wanted.norm if found.norm and wanted.norm else wanted.value / found.value
-    candidates = [
-        facts.model_copy(update={"residual": abs(predicted / ratio - 1), "ratio": ratio})
-        for facts, predicted in _list_candidates(comparer, step, rank)
-        if abs(predicted - 1) > _SAME
-    ]
-    fitting = [each for each in candidates if each.residual < _SAME]
-    rivals = [each for each in candidates if each.residual < _APART]
-    if len(fitting) == 1 and len(rivals) == 1:
-        return fitting[0]
-    return NormFacts(part="unknown", ratio=ratio)
+    return choose_error(_list_candidates(comparer, step, rank), ratio)
 
 
 def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple[NormFacts, float]]:
@@ -51,20 +39,11 @@ def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple
             if number == rank and placed.name == name and name not in replicated
         )
     dense = sum(value for name, value in squares.items() if name in replicated)
-    sharded = sum(squares.values()) - dense
-    total = dense + sharded
-    if not total or not sharded:
-        return
-    num_dense, num_sharded = len(replicated & squares.keys()), len(squares.keys() - replicated)
-    yield NormFacts(part="local", num_tensors=num_sharded), math.sqrt((dense + local) / total)
-    if not dense:
-        return  # the part is the whole, and any factor of it would fit
-    for part, times, other, counted, number in (
-        ("replicated", float(num_ranks), sharded, dense, num_dense),
-        ("replicated", 0.0, sharded, dense, num_dense),
-        ("replicated", 1.0 / num_ranks, sharded, dense, num_dense),
-        ("sharded", float(num_ranks), dense, sharded, num_sharded),
-        ("sharded", 0.0, dense, sharded, num_sharded),
-    ):
-        facts = NormFacts.model_validate({"part": part, "times": times, "num_tensors": number})
-        yield facts, math.sqrt((other + times * counted) / total)
+    parts = NormParts(
+        replicated=dense,
+        sharded=sum(squares.values()) - dense,
+        local=local,
+        num_replicated=len(replicated & squares.keys()),
+        num_sharded=len(squares.keys() - replicated),
+    )
+    yield from parts.list_errors(num_ranks)

@@ -16,7 +16,7 @@ from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.gather import gather_on_first
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
-from moeverify.results.facts import CollectiveFacts, Issue, NumCollectives
+from moeverify.results.facts import CollectiveFacts, NumCollectives
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
@@ -75,12 +75,12 @@ class Trace(Check[Pages]):
 def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
     stream = disagreement.stream
     axis = stream.axis or name_ranks(case, stream.ranks)
-    odd = _find_odd(disagreement)
+    odd = disagreement.find_odd()
     facts = CollectiveFacts(
         axis=axis,
         ranks=stream.ranks,
         number=disagreement.number,
-        issues=_list_issues(disagreement),
+        issues=disagreement.list_issues(),
         counts=dict(disagreement.counts),
         is_message=stream.is_message,
     )
@@ -103,29 +103,6 @@ def _name_stream(stream: Stream, axis: str) -> str:
         sender, receiver = stream.ranks
         return f"messages from {sender} to {receiver} over {axis}"
     return f"{axis} group ({','.join(map(str, stream.ranks))})"
-
-
-def _list_issues(disagreement: Disagreement) -> tuple[Issue, ...]:
-    """Return what was issued at the place where ranks differ, that of most ranks first; nothing if not known."""
-    if not disagreement.is_known:
-        return ()
-    ranks_of: dict[Entry | None, list[int]] = {}
-    for rank, entry in disagreement.entries.items():
-        ranks_of.setdefault(entry, []).append(rank)
-    return tuple(
-        Issue(ranks=tuple(ranks), signature=entry.signature, site=entry.site)
-        if entry is not None
-        else Issue(ranks=tuple(ranks), signature=None)
-        for entry, ranks in sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    )
-
-
-def _find_odd(disagreement: Disagreement) -> int:
-    """Return a rank that does what the fewest do."""
-    groups: dict[str, list[int]] = {}
-    for rank, entry in disagreement.entries.items():
-        groups.setdefault(entry.signature if entry is not None else "", []).append(rank)
-    return min(groups.values(), key=lambda members: (len(members), -members[0]))[0]
 
 
 CHECKS = (Trace(),)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.context import BAD_INPUT, open_context
+from moeverify.cli.context import BAD_INPUT, CommandContext, open_context
 
 if TYPE_CHECKING:
     from moeverify.capture.settings import Settings
 
 _MEBIBYTE = 2**20
+
+
+class OnFinding(StrEnum):
+    """What `--guard` does when it finds something."""
+
+    WARN = "warn"
+    STOP = "stop"
 
 
 def watch(
@@ -25,9 +33,9 @@ def watch(
     ],
     *,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
-    ],
+    ] = None,
     steps: Annotated[
         str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")
     ] = "0-3",
@@ -48,31 +56,50 @@ def watch(
             "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
         ),
     ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
+    ] = False,
+    every: Annotated[
+        int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
+    ] = 16,
+    on_finding: Annotated[
+        OnFinding, typer.Option("--on-finding", help="With --guard: go on, or end the script.")
+    ] = OnFinding.WARN,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")
+    ] = False,
 ) -> None:
-    """Run a training script and record some of its steps, for `moeverify compare`.
+    """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
     Exits with the code of the script, whose output stays as it is.
     """
     with open_context() as context:
-        from moeverify.capture.command import run_command
-        from moeverify.capture.settings import RANK_FILE
+        if guard:
+            from moeverify.cli.guard import run_guarded
 
-        settings = _make_settings(out, steps, limit, weights, seed, nudge)
-        code = run_command(command, settings)
-        num_ranks = len(list(out.glob(RANK_FILE.format(rank="*"))))
-        if num_ranks:
-            context.err.print(f"moeverify watch: {num_ranks} ranks recorded in {out}", soft_wrap=True)
+            code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
         else:
-            context.err.print(
-                "moeverify watch: nothing was recorded: no process has called a model and stepped an optimizer of "
-                "torch (an interpreter started with -I, -E or -S ignores PYTHONPATH)",
-                soft_wrap=True,
-            )
-        raise typer.Exit(code or (0 if num_ranks else BAD_INPUT))
+            settings = _make_settings(out, steps, limit, weights, seed, nudge)
+            code = _record(command, settings, context)
+        raise typer.Exit(code)
+
+
+def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
+    from moeverify.capture.command import run_command
+    from moeverify.capture.settings import RANK_FILE, VARIABLE
+    from moeverify.report.words.script import describe_unseen
+
+    code = run_command(command, {VARIABLE: settings.model_dump_json()})
+    num_ranks = len(list(settings.out.glob(RANK_FILE.format(rank="*"))))
+    if num_ranks:
+        context.err.print(f"moeverify watch: {num_ranks} ranks recorded in {settings.out}", soft_wrap=True)
+    else:
+        context.err.print(f"moeverify watch: nothing was recorded: {describe_unseen()}", soft_wrap=True)
+    return code or (0 if num_ranks else BAD_INPUT)
 
 
 def _make_settings(
-    out: Path, steps: str, limit: float, weights: Path | None, seed: int | None, nudge: int | None
+    out: Path | None, steps: str, limit: float, weights: Path | None, seed: int | None, nudge: int | None
 ) -> Settings:
     """Return the settings.
 
@@ -87,6 +114,11 @@ def _make_settings(
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if match is None or last < first:
         problems.append(Problem(f"`{steps}` is no range of steps", path="--steps", remedy="write 0-3, or 5"))
+    if out is None:
+        problems.append(
+            Problem("nothing says where to record", path="--out", remedy="give --out DIR, or --guard")
+        )
+        raise CaseError(problems)
     if any(out.glob(RANK_FILE.format(rank="*"))):
         problems.append(
             Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moeverify.results.facts import Issue
+
 ROOM = 1 << 16
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -56,6 +58,27 @@ class Disagreement:
     entries: Mapping[int, Entry | None]
     counts: Mapping[int, int]
     is_known: bool = True
+
+    def list_issues(self) -> tuple[Issue, ...]:
+        """Return what was issued at the place where ranks differ, that of most ranks first; nothing if not known."""
+        if not self.is_known:
+            return ()
+        ranks_of: dict[Entry | None, list[int]] = {}
+        for rank, entry in self.entries.items():
+            ranks_of.setdefault(entry, []).append(rank)
+        return tuple(
+            Issue(ranks=tuple(ranks), signature=entry.signature, site=entry.site)
+            if entry is not None
+            else Issue(ranks=tuple(ranks), signature=None)
+            for entry, ranks in sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+        )
+
+    def find_odd(self) -> int:
+        """Return a rank that does what the fewest do."""
+        groups: dict[str, list[int]] = {}
+        for rank, entry in self.entries.items():
+            groups.setdefault(entry.signature if entry is not None else "", []).append(rank)
+        return min(groups.values(), key=lambda members: (len(members), -members[0]))[0]
 
 
 class Ledger:

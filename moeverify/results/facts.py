@@ -10,6 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moeverify.results.guard import (
+    AlikeFacts,
+    DriftFacts,
+    NonfiniteFacts,
+    OwnNormFacts,
+    SameWorkFacts,
+    TokenFacts,
+)
 from moeverify.results.record import Record
 from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
 
@@ -121,12 +129,14 @@ class TermFacts(Record):
 class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from what this rank's optimizer started from.
 
-    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any.
+    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
+    are more tensors of which the same is wrong.
     """
 
     about: Literal["recomputed"] = "recomputed"
     terms: tuple[TermFacts, ...]
     clip: float | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
@@ -208,6 +218,12 @@ Facts = Annotated[
     | OptionFacts
     | CallFacts
     | NormFacts
+    | DriftFacts
+    | AlikeFacts
+    | TokenFacts
+    | SameWorkFacts
+    | OwnNormFacts
+    | NonfiniteFacts
     | RecomputedFacts
     | ClipFacts
     | RouterFacts,

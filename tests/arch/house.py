@@ -15,13 +15,16 @@ FLOORS: Mapping[str, int] = {
     "__main__": 10,
     ".": 9,
     "cli": 9,
+    "startup": 9,
     "pytest_plugin": 9,
     "controller": 8,
     "worker": 8,
     "captured": 8,
+    "guard": 8,
     "bench": 7,
     "recording": 7,
     "diagnose": 7,
+    "capture": 7,
     "checks": 6,
     "launch": 6,
     "validation": 5,
@@ -31,7 +34,6 @@ FLOORS: Mapping[str, int] = {
     "train": 4,
     "weights": 4,
     "checkpoint": 4,
-    "capture": 4,
     "parallel": 3,
     "golden": 3,
     "compare": 3,
@@ -67,7 +69,14 @@ WITHOUT_TORCH = (
     "placement",
     "capture.command",
     "capture.lines",
+    "capture.norm_parts",
+    "capture.rules",
     "capture.settings",
+    "guard.command",
+    "guard.exchange",
+    "guard.judge",
+    "guard.lines",
+    "guard.settings",
 )
 
 # Who may ask the environment: the commands, what starts processes, and what describes the machine.
@@ -77,7 +86,7 @@ READS_ENVIRONMENT = (
     "launch",
     "controller.machine",
     "capture.command",
-    "capture.startup",
+    "startup",
 )
 
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_count
+from moeverify.report.words.guard import describe_facts
 from moeverify.report.words.observation import describe_observation, describe_residual
 from moeverify.report.words.operation import describe_operation
 from moeverify.report.words.place import describe_place
-from moeverify.report.words.script import describe_facts
 from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity

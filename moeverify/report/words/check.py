@@ -172,7 +172,10 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     wrong = facts.wrong_terms
     if not wrong:
-        return Words(f"{quantity} does not follow from the rank's own gradient, moments and options")
+        others = (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
+        return Words(
+            f"{quantity} does not follow from the rank's own gradient, moments and options", "", others
+        )
     causes = []
     for term in wrong:
         assert term.factor is not None
@@ -183,10 +186,12 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
         else:
             causes.append(f"{term.name} counts {term.factor:.4g} times")
     evidence = [
-        f"{term.name}: coefficient {term.found:.6g}, and the recipe's optimizer has {term.expected:.6g}"
+        f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected:.6g}"
         for term in facts.terms
         if term.found is not None
     ]
+    if facts.others:
+        evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
     return Words(f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", "", tuple(evidence))
 
 

@@ -72,6 +72,10 @@ def _(facts: CallFacts, finding: Finding) -> Words:
         cause = "no zero_grad since the optimizer step before: its gradients are still there and are added to"
     elif facts.rule is CallRule.EARLY_CLIP:
         cause = "gradients are clipped before the last backward pass of the optimizer step, and not after it"
+    elif facts.rule is CallRule.INNER_SCHEDULER:
+        cause = (
+            "the scheduler steps between the backward passes of one optimizer step: once for each micro-batch"
+        )
     elif facts.rule is CallRule.SCHEDULER:
         counts = [f"{number} times" if number != 1 else "once" for number in (facts.actual, facts.expected)]
         cause = f"the scheduler steps {counts[0]} per optimizer step, in RUN_A {counts[1]}"
@@ -132,6 +136,14 @@ def describe_bounds() -> str:
     )
 
 
+def describe_unseen() -> str:
+    """Return why a command was watched and nothing was seen."""
+    return (
+        "no process has called a model and stepped an optimizer of torch (an interpreter started with -I, -E or -S "
+        "ignores PYTHONPATH)"
+    )
+
+
 def describe_uncompared(number: int) -> str:
     """Return that some tensors were compared in no way."""
     return (
@@ -146,4 +158,5 @@ __all__ = [
     "describe_note",
     "describe_scope",
     "describe_uncompared",
+    "describe_unseen",
 ]

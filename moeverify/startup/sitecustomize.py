@@ -1,4 +1,4 @@
-"""Starts the recording in each process of a watched script, as soon as it has imported torch.
+"""Starts the recording, or the guard, in each process of a watched script, as soon as it has imported torch.
 
 Python imports a module of this name when it starts. Another one that is further behind on the path still runs.
 """
@@ -13,11 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_VARIABLE = "MOEVERIFY_WATCH"  # moeverify is imported after torch only: most processes never need it
+# moeverify is imported after torch only: most processes never need it.
+_RECORDS, _GUARDS = "MOEVERIFY_WATCH", "MOEVERIFY_GUARD"
 
 
 class _AfterTorch:
-    """Finds torch as everybody else does, and starts the recording after its import."""
+    """Finds torch as everybody else does, and starts to watch after its import."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
@@ -36,12 +37,18 @@ class _AfterTorch:
 
 
 def _start() -> None:
+    rank = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     try:
-        from moeverify.capture.start import start
+        if os.environ.get(_GUARDS):
+            from moeverify.guard.start import start as start_guard
 
-        start(os.environ[_VARIABLE], os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+            start_guard(os.environ[_GUARDS], *rank)
+        else:
+            from moeverify.capture.start import start
+
+            start(os.environ[_RECORDS], *rank)
     except Exception as error:  # the script must not notice
-        sys.stderr.write(f"moeverify watch: nothing is recorded: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"moeverify watch: nothing is watched: {type(error).__name__}: {error}\n")
 
 
 def _run_next() -> None:
@@ -54,6 +61,6 @@ def _run_next() -> None:
 
 
 if __name__ == "sitecustomize":
-    if os.environ.get(_VARIABLE):
+    if os.environ.get(_RECORDS) or os.environ.get(_GUARDS):
         sys.meta_path.insert(0, _AfterTorch())
     _run_next()

@@ -1,0 +1,47 @@
+"""Rules of the order of calls that a run breaks by itself, whatever another run does. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.capture.lines import Call
+from moeverify.results.script import CallFacts, CallRule
+
+
+def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the calls of zero_grad that throw gradients away between the backward passes of one optimizer step."""
+    first, last = backward_range(calls)
+    inner = [call for call in calls[first:last] if call.name == "zero_grad" and call.discarded > 0]
+    if not inner:
+        return None
+    norm = inner[0].discarded
+    return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
+
+
+def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the clips before the last backward pass of an optimizer step, where none comes after it."""
+    last = backward_range(calls)[1]
+    early = [call for call in calls[:last] if clips(call)]
+    if not early or any(map(clips, calls[last:])):
+        return None
+    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=len(early))
+
+
+def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the scheduler steps between the backward passes of one optimizer step."""
+    first, last = backward_range(calls)
+    inner = [call for call in calls[first:last] if call.name == "scheduler step"]
+    if not inner:
+        return None
+    return CallFacts(rule=CallRule.INNER_SCHEDULER, site=inner[0].site, actual=len(inner))
+
+
+def clips(call: Call) -> bool:
+    """Return whether a call is a clip of gradients."""
+    return call.name.startswith("clip_grad")
+
+
+def backward_range(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the places of the first and the last backward pass among the calls of a step."""
+    places = [place for place, call in enumerate(calls) if call.name == "backward"]
+    return (places[0], places[-1]) if places else (len(calls), len(calls))

@@ -1,0 +1,236 @@
+"""The step of an optimizer computed again in float64, from what a rank had and for samples of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import Optimizer
+from moeverify.compare.assembled import Key
+from moeverify.compare.difference import find_worst
+from moeverify.layout.local_shard import LocalShard
+from moeverify.results.checks import Kind
+from moeverify.results.facts import RecomputedFacts, TermFacts
+from moeverify.train.optimizer_kinds import OptimizerKind
+from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
+
+_OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
+
+EXPLAINED = 0.02
+"""The share of an error that a fit may leave to be reported; what is left besides is rounding."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recomputed tensor of one rank: `key` is its logical tensor, `terms` are (name, coefficient).
+
+    `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
+    `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
+    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares.
+    """
+
+    key: Key
+    region: str
+    terms: tuple[tuple[str, float], ...]
+    worst: float
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    allowed: float
+    num_elements: int
+    sum_allowed2: float
+    sum_expected2: float
+    gram: tuple[tuple[float, ...], ...]
+    clip: float | None
+
+
+@dataclass
+class Sampled:
+    """What one step has of one parameter's shard, sampled and in float64; `dtypes` are those that it was in."""
+
+    shard: LocalShard
+    stride: int
+    gradient: Tensor
+    weight: Tensor | None = None
+    change: Tensor | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Recomputed values of several shards in one, not yet read from the device.
+
+    Shapes: `numbers` (N, 7 + (T + 1)**2) for N shards and T terms: see `_measure`.
+    """
+
+    step: int
+    clip: Tensor | None
+    members: Sequence[Sampled]
+    name: str
+    terms: tuple[tuple[str, float], ...]
+    numbers: Tensor
+
+
+def sample(local: Tensor, stride: int) -> Tensor:
+    """Return a copy of every `stride`-th element, in float64."""
+    return local.detach().reshape(-1)[::stride].to(torch.float64, copy=True)
+
+
+def recompute(
+    kind: OptimizerKind,
+    spec: Optimizer,
+    members: Sequence[Sampled],
+    *,
+    step: int,
+    number: int,
+    lr: float,
+    weight_decay: float,
+    clip: Tensor | None = None,
+) -> Iterator[Batch]:
+    """Yield the moments and the update of shards that share options and dtypes, beside what the step should make.
+
+    `number` counts the optimizer's steps from 1; `clip` is a coefficient that the sampled gradients lack.
+    """
+    first = members[0]
+    gradient = torch.cat([each.gradient for each in members])
+    values = StepValues(
+        number=number,
+        lr=lr,
+        weight_decay=weight_decay,
+        weight=torch.cat([each.weight for each in members if each.weight is not None]),
+        gradient=gradient if clip is None else gradient * clip.to(gradient.device),
+        before={name: torch.cat([each.before[name] for each in members]) for name in first.before},
+        after={name: torch.cat([each.after[name] for each in members]) for name in first.after},
+    )
+    change = torch.cat([each.change for each in members if each.change is not None])
+    sizes = torch.tensor([len(each.gradient) for each in members], device=gradient.device)
+    rounding = Rounding.of(first.dtypes)
+    for recomputed in kind.recompute(spec, values):
+        is_weight = recomputed.name == WEIGHT
+        actual = change if is_weight else values.after[recomputed.name]
+        allowed = rounding.bound(recomputed, values.weight + change if is_weight else actual)
+        numbers = _measure(recomputed, actual, allowed, sizes)
+        terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
+        yield Batch(step, clip, members, recomputed.name, terms, numbers)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
+
+    What is below that may be rounded to zero.
+    """
+
+    unit: float
+    smallest: float
+
+    @classmethod
+    def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
+        """Return that of the coarsest dtype."""
+        infos = [torch.finfo(dtype) for dtype in dtypes]
+        return cls(0.5 * max(info.eps for info in infos), max(info.tiny for info in infos))
+
+    def bound(self, recomputed: Recomputed, result: Tensor) -> Tensor:
+        """Return the largest error (N,) that rounding can cause in each element of a result (N,) as it is stored."""
+        # Half the distance of two numbers beside the result: frexp has mantissas in [0.5, 1).
+        power = torch.ldexp(torch.ones_like(result), torch.frexp(result).exponent - 1)
+        last = self.unit * torch.where(result == 0.0, 0.0, power)
+        # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
+        # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
+        own = _OWN * (recomputed.rounded + result.abs())
+        inner = self.unit / (1.0 - 16.0 * self.unit) * recomputed.rounded
+        return last + inner + own + recomputed.smallest * self.smallest
+
+
+def _measure(recomputed: Recomputed, actual: Tensor, allowed: Tensor, sizes: Tensor) -> Tensor:
+    """Return (N, 7 + (T + 1)**2) for N shards and T terms, on the device of the values.
+
+    Columns: place of the worst element in its shard, expected and actual there, its allowed error, its ratio of error
+    to allowed error; then the sums of products of terms and actual values with each other, and of the squares of the
+    allowed errors and of what was expected.
+    """
+    expected = recomputed.expected
+    ratio = (actual - expected).abs() / allowed
+    worst = find_worst(ratio, sizes)
+    starts = sizes.cumsum(0) - sizes
+    columns = [
+        (worst - starts).to(torch.float64),
+        expected[worst],
+        actual[worst],
+        allowed[worst],
+        ratio[worst],
+    ]
+    values = [term.values for term in recomputed.terms] + [actual]
+    products = [one * other for one in values for other in values] + [allowed * allowed, expected * expected]
+    sums = torch.segment_reduce(torch.stack(products, dim=1), "sum", lengths=sizes, axis=0)
+    return torch.cat([torch.stack(columns, dim=1), sums], dim=1)
+
+
+def read_batch(batch: Batch) -> Iterator[Row]:
+    """Yield the rows of a batch; waits for the device."""
+    width = len(batch.terms) + 1
+    clip = None if batch.clip is None else float(batch.clip)
+    for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
+        shard = sampled.shard
+        place, expected, actual, allowed, worst = row[:5]
+        products, (sum_allowed2, sum_expected2) = row[5:-2], row[-2:]
+        is_weight = batch.name == WEIGHT
+        kind = Kind.UPDATE if is_weight else Kind.OPTIMIZER_STATE
+        name = shard.name if is_weight else f"{shard.name}.{batch.name}"
+        yield Row(
+            key=(batch.step, kind, name),
+            region=shard.region.key,
+            terms=batch.terms,
+            worst=worst,
+            index=shard.region.global_index(int(place) * sampled.stride),
+            expected=expected,
+            actual=actual,
+            allowed=allowed,
+            num_elements=len(sampled.gradient),
+            sum_allowed2=sum_allowed2,
+            sum_expected2=sum_expected2,
+            gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
+            clip=clip,
+        )
+
+
+def fit(row: Row) -> RecomputedFacts:
+    """Return the coefficients that explain what the rank computed, or none where no coefficients do."""
+    size = len(row.terms)
+    gram = torch.tensor(row.gram, dtype=torch.float64)
+    terms = tuple(TermFacts(name=name, expected=coefficient) for name, coefficient in row.terms)
+    unexplained = RecomputedFacts(terms=terms, clip=row.clip)
+    if not bool(torch.isfinite(gram).all()):
+        return unexplained
+    products, result, total = gram[:size, :size], gram[:size, size], float(gram[size, size])
+    # Terms without any values (the moments of the first step) have no coefficient that could be known.
+    known = [number for number in range(size) if float(products[number, number]) > 0.0]
+    if not known:
+        return unexplained
+    chosen = torch.tensor(known)
+    norms = products[chosen, chosen].sqrt()
+    scaled = products[chosen][:, chosen] / norms.outer(norms)
+    solution = torch.linalg.lstsq(scaled, (result[chosen] / norms).unsqueeze(1), driver="gelsd").solution
+    found = solution.squeeze(1) / norms
+    expected = torch.tensor([row.terms[number][1] for number in known], dtype=torch.float64)
+    wrong = expected - found
+    error2 = _quadratic(products[chosen][:, chosen], wrong)
+    left2 = total - 2.0 * float(found @ result[chosen]) + _quadratic(products[chosen][:, chosen], found)
+    # What is left may be rounding, uniform between its limits; but most of the error must be explained.
+    if not left2 <= min(EXPLAINED * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
+        return unexplained
+    # A term of little size takes up what the others leave: only what makes much of the error is off.
+    effects = wrong.abs() * norms
+    found = torch.where(effects >= 0.1 * effects.max(), found, expected)
+    values: Mapping[int, float] = dict(zip(known, found.tolist(), strict=True))
+    fitted = tuple(term.model_copy(update={"found": values.get(number)}) for number, term in enumerate(terms))
+    return RecomputedFacts(terms=fitted, clip=row.clip)
+
+
+def _quadratic(products: Tensor, coefficients: Tensor) -> float:
+    return float(coefficients @ products @ coefficients)

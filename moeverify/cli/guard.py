@@ -1,0 +1,71 @@
+"""`moeverify watch --guard`: one run of a script, checked while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from moeverify.cli.context import EXIT_CODES, CommandContext
+
+if TYPE_CHECKING:
+    from moeverify.results.finding import Finding
+
+
+def run_guarded(
+    command: list[str], context: CommandContext, out: Path | None, every: int, *, stops: bool, debug: bool
+) -> int:
+    """Run a command under guard, print findings as they come, and return the exit code.
+
+    That is the command's own. Where a finding has ended it, it is the code of a mismatch.
+    """
+    from moeverify.errors import CaseError, Problem
+    from moeverify.guard.command import GuardedCommand
+    from moeverify.guard.exchange import FINDINGS
+    from moeverify.guard.settings import GuardSettings
+    from moeverify.report.files import check_writable
+    from moeverify.report.numbers import format_count
+    from moeverify.report.words.guard import describe_missing_ranks
+    from moeverify.report.words.script import describe_unseen
+
+    if out is not None and (out / FINDINGS).exists():
+        problem = Problem(
+            f"{out} has findings of another run", path="--out", remedy="name another folder, or remove it"
+        )
+        raise CaseError([problem])
+    if out is not None:
+        check_writable([], out)
+    with TemporaryDirectory(prefix="moeverify-guard-") as temporary:
+        folder = (out or Path(temporary)).resolve()
+        settings = GuardSettings(out=folder, every=every, debug=debug)
+        guarded = GuardedCommand(settings, lambda finding: _show(context, finding), stops=stops)
+        code = guarded.run(command)
+        judge = guarded.judge
+        if judge.num_missing:
+            context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
+        if judge.num_steps:
+            found = format_count(len(guarded.findings), "finding")
+            steps, ranks = (
+                format_count(judge.num_steps, "sampled step"),
+                format_count(judge.num_ranks, "rank"),
+            )
+            seen = f"{found} in {steps} of {ranks}"
+        else:
+            seen = f"nothing was checked: {describe_unseen()}"
+        context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
+    return EXIT_CODES["mismatch"] if stops and guarded.findings else code
+
+
+def _show(context: CommandContext, finding: Finding) -> None:
+    from moeverify.report.numbers import format_ranks
+
+    where = (
+        f"step {finding.step}, {format_ranks(finding.ranks or (finding.rank,))}"
+        if finding.step >= 0
+        else "start"
+    )
+    head = f"moeverify watch: {finding.check}: {finding.tensor} ({where}): {finding.cause}"
+    place = f" [{finding.where}]" if finding.where else ""
+    context.err.print(head + place, soft_wrap=True, highlight=False, markup=False)
+    for line in finding.evidence:
+        context.err.print(f"    {line}", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,62 @@
+"""Running a user's command under guard: its ranks sample, and this process judges what they leave. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moeverify.capture.command import run_command
+from moeverify.guard.exchange import FINDINGS
+from moeverify.guard.judge import Judge
+from moeverify.guard.settings import VARIABLE, GuardSettings
+from moeverify.report.words.run import word_finding
+from moeverify.results.finding import Finding
+
+Show = Callable[[Finding], None]
+
+
+class GuardedCommand:
+    """A command under guard. `show` is called with each finding, and each is appended to the folder's JSON lines."""
+
+    def __init__(self, settings: GuardSettings, show: Show, *, stops: bool) -> None:
+        self._settings = settings
+        self._show = show
+        self._stops = stops
+        self.judge = Judge(settings.out)
+        self.findings: list[Finding] = []
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run the command until it ends and return its exit code.
+
+        Raises: CaseError where there is no such command.
+        """
+        try:
+            return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._look)
+        finally:
+            self._take(self.judge.look(is_over=True))
+            self.judge.remove()
+
+    def _look(self) -> bool:
+        self._take(self.judge.look())
+        return self._stops and bool(self.findings)
+
+    def _take(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            worded = word_finding(finding)
+            self.findings.append(worded)
+            self._show(worded)
+            append_line(self._settings.out / FINDINGS, worded)
+
+
+def append_line(path: Path, finding: Finding) -> None:
+    """Append a finding to a file of JSON lines: what it is about in words first, then all of its data.
+
+    Raises: OSError when the disk refuses.
+    """
+    content = finding.model_dump(mode="json", exclude_defaults=True, exclude={"facts"})
+    if finding.facts is not None:
+        content["facts"] = finding.facts.model_dump(mode="json")
+    first = {key: content.pop(key) for key in ("check", "step", "ranks", "tensor", "cause") if key in content}
+    with path.open("a") as file:
+        file.write(json.dumps({**first, **content}) + "\n")

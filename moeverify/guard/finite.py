@@ -1,0 +1,113 @@
+"""Where a value first becomes NaN or infinite: flags of module outputs, read only when a loss is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import local_part
+
+_MOST_MODULES = 256
+_MOST_FLAGS = 1 << 14
+
+
+class FiniteWatch:
+    """Keeps one number for each call of a module: infinite or NaN where its output is.
+
+    In a sampled step it is the largest size in the whole output. In the others it is the sum of the first feature
+    (one of the last dim): that costs next to nothing, and a bad token has no good feature behind the next matrix.
+    """
+
+    def __init__(self) -> None:
+        self.is_sampled = False
+        self._flags: list[tuple[str, Tensor]] = []
+        self._often: set[str] = set()
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at the outputs of a model's modules from now on: those with parameters, or blocks if they are many."""
+        own = [
+            (name, each)
+            for name, each in model.named_modules()
+            if next(each.parameters(recurse=False), None) is not None
+        ]
+        for name, module in own if len(own) <= _MOST_MODULES else _list_blocks(model):
+            module.register_forward_hook(self._make_hook(logical_name(name)))
+
+    def clear(self) -> None:
+        """Begin the next step."""
+        self._flags.clear()
+
+    def learn(self) -> None:
+        """Take modules whose output is not finite in a good step, such as masks, for what they are."""
+        self._often |= {name for _, name in self._list_bad()}
+
+    def find(self) -> tuple[int, str] | None:
+        """Return the first module of the step whose output is not finite, with its number; waits for the device."""
+        return next(((number, name) for number, name in self._list_bad() if name not in self._often), None)
+
+    @property
+    def num_calls(self) -> int:
+        """Return how many outputs were looked at in this step."""
+        return len(self._flags)
+
+    def _list_bad(self) -> Iterator[tuple[int, str]]:
+        by_device: dict[torch.device, list[int]] = {}
+        for number, (_, flag) in enumerate(self._flags):
+            by_device.setdefault(flag.device, []).append(number)
+        bad: list[int] = []
+        for numbers in by_device.values():
+            values = torch.stack([self._flags[number][1] for number in numbers]).tolist()
+            bad += [number for number, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
+        for number in sorted(bad):
+            yield number, self._flags[number][0]
+
+    def _make_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            # A compiler would take the flags for a part of the model.
+            if (
+                not torch.is_grad_enabled()
+                or torch.compiler.is_compiling()
+                or len(self._flags) >= _MOST_FLAGS
+            ):
+                return
+            tensor = _find_tensor(output)
+            if tensor is None:
+                return
+            with torch.no_grad():
+                local = local_part(tensor).detach()
+                if not local.numel():
+                    return
+                if self.is_sampled:
+                    flag = torch.linalg.vector_norm(local, math.inf).float()
+                else:
+                    flag = (local[..., 0] if local.ndim > 1 else local).sum(dtype=torch.float32)
+            self._flags.append((name, flag))
+
+        return hook
+
+
+def find_bad(values: Sequence[float]) -> int | None:
+    """Return the place of the first number that is not finite."""
+    return next((place for place, value in enumerate(values) if not math.isfinite(value)), None)
+
+
+def _find_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of real numbers in an output: alone, in a sequence, or in a mapping."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and not output.is_meta else None
+    values = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    )
+    return next((found for value in values if (found := _find_tensor(value)) is not None), None)
+
+
+def _list_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the members of lists and sequences of modules, which are the layers of nearly all models."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            yield from ((f"{name}.{key}".lstrip("."), child) for key, child in module.named_children())

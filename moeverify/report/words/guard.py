@@ -1,0 +1,127 @@
+"""Sentences on what a guarded run finds; `describe_facts` knows those of comparisons and of cases too."""
+
+from __future__ import annotations
+
+from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.words.check import Words
+from moeverify.report.words.factor import format_factor
+from moeverify.report.words.script import describe_facts
+from moeverify.results.finding import Finding
+from moeverify.results.guard import (
+    AlikeFacts,
+    DriftFacts,
+    NonfiniteFacts,
+    OwnNormFacts,
+    SameWorkFacts,
+    TokenFacts,
+)
+
+_MOST_NAMED = 3
+
+
+@describe_facts.register
+def _(facts: DriftFacts, finding: Finding) -> Words:
+    tensors, ranks = format_count(len(facts.names), "tensor"), format_ranks(finding.ranks)
+    evidence = (f"{_list_names(facts.names)}: they differ by up to {facts.distance:.2g} of their norm",)
+    if facts.since == "start":
+        cause = (
+            f"{tensors} began with other values on {ranks}, although their gradients are equal bit for bit: replicas "
+            "that were not seeded or broadcast alike"
+        )
+        return Words(cause, "initial values", evidence)
+    gradients = {
+        "equal": "their gradients are equal, so the optimizers differ: options, state, or which of them has it",
+        "differ": "their gradients differ: they are not reduced over these ranks",
+        "unknown": "whether their gradients are equal is not known",
+    }[facts.gradients]
+    if facts.are_experts:
+        cause = (
+            f"{tensors} of experts began with the same values on {ranks} and were updated differently: different "
+            f"experts that should not begin alike, or replicas of one; {gradients}"
+        )
+        return Words(cause, "experts", evidence)
+    return Words(f"{tensors} that {ranks} began with alike are no longer equal; {gradients}", "", evidence)
+
+
+@describe_facts.register
+def _(facts: AlikeFacts, finding: Finding) -> Words:
+    cause = f"{facts.num_alike} of {facts.num_experts} experts of a rank begin with the same values"
+    return Words(cause, "initial values", (_list_names(facts.names),))
+
+
+@describe_facts.register
+def _(facts: TokenFacts, finding: Finding) -> Words:
+    cause = f"{format_ranks(finding.ranks)} are data-parallel and see the same tokens, so these count twice"
+    rows = format_count(facts.num_rows, "row")
+    evidence = (f"{facts.num_shared} of {rows} of a rank; so it was in the sampled step before",)
+    return Words(cause, "data", evidence)
+
+
+@describe_facts.register
+def _(facts: SameWorkFacts, finding: Finding) -> Words:
+    axis = f"; the mesh axis `{facts.axis}` divides nothing" if facts.axis else ""
+    cause = (
+        f"{format_ranks(finding.ranks)} compute the same: they have the same rows and the same weights, and exchange "
+        f"nothing{axis}"
+    )
+    evidence = (
+        f"{format_count(facts.num_tensors, 'tensor')} of equal regions and values, no collective of more than 16 "
+        f"elements between them in {facts.num_steps} sampled steps",
+    )
+    return Words(cause, "layout", evidence)
+
+
+@describe_facts.register
+def _(facts: OwnNormFacts, finding: Finding) -> Words:
+    error, where = facts.error, "gradient norm"
+    tensors = format_count(error.num_tensors, "tensor")
+    if facts.source == "norm":
+        evidence = (
+            f"the clip found {finding.actual:.6g}, and the gradients of all ranks have {finding.expected:.6g}"
+        )
+    elif facts.source == "ranks":
+        evidence = f"one rank multiplies gradients by {finding.expected:.6g}, another by {finding.actual:.6g}"
+    else:
+        residual = f"{error.residual:.1g}"
+        evidence = (
+            f"with it all sampled steps are clipped to one limit (to {residual}), with the right one not"
+        )
+    if error.part == "local":
+        cause = f"each rank's norm counts only its own part of {tensors} that the ranks share among them"
+    elif error.part == "unknown" and facts.source == "ranks":
+        cause = "ranks clip by different coefficients: the norm is not that of the gradients of all ranks"
+    elif error.part == "unknown" and facts.source == "coefficient":
+        cause = "the norm counts tensors that every rank has whole and sharded ones by different factors"
+    elif error.part == "unknown":
+        cause = f"the norm is {format_factor(error.ratio)} times that of the gradients that are there"
+    else:
+        kind = "that every rank has whole" if error.part == "replicated" else "that are sharded"
+        times = "leaves out" if error.times == 0 else f"counts {format_factor(error.times)} times"
+        cause = f"the norm {times} {tensors} {kind}"
+    return Words(cause, where, (evidence,))
+
+
+@describe_facts.register
+def _(facts: NonfiniteFacts, finding: Finding) -> Words:
+    if facts.what == "output":
+        return Words(f"the output of {facts.module} is the first that is NaN or infinite", facts.module)
+    if facts.what == "gradient":
+        cause = f"the gradient of {facts.module} is NaN or infinite, and no output of a module was before"
+        return Words(cause, "backward pass")
+    return Words(
+        "the loss is NaN or infinite, and no output of a module is: look at the loss function", "loss"
+    )
+
+
+def describe_missing_ranks(number: int) -> str:
+    """Return that ranks have left nothing, and what helps."""
+    ranks = format_count(number, "rank")
+    return f"{ranks} left nothing to compare: on several nodes, give --out a folder that all of them share"
+
+
+def _list_names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+__all__ = ["describe_facts", "describe_missing_ranks"]
