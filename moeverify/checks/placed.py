@@ -19,7 +19,10 @@ from moeverify.results.finding import Finding
 
 
 def find_misplaced(shown: Shown) -> Iterator[Finding]:
-    """Yield a finding for each stacked weight of which a rank stores other experts than the placement gives it."""
+    """Yield a finding for each stacked weight of which a rank stores other experts than the placement gives it.
+
+    Weights after a step are not compared, so they are not shown; updates have their regions.
+    """
     model, layout = shown.case.recipe.model.reference, shown.case.layout
     first = None if model is None else find_placement(layout, model)
     if model is None or first is None:
@@ -27,7 +30,7 @@ def find_misplaced(shown: Shown) -> Iterator[Finding]:
     exchanges = list_exchanges(layout, model)
     view = MeshPlan.of(layout).sparse
     for (step, kind, name), tensor in shown.tensors.items():
-        if kind not in (Kind.INITIAL_WEIGHT, Kind.WEIGHT) or ".experts." not in name:
+        if kind not in (Kind.INITIAL_WEIGHT, Kind.UPDATE) or ".experts." not in name:
             continue
         buckets = list_buckets(_find_matrix(find_current(first, exchanges, step), name))
         shape = tensor.shards[0][1].shape

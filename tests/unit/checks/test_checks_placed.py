@@ -47,28 +47,28 @@ def test_each_step_is_held_to_its_own_placement() -> None:
     case = make_case(exchange={"2": "striped"})
     right = [
         (-1, "initial_weight", HALVES),
-        (0, "weight", HALVES),
-        (1, "weight", HALVES),
-        (2, "weight", STRIPES),
+        (0, "update", HALVES),
+        (1, "update", HALVES),
+        (2, "update", STRIPES),
     ]
     assert list_wrong(case, *(show(step, kind, *rows_of(rows)) for step, kind, rows in right)) == []
-    assert list_wrong(case, show(2, "weight", *rows_of(HALVES))) == [(2, (0, 1))]
-    assert list_wrong(case, show(1, "weight", *rows_of(STRIPES))) == [(1, (0, 1))]
+    assert list_wrong(case, show(2, "update", *rows_of(HALVES))) == [(2, (0, 1))]
+    assert list_wrong(case, show(1, "update", *rows_of(STRIPES))) == [(1, (0, 1))]
 
 
 def test_a_rank_that_stayed_behind_is_named() -> None:
     case = make_case(exchange={"1": "striped"})
-    assert list_wrong(case, show(3, "weight", (STRIPES[0],), (HALVES[1],))) == [(3, (1,))]
+    assert list_wrong(case, show(3, "update", (STRIPES[0],), (HALVES[1],))) == [(3, (1,))]
 
 
 def test_replicas_are_blocks_of_their_own() -> None:
     matrix = [list(range(9)), list(range(8, 16))]
     case = make_case(placement=matrix)
     own = ((tuple(range(8)), (8,)), ((8,), tuple(range(9, 16))))
-    assert list_wrong(case, show(0, "weight", *own)) == []
-    assert list_wrong(case, show(0, "weight", (tuple(range(9)),), own[1])) == [(0, (0,))]
+    assert list_wrong(case, show(0, "update", *own)) == []
+    assert list_wrong(case, show(0, "update", (tuple(range(9)),), own[1])) == [(0, (0,))]
 
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 1}])
 def test_a_layout_without_a_placement_has_none_to_keep(layout: dict[str, Any]) -> None:
-    assert list_wrong(make_case(**layout), show(0, "weight", *rows_of(STRIPES))) == []
+    assert list_wrong(make_case(**layout), show(0, "update", *rows_of(STRIPES))) == []
