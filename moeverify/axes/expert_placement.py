@@ -9,6 +9,7 @@ from moeverify.case.schema import Case, ExpertMatrix, Layout, ReferenceModel
 from moeverify.case.suggest import enumerate_names
 from moeverify.errors import Problem
 from moeverify.placement.placement import Placement, check_matrix
+from moeverify.placement.placement_file import FILE_ENDINGS
 from moeverify.placement.strategies import STRATEGIES
 
 FIELD, EXCHANGE = "layout.placement", "layout.exchange"
@@ -84,7 +85,8 @@ def check_given(given: Given, path: str, num_ranks: int, model: ReferenceModel) 
     assert model.moe is not None
     layers, num_experts = list_moe_layers(model), model.moe.num_experts
     if isinstance(given, str):
-        if given not in STRATEGIES:
+        # A file that could not be read is still called by its name, and has been blamed.
+        if given not in STRATEGIES and not given.endswith(FILE_ENDINGS):
             remedy = (
                 f"write {enumerate_names(list(STRATEGIES))}, a matrix, or the name of a file (.yaml, .json)"
             )
