@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from moeverify.case.schema import Case, Recipe
 from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
 from moeverify.results.probe import Answer
 from moeverify.results.record import Record
@@ -110,12 +111,13 @@ class Refusal(Record):
 
 
 class VerifyResult(Record):
-    """What the checks of a case say; `losses` has (golden, layout) total loss of each step."""
+    """What the checks of a case say; `losses` has (golden, layout) total loss of each step, `load` the experts'."""
 
     kind: Literal["verify"] = "verify"
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
+    load: ExpertLoad | None = None
 
 
 class GoldenSummary(Record):

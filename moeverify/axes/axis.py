@@ -58,11 +58,13 @@ class Divided:
 class Size:
     """A size of the reference model that the degree of an axis must divide.
 
-    `path` is that of the field below `recipe`; `meaning` says what it counts.
+    `path` is that of the field below `recipe`; `meaning` says what it counts. Where the field `unless` of the layout
+    is set, nothing need be divided.
     """
 
     path: str
     meaning: str
+    unless: str = ""
 
 
 @dataclass(frozen=True)

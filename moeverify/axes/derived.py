@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from moeverify.axes.axis import Axis, Divided, in_moe_blocks
 from moeverify.axes.borrowed import count_holders, has_experts
+from moeverify.axes.expert_placement import is_placed
 from moeverify.case.schema import Case
 from moeverify.results.checks import Kind
 
@@ -20,6 +21,9 @@ def _shards_parameters(case: Case) -> bool:
 
 def _shards_experts(case: Case) -> bool:
     # Over one data rank nothing is sharded, and ranks of tp may hold the same experts.
+    # Placed experts are whole on each rank.
+    if is_placed(case.layout):
+        return False
     return has_experts(case) and case.layout.ep > 1 and case.layout.data_ranks * case.layout.cp > 1
 
 

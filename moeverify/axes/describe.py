@@ -20,7 +20,7 @@ def describe_layout(layout: Layout) -> str:
     if layout.cp > 1:
         parts.append(f"cp {layout.cp} {layout.context_parallel}")
     if layout.ep > 1:
-        parts.append(f"ep {layout.ep}")
+        parts.append(f"ep {layout.ep}{_describe_placement(layout)}")
     if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
@@ -34,6 +34,13 @@ def describe_layout(layout: Layout) -> str:
     if layout.parallelize is not None:
         parts.append(layout.parallelize)
     return " + ".join(parts)
+
+
+def _describe_placement(layout: Layout) -> str:
+    words = ""
+    if layout.placement is not None:
+        words = f" {layout.placement}" if isinstance(layout.placement, str) else " placed"
+    return words + (f", exchanged after {', '.join(layout.exchange)}" if layout.exchange else "")
 
 
 def _describe_backend(layout: Layout) -> list[str]:

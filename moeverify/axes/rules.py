@@ -31,9 +31,14 @@ def whole_rows(case: Case) -> Iterator[Problem]:
 def _divides(axis: Axis, size: Size) -> Rule:
     """Return the rule that an axis divides a size of the model, where the model has it."""
     section, _, name = size.path.rpartition(".")
+    unless = (f"layout.{size.unless}",) if size.unless else ()
 
-    @reading(f"layout.{axis.degree}", "layout.tp", "layout.ep", f"recipe.{size.path}", *MODEL_OF_LAYOUT)
+    @reading(
+        f"layout.{axis.degree}", "layout.tp", "layout.ep", f"recipe.{size.path}", *MODEL_OF_LAYOUT, *unless
+    )
     def rule(case: Case) -> Iterator[Problem]:
+        if size.unless and getattr(case.layout, size.unless) is not None:
+            return
         model = own_model(case)
         if model is None or (section == "model.moe" and experts(case) is None):
             return

@@ -57,12 +57,19 @@ class Entry:
         return True
 
     def locate(self, path: Sequence[str]) -> Place:
-        """Return the place of the field at `path`, or of its nearest ancestor that was written."""
+        """Return the place of the field at `path`, or of its nearest ancestor that was written.
+
+        A name may end in an index of the list that the field is: `placement[1]`.
+        """
         entry = self
-        for name in path:
+        for step in path:
+            name, _, index = step.partition("[")
             if name not in entry.fields:
                 break
             entry = entry.fields[name]
+            items = entry.content
+            if index and isinstance(items, list) and int(index.rstrip("]")) < len(items):
+                entry = items[int(index.rstrip("]"))]
         return entry.place
 
 

@@ -33,6 +33,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Factor = Annotated[float, Field(ge=1.0)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # a row for each rank of `ep`: the experts that it holds
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 
@@ -321,6 +322,16 @@ class Layout(Section):
     ep: BorrowedDegree = Field(
         default=1,
         description="ranks over which the experts are spread, borrowed from the other axes (expert parallelism)",
+    )
+    placement: str | ExpertMatrix | dict[str, ExpertMatrix] | None = Field(
+        default=None,
+        description="which ranks of `ep` hold which experts: a row of experts for each rank, for all MoE layers or "
+        "by the index of each; the file of one, as `moeverify place` writes it; or `blocks`, `striped`, "
+        "`everywhere`. By default equal consecutive blocks",
+    )
+    exchange: dict[str, str | ExpertMatrix | dict[str, ExpertMatrix]] = Field(
+        default_factory=dict,
+        description="placements that the experts go to during training, by the number of steps after which",
     )
     etp: BorrowedDegree | None = Field(
         default=None,

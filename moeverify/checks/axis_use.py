@@ -40,9 +40,7 @@ def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
     """Return what each axis of more than one rank is used for."""
     plan = MeshPlan.of(shown.case.layout)
     regions = [
-        {rank: entry.region for rank, entry in tensor.shards}
-        for (_, kind, _), tensor in shown.tensors.items()
-        if kind == Kind.INITIAL_WEIGHT
+        tensor.list_regions() for (_, kind, _), tensor in shown.tensors.items() if kind == Kind.INITIAL_WEIGHT
     ]
     uses = []
     for axis, size in plan.data.axes.items():
@@ -83,9 +81,9 @@ def find_unused(shown: Shown, uses: Sequence[AxisUse]) -> list[Finding]:
     ]
 
 
-def _is_divided(region: Mapping[int, str], group: Sequence[int]) -> bool:
+def _is_divided(regions: Mapping[int, frozenset[str]], group: Sequence[int]) -> bool:
     """Return whether ranks of a group hold different regions of a parameter, or only some of them hold it."""
-    return len({region.get(rank, "") for rank in group}) > 1
+    return len({regions.get(rank) for rank in group}) > 1
 
 
 def _count_between(group: Sequence[int], reports: Sequence[Issued]) -> Counter[str]:

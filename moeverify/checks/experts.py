@@ -25,7 +25,7 @@ from moeverify.train.subjects import subject_of
 
 _MASK = (1 << 64) - 1
 
-Shares = Mapping[str, tuple[str, list[int]]]  # tensor: (key of the region, a share of each expert's hash)
+Shares = Sequence[tuple[str, str, list[int]]]  # (tensor, key of the region, a share of each expert's hash)
 
 
 class Experts(Check[Shares]):
@@ -47,11 +47,11 @@ class Experts(Check[Shares]):
 def hash_state(case: Case, tensors: Iterable[tuple[str, Tensor, Region]]) -> Shares:
     """Return this rank's share of the hash of each expert, of weights and moments."""
     subject = subject_of(case.recipe)
-    return {
-        name: (region.key, hash_experts(local, region).tolist())
+    return [
+        (name, region.key, hash_experts(local, region).tolist())
         for name, local, region in tensors
         if subject.count_experts(name, region.shape) and region.numel
-    }
+    ]
 
 
 def hash_experts(local: Tensor, region: Region) -> Tensor:
@@ -77,7 +77,7 @@ def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
     """Return the hash of each expert of each tensor from the shares of all ranks, each region once."""
     merged: dict[str, dict[str, list[int]]] = {}
     for shares in by_rank:
-        for name, (region, share) in shares.items():
+        for name, region, share in shares:
             merged.setdefault(name, {}).setdefault(region, share)
     return {
         name: [sum(column) & _MASK for column in zip(*regions.values(), strict=True)]

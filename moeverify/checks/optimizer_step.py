@@ -38,8 +38,8 @@ class OptimizerWatch(Watch[list[Row]]):
         self._recipe = recipe
         self._kind: OptimizerKind = OPTIMIZER.find(recipe.optimizer.name)
         self._program: Program | None = program
-        self._shards = {shard.name: shard for shard in program.shards}
-        self._sampled: dict[str, Sampled] = {}
+        self._shards: dict[tuple[str, str], LocalShard] = {}
+        self._sampled: dict[tuple[str, str], Sampled] = {}
         self._clip: Tensor | None = None
         self._step = -1
         self._batches: list[Batch] = []
@@ -48,25 +48,30 @@ class OptimizerWatch(Watch[list[Row]]):
         """Recompute the step before; see `Watch`."""
         self._finish()
         self._step = step
+        # A rank may have several shards of one parameter, those of experts that different ranks hold, and others in
+        # the next step.
+        shards = [] if self._program is None else self._program.shards
+        self._shards = {(shard.name, shard.region.key): shard for shard in shards}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Sample what belongs to the step of the optimizer; see `Watch`."""
-        if kind == Kind.GRADIENT and local is not None and name in self._shards:
+        key = (name, region.key)
+        if kind == Kind.GRADIENT and local is not None and key in self._shards:
             if region.numel:
                 stride = -(-region.numel // MOST_ELEMENTS)
-                self._sampled[name] = Sampled(self._shards[name], stride, sample(local, stride))
-                self._sampled[name].dtypes.add(local.dtype)
+                self._sampled[key] = Sampled(self._shards[key], stride, sample(local, stride))
+                self._sampled[key].dtypes.add(local.dtype)
         elif kind == Kind.GRADIENT_NORM and name == "total":
             self._sample_state()
         elif kind == Kind.GRADIENT_NORM and local is not None:
             self._clip = local.detach().to(torch.float64)
-        elif kind == Kind.WEIGHT and local is not None and name in self._sampled:
-            sampled = self._sampled[name]
+        elif kind == Kind.WEIGHT and local is not None and key in self._sampled:
+            sampled = self._sampled[key]
             if sampled.weight is not None:
                 sampled.change = sample(local, sampled.stride) - sampled.weight
                 sampled.dtypes.add(local.dtype)
         elif kind == Kind.OPTIMIZER_STATE and local is not None:
-            self._keep_moment(name, local, after=True)
+            self._keep_moment(name, local, region, after=True)
 
     def close(self) -> None:
         """Recompute the last step, and let go of the model; see `Watch`."""
@@ -83,12 +88,12 @@ class OptimizerWatch(Watch[list[Row]]):
         assert self._program is not None
         for sampled in self._sampled.values():
             sampled.weight = sample(sampled.shard.local(), sampled.stride)
-        for name, local, _ in self._program.engine.state(self._program.shards):
-            self._keep_moment(name, local, after=False)
+        for name, local, region in self._program.engine.state(self._program.shards):
+            self._keep_moment(name, local, region, after=False)
 
-    def _keep_moment(self, name: str, local: Tensor, *, after: bool) -> None:
+    def _keep_moment(self, name: str, local: Tensor, region: Region, *, after: bool) -> None:
         parameter, _, moment = name.rpartition(".")
-        sampled = self._sampled.get(parameter)
+        sampled = self._sampled.get((parameter, region.key))
         if sampled is None or moment not in self._kind.moments:
             return
         values = sampled.after if after else sampled.before

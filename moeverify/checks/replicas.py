@@ -39,17 +39,23 @@ class Replicas(Check[Any]):
             for rank, entry in tensor.shards:
                 if entry.difference.count:
                     by_region.setdefault(entry.region, {}).setdefault(entry.bits, []).append(rank)
-            replicated = [by_bits for by_bits in by_region.values() if sum(map(len, by_bits.values())) > 1]
+            replicated = {
+                region: by_bits
+                for region, by_bits in by_region.items()
+                if sum(map(len, by_bits.values())) > 1
+            }
             num_compared += bool(replicated)
-            differing = next((by_bits for by_bits in replicated if len(by_bits) > 1), None)
+            differing = next((region for region, by_bits in replicated.items() if len(by_bits) > 1), None)
             if differing is not None:
-                findings.append(_make_finding(shown, tensor, differing))
+                findings.append(_make_finding(shown, tensor, differing, replicated[differing]))
         return make_outcome(self.name, findings, num_compared)
 
 
-def _make_finding(shown: Compared, tensor: Assembled, by_bits: Mapping[int, Sequence[int]]) -> Finding:
+def _make_finding(
+    shown: Compared, tensor: Assembled, region: str, by_bits: Mapping[int, Sequence[int]]
+) -> Finding:
     step, kind, name = tensor.key
-    entries = dict(tensor.shards)
+    entries = {rank: entry for rank, entry in tensor.shards if entry.region == region}
     groups = sorted(by_bits.values(), key=len, reverse=True)
     odd = max(
         (rank for group in groups for rank in group), key=lambda rank: entries[rank].difference.sum_error2

@@ -8,6 +8,7 @@ from moeverify.axes.claims import Claim, axis_claims
 from moeverify.axes.mesh import MeshPlan
 from moeverify.checks.axis_use import Issued, count_issued, find_unused, list_uses
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.checks.placed import find_misplaced
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.layout.observer import INITIAL
 from moeverify.results.checks import CheckName
@@ -60,6 +61,9 @@ class Sharding(Check[Issued]):
             return None  # a run that begins with a load does not show what its layout begins with
         claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
         outcome = judge_claims(shown, claims)
+        misplaced = list(find_misplaced(shown))
+        if misplaced:
+            outcome = make_outcome(CheckName.SHARDING, [*outcome.findings, *misplaced], len(claims))
         if shown.case.layout.parallelize is None or not reports:
             return outcome
         uses = list_uses(shown, reports)
@@ -72,11 +76,7 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
     """Return whether each axis divides what it claims, in each of its groups."""
     findings: list[Finding] = []
     for axis, claim in claims.items():
-        regions = [
-            {rank: entry.region for rank, entry in tensor.shards}
-            for key, tensor in shown.tensors.items()
-            if claim.covers(key)
-        ]
+        regions = [tensor.list_regions() for key, tensor in shown.tensors.items() if claim.covers(key)]
         seen = [
             (group, present)
             for group in claim.groups
@@ -104,8 +104,8 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
     return make_outcome(CheckName.SHARDING, findings, len(claims))
 
 
-def _differs(region: Mapping[int, str], group: Sequence[int]) -> bool:
-    return len({region.get(rank, "") for rank in group}) > 1
+def _differs(regions: Mapping[int, frozenset[str]], group: Sequence[int]) -> bool:
+    return len({regions.get(rank) for rank in group}) > 1
 
 
 CHECKS = (Sharding(),)

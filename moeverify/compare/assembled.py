@@ -47,6 +47,13 @@ class Assembled:
             total = total.merge(part)
         return total
 
+    def list_regions(self) -> dict[int, frozenset[str]]:
+        """Return which regions each rank holds; a rank that holds none is left out."""
+        found: dict[int, set[str]] = {}
+        for rank, entry in self.shards:
+            found.setdefault(rank, set()).add(entry.region)
+        return {rank: frozenset(regions) for rank, regions in found.items()}
+
     def worst_shard(self) -> tuple[int, Entry]:
         """Return the shard that differs most, by its largest element."""
         return max(self.shards, key=lambda shard: _largest(shard[1]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from moeverify.axes.expert_placement import find_placement, list_exchanges
 from moeverify.axes.groups import cuts_experts_apart
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case
 from moeverify.parallel.context_parallel import split_positions
+from moeverify.placement.placement import Placement
 from moeverify.report.mesh import MeshPicture, RankPlace
 
 
@@ -28,13 +30,30 @@ def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
     place = plan.data.coordinates(rank)
     rows = split_rows(data.batch, layout.data_ranks, plan.row_share(rank))
     positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
-    holds: dict[str, tuple[int, ...]] = {}
-    model = case.recipe.model
-    if model.moe is not None and layout.ep > 1:
-        size = model.moe.num_experts // layout.ep
-        first = plan.sparse.coordinates(rank)["ep"] * size
-        holds["experts"] = tuple(range(first, first + size))
+    holds = _list_experts(case, plan.sparse.coordinates(rank).get("ep", 0))
     known = {
         axis: at for axis, at in plan.coordinates(rank).items() if axis != "etp" or cuts_experts_apart(case)
     }
     return RankPlace(rank, known, tuple(rows), tuple(positions), holds)
+
+
+def _list_experts(case: Case, coordinate: int) -> dict[str, tuple[int, ...]]:
+    """Return the experts of the ranks at a coordinate on ep: of each MoE layer where not all layers have the same."""
+    model = case.recipe.model.reference
+    if model is None or model.moe is None or case.layout.ep == 1:
+        return {}
+    placement = find_placement(case.layout, model)
+    if placement is None:
+        size = model.moe.num_experts // case.layout.ep
+        return {"experts": tuple(range(coordinate * size, (coordinate + 1) * size))}
+    holds = _list_rows(placement, coordinate, "experts")
+    for after, exchanged in sorted(list_exchanges(case.layout, model).items()):
+        holds |= _list_rows(exchanged, coordinate, f"after step {after}")
+    return holds
+
+
+def _list_rows(placement: Placement, coordinate: int, title: str) -> dict[str, tuple[int, ...]]:
+    rows = [tuple(sorted(matrix[coordinate])) for matrix in placement.matrices]
+    if len(set(placement.matrices)) == 1:
+        return {title: rows[0]}
+    return {f"{title}, layer {layer}": row for layer, row in zip(placement.layers, rows, strict=True)}

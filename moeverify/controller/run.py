@@ -264,6 +264,7 @@ class CaseRun:
             ),
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,
+            load=answer.load,
         )
 
     def _make_case_result(

@@ -57,5 +57,5 @@ class Fault:
 
     @property
     def bug_class(self) -> str:
-        """Return the class of the bug, a letter from A to O."""
+        """Return the class of the bug, a letter from A to P."""
         return self.number[0]

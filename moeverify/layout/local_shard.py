@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -44,6 +44,25 @@ class StorageLayout(Protocol):
         """Return whether the logical tensor is (E, n, rows)."""
 
 
+class RowBlock(Protocol):
+    """Rows of a stored parameter that are given rows of the logical one, where no placement of torch can say so.
+
+    A module says in its `row_blocks` what the rows of all parameters of its own are: each block is a shard.
+    """
+
+    @property
+    def start(self) -> int:
+        """Return the first of the stored rows."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Return which rows of the logical parameter they are."""
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows the logical parameter has."""
+
+
 def _keep(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -74,10 +93,13 @@ def parameters(model: nn.Module) -> list[LocalShard]:
     """
     flat = dict(_flat_shards(model))
     stored = dict(_stored_otherwise(model))
+    blocks = dict(_list_row_blocks(model))
     shards: list[LocalShard] = []
     for name, parameter in model.named_parameters():
         region = flat.get(id(parameter)) or region_of(parameter)
-        if name in stored:
+        if name in blocks:
+            shards += [_shard_rows(name, parameter, block) for block in blocks[name]]
+        elif name in stored:
             shards.append(_shard(*stored[name], parameter, region))
         elif region.numel or not flat:
             # FSDP1 gives a rank that has nothing of a parameter an empty one, which has no gradient either.
@@ -91,6 +113,37 @@ def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, Storag
         described: Mapping[str, StorageLayout] = getattr(module, "stored_as", {})
         for name, stored in described.items():
             yield f"{prefix}.{name}", (logical_name(prefix), stored)
+
+
+def join_regions(shards: Sequence[LocalShard]) -> dict[str, Region]:
+    """Return what this rank stores of each logical tensor, by name: blocks of rows as one region."""
+    found: dict[str, Region] = {}
+    for shard in shards:
+        known = found.get(shard.name)
+        if known is None or not known.dims or known.dims[1:] != shard.region.dims[1:]:
+            found[shard.name] = shard.region
+        else:
+            rows = sorted({*known.dims[0], *shard.region.dims[0]})
+            found[shard.name] = Region.box(known.shape, [rows, *known.dims[1:]])
+    return found
+
+
+def _list_row_blocks(model: nn.Module) -> Iterator[tuple[str, Sequence[RowBlock]]]:
+    """Yield (name of the parameter, what its rows are)."""
+    for prefix, module in model.named_modules():
+        blocks: Sequence[RowBlock] = getattr(module, "row_blocks", ())
+        if blocks:
+            yield from ((f"{prefix}.{name}", blocks) for name, _ in module.named_parameters(recurse=False))
+
+
+def _shard_rows(name: str, parameter: Tensor, block: RowBlock) -> LocalShard:
+    shape = (block.num_rows, *parameter.shape[1:])
+    region = Region.box(shape, [block.indices, *map(range, shape[1:])])
+    return LocalShard(logical_name(name), parameter, region, partial(_take_rows, block=block))
+
+
+def _take_rows(tensor: Tensor, *, block: RowBlock) -> Tensor:
+    return tensor.narrow(0, block.start, len(block.indices))
 
 
 def _shard(module: str, stored: StorageLayout, parameter: Tensor, region: Region) -> LocalShard:

@@ -5,9 +5,19 @@ Letters: E (local) experts, H hidden, F expert hidden (local).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Rows of the stacked weights from `start` on: the experts `indices`, of `num_rows` in the model."""
+
+    start: int
+    indices: tuple[int, ...]
+    num_rows: int
 
 
 class ExpertWeights(NamedTuple):

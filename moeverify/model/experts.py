@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moeverify.model.expert_backends import EXPERTS
-from moeverify.model.expert_weights import ExpertWeights
+from moeverify.model.expert_weights import ExpertWeights, PlacedRows
 from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory
 
@@ -20,10 +20,12 @@ from moeverify.model.precision import Factory
 class ExpertHolder(nn.Module):
     """A module all of whose parameters are experts' weights.
 
-    `gradient_share` is what its backward pass multiplies their gradients with: 1 unless it averages by itself.
+    `gradient_share` is what its backward pass multiplies their gradients with: 1 unless it averages by itself. Where
+    a placement says which experts are here, `row_blocks` names them, and data parallelism leaves them alone.
     """
 
     gradient_share: float = 1.0
+    row_blocks: tuple[PlacedRows, ...] = ()
 
 
 class DividesExperts:

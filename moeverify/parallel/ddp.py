@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moeverify.model.experts import ExpertHolder
 from moeverify.seams import seam
 
 Accumulate = Callable[[bool], AbstractContextManager[object]]
@@ -32,12 +33,16 @@ def apply_ddp(
 ) -> tuple[nn.Module, Accumulate]:
     """Return the wrapped model and its context for a micro-batch; parameters must have their values.
 
-    Expert parameters (DTensors) are left out: the ranks of `group` hold different ones. Nothing is broadcast
-    at the start or before a forward pass: replicas are equal because they compute the same, or a check says so.
+    Expert parameters (DTensors, or placed) are left out: the ranks of `group` hold different ones. Nothing is
+    broadcast at the start or before a forward pass: replicas are equal because they compute the same, or a check
+    says so.
     `find_unused` is for models that do not use every parameter in every forward pass.
     """
     # Before the wrapper is made: it builds its buckets, and registers its hooks, in its constructor.
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    for prefix, module in model.named_modules():
+        if isinstance(module, ExpertHolder) and module.row_blocks:
+            sharded += [f"{prefix}.{name}" for name, _ in module.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     wrapped = DistributedDataParallel(
         model,

@@ -1,18 +1,21 @@
 """Expert parallelism: experts are spread over the ranks of the ep axis, and tokens travel to them and back.
 
-Forward of one MoE layer, n ranks, E experts, E/n of them here:
-1. every rank sorts its token copies by expert: counts c (E);
+Forward of one MoE layer, n ranks, e experts here; P slots, each with one expert, on all ranks together:
+1. every rank sorts its token copies by the slot that they go to: counts c (P);
 2. the ranks exchange counts, then copies (uneven all-to-all, sizes first), and compute the shared expert meanwhile;
 3. a rank sorts what came in by its own experts, computes, and the outputs travel back the same way.
 Backward: the transposed exchanges. A rank sees every token that its experts got, so an expert's gradient is
 already the sum over the ep ranks; what remains is the sum over the ranks that hold the same experts.
+
+Without a placement a rank has E/n consecutive experts, and slots are experts. Under one
+(`moeverify.parallel.placed_experts`) an expert may be in the slots of several ranks.
 
 Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +31,12 @@ from moeverify.model.dispatcher import (
     Overlapping,
     gather_copies,
     permute_rows,
-    sort_copies,
     unpermute,
 )
 from moeverify.model.experts import DividesExperts, Experts
 from moeverify.model.moe import MoE
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
+from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
 from moeverify.seams import seam
 
 # The dim of each expert parameter that holds the expert's hidden units, which etp shards.
@@ -41,23 +44,26 @@ _HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
 
 
 class AllToAllDispatcher(Overlapping):
-    """Runs the experts of all ranks of `group` on this rank's tokens; the experts here are E/n of E.
+    """Runs the experts of all ranks of `group` on this rank's tokens; `routes` say in which slots they are.
 
     The host waits for the device once, for the sizes of the exchange: the gather of the tokens is queued before
     it waits. `meanwhile` is computed while the tokens travel, and so is its backward.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup) -> None:
-        self.num_experts = num_experts
+    def __init__(self, routes: EqualBlocks | ReplicaRoutes, group: ProcessGroup) -> None:
+        self.routes = routes
         self.group = group
 
     @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
-        counts, order = sort_copies(ids, self.num_experts)  # (E), (N * k)
-        arriving = exchange_counts(counts, self.group)  # (n, E/n): from each rank, for each expert here
+        counts, order = self.routes.sort(ids)  # (P), (N * k)
+        arriving = exchange_counts(counts, self.routes.num_slots, self.group)  # (n, e): from each rank
+        leaving = torch.stack(
+            [part.sum() for part in torch.split(counts, list(self.routes.num_slots))]
+        )  # (n)
         # On their way to the host while the device gathers: an uneven all-to-all wants its sizes on the host.
-        sizes = EarlyCopy(torch.stack([counts.view(self.group.size(), -1).sum(dim=1), arriving.sum(dim=1)]))
+        sizes = EarlyCopy(torch.stack([leaving, arriving.sum(dim=1)]))
         copies = gather_copies(x, order)
         send, receive = sizes.read()
         exchange = Exchange(copies, receive, send, self.group)
@@ -91,14 +97,18 @@ class EarlyCopy:
         return self._host.tolist()
 
 
-def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
-    """Return how many copies each rank sends to each expert here.
+@seam
+def exchange_counts(counts: Tensor, num_slots: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return how many copies each rank sends to each slot here.
 
-    Shapes: counts (E) int64, what this rank sends to each expert; returns (n, E/n) int64.
+    Shapes: counts (P) int64, what this rank sends to each slot; `num_slots` (n) sum to P; returns (n, e) int64.
     """
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, check_contiguous(counts), group=group)
-    return arriving.view(group.size(), -1)
+    here = num_slots[group.rank()]
+    arriving = counts.new_empty(group.size(), here)
+    dist.all_to_all_single(
+        arriving.view(-1), check_contiguous(counts), [here] * group.size(), list(num_slots), group=group
+    )
+    return arriving
 
 
 @seam
@@ -138,7 +148,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         if "etp" in axes:
             moe.experts.add_down_bias = mesh.get_local_rank("etp") == 0
         if "ep" in axes:
-            moe.dispatcher = AllToAllDispatcher(moe.router.spec.num_experts, mesh.get_group("ep"))
+            routes = EqualBlocks(moe.router.spec.num_experts, mesh["ep"].size())
+            moe.dispatcher = AllToAllDispatcher(routes, mesh.get_group("ep"))
 
 
 def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:

@@ -104,7 +104,8 @@ def shard_experts(
     if mesh.size() == 1:
         return  # FSDP2 would copy them for every pass although nobody shares them
     for module in block.modules():
-        if isinstance(module, ExpertHolder):
+        # Placed experts are whole on each of their ranks, and reduced over those alone.
+        if isinstance(module, ExpertHolder) and not module.row_blocks:
             sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
             # The divisor of a sum over all tokens of the batch. FSDP2 would divide by the ranks of its own mesh, of
             # which there are num_loss_ranks * tp / (ep * etp).

@@ -14,14 +14,15 @@ from moeverify.axes.mesh import MeshPlan, View
 from moeverify.axes.registry import EXPERT_AXES
 from moeverify.axes.stages import end_ranks
 from moeverify.case.schema import Layout
+from moeverify.parallel.holder_groups import HolderGroups
 
 
 @dataclass(frozen=True)
 class Meshes:
     """One mesh for each view of the layout (see `moeverify.axes.mesh`).
 
-    `ends` has the ranks with the first and the last pipeline stage of this rank's pipeline, if this rank is one
-    of two such.
+    `holders` has the groups of ranks that hold the same experts, where a placement says which. `ends` has the ranks
+    with the first and the last pipeline stage of this rank's pipeline, if this rank is one of two such.
     """
 
     plan: MeshPlan
@@ -29,6 +30,7 @@ class Meshes:
     dense: DeviceMesh
     sparse: DeviceMesh
     loss: DeviceMesh
+    holders: HolderGroups
     ends: ProcessGroup | None = None
 
     def size(self, axis: str) -> int:
@@ -75,6 +77,7 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         build(plan.dense),
         build(plan.sparse),
         build(plan.loss),
+        HolderGroups(plan.sparse),
         _group_ends(layout, plan) if layout.pp > 1 else None,
     )
 

@@ -145,7 +145,8 @@ def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
         if tokens:
             found += list(moe.router.parameters())
             found += list(moe.shared_gate.parameters()) if moe.shared_gate is not None else []
-            found += [weight for weight in moe.experts.parameters() if not isinstance(weight, DTensor)]
+            if not moe.experts.row_blocks:
+                found += [weight for weight in moe.experts.parameters() if not isinstance(weight, DTensor)]
         else:
             found += partial_biases(moe)
     return found

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from moeverify.axes.expert_placement import find_placement, is_placed
 from moeverify.case.schema import Layout
 from moeverify.layout.local_shard import LocalShard, parameters
 from moeverify.layout.region import Indices
@@ -35,6 +36,7 @@ from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
+from moeverify.parallel.placed_experts import PlacedExperts, place_experts
 from moeverify.parallel.recompute import apply_recompute
 from moeverify.parallel.router_losses import ROUTER_LOSSES
 from moeverify.seams import seam
@@ -47,8 +49,9 @@ class Parallelized:
     """A model under a layout, and what a training step must do around it.
 
     The loss of a rank is multiplied by `num_loss_ranks` before the backward pass, because gradients are
-    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. With a
-    pipeline `counted` leaves out what another stage counts in the gradient norm already.
+    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. The gradient norm
+    is that of `counted`, which leaves out what another stage of a pipeline counts already, and of the experts that a
+    placement puts somewhere, `placed`.
     """
 
     model: nn.Module
@@ -61,6 +64,7 @@ class Parallelized:
     sum_over_shards: Callable[[Tensor], Tensor] | None
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
     counted: Sequence[LocalShard] = ()
+    placed: Sequence[PlacedExperts] | None = None
     pipeline: Pipeline | None = None
 
 
@@ -82,7 +86,7 @@ def parallelize(
     `fill` is called once, with a model whose parameters are allocated on `device`. `compute` is the dtype of the
     arithmetic, by default that of the parameters; only FSDP2 tells the two apart. Collective: all ranks.
     """
-    _shard_model(model, layout, meshes)
+    placed = _shard_model(model, layout, meshes)
     # By name and not by parameter: data parallelism replaces the parameters.
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
@@ -94,14 +98,22 @@ def parallelize(
         accumulate = variant.surround(accumulate, meshes.data["cp"], device)
     shards = parameters(wrapped)
     reductions = list_reductions(wrapped, shards, layout, meshes, partial_names)
+    counted = shards if placed is None else [shard for shard in shards if not placed.has(shard.tensor)]
+
+    def finalize() -> None:
+        finalize_gradients([shard.tensor for shard in counted], reductions)
+        if placed is not None:
+            placed.complete_gradients()
+
     return Parallelized(
         model=wrapped,
         shards=shards,
-        counted=shards,
+        counted=counted,
+        placed=None if not is_placed(layout) else [placed] if placed is not None else [],
         num_loss_ranks=num_loss_ranks,
         accumulate=accumulate,
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
-        finalize=partial(finalize_gradients, [shard.tensor for shard in shards], reductions),
+        finalize=finalize,
         router_positions=_router_positions(meshes) if layout.slices_tokens else _same,
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if _flat(layout, meshes) else None,
         own_router_losses=ROUTER_LOSSES.find(layout.router_losses).collect(
@@ -133,7 +145,10 @@ def parallelize_stages(
         parts[0],
         model=Stages(stages),
         shards=shards,
-        counted=[shard for shard in shards if all(shard is not copy for copy in copies)],
+        counted=[
+            shard for part in parts for shard in part.counted if all(shard is not copy for copy in copies)
+        ],
+        placed=None if not is_placed(layout) else [each for part in parts for each in part.placed or ()],
         finalize=finalize,
         pipeline=build_pipeline(stages, layout, shapes, meshes.group("pp"), device),
     )
@@ -152,12 +167,9 @@ def sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
         finalize_gradients([], [Reduction(copies, meshes.ends)])
 
 
-def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
-    """Apply ep, etp, tp and cp."""
-    expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
-    has_experts = any(isinstance(module, ExpertHolder) for module in model.modules())
-    if expert_axes and has_experts:
-        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
+def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> PlacedExperts | None:
+    """Apply ep, etp, tp and cp; return the experts that a placement has put somewhere."""
+    placed = _shard_experts(model, layout, meshes)
     if layout.expert_tp not in (1, layout.tp):
         moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
     if layout.tp > 1:
@@ -172,6 +184,22 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> None:
             module.core = ATTENTION.find(layout.attention).make_core()
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
+    return placed
+
+
+def _shard_experts(model: Transformer, layout: Layout, meshes: Meshes) -> PlacedExperts | None:
+    """Apply ep and etp."""
+    placement = find_placement(layout, model.spec)
+    if placement is not None:
+        meshes.holders.make(placement)  # on ranks without a layer with experts too
+    expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
+    if not expert_axes or not any(isinstance(module, ExpertHolder) for module in model.modules()):
+        return None
+    if placement is None:
+        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
+        return None
+    layers = place_experts(model, placement, meshes.group("ep"))
+    return PlacedExperts(layers, meshes.holders, meshes.size("loss"))
 
 
 def _partial_names(model: Transformer, layout: Layout) -> dict[str, set[str]]:
@@ -239,7 +267,8 @@ def list_reductions(
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
         for axis, names in partial_names.items()
     ]
-    holders = [module for module in model.modules() if isinstance(module, ExpertHolder)]
+    modules = [module for module in model.modules() if isinstance(module, ExpertHolder)]
+    holders = [module for module in modules if not module.row_blocks]
     found = {id(parameter) for holder in holders for parameter in holder.parameters()}
     experts = [shard.tensor for shard in shards if id(shard.tensor) in found]
     # What a package's own backward has divided by already (megablocks: 1/ep) is not divided by again.

@@ -20,6 +20,8 @@ from moeverify.errors import CaseError, Problem
 from moeverify.input_file import read_input
 from moeverify.placement.placement import Matrix, Placement
 
+FILE_ENDINGS = (".yaml", ".yml", ".json")
+
 _FIELDS = ("num_experts", "matrix", "layers")
 _REMEDY = (
     "write `matrix: [[0, 3], [1, 2]]`, a row for each rank, or `layers:` with a matrix for each MoE layer"

@@ -12,22 +12,23 @@ from pathlib import Path
 from moeverify.errors import CaseError, Problem
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new one, never a part.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, so that a reader sees the old content or the new one, never a part.
 
     Missing folders are made. What is no regular file (a pipe, a device) is written in place.
 
     Raises: OSError when the disk refuses; the old content is then still there.
     """
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     target = path.resolve()  # replacing a symbolic link would leave its target behind
     if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
+        target.write_bytes(raw)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("xb") as file:
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
+from moeverify.results.load import ExpertLoad
 from moeverify.results.record import Record
 from moeverify.results.trace import CollectiveRecord
 
@@ -57,7 +58,8 @@ class Declared(Record):
 class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
-    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare. Of a pair of
+    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare. `load` is
+    that of the experts, where routers are seen. Of a pair of
     `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
     """
 
@@ -73,6 +75,7 @@ class CaseResult(Record):
     findings: tuple[Finding, ...] = ()
     rank_reports: tuple[RankReport, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
+    load: ExpertLoad | None = None
     notes: tuple[str, ...] = ()
     saved_by: str = ""
     loaded_by: str = ""

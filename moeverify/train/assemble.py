@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from moeverify.axes.expert_placement import list_exchanges
 from moeverify.axes.split import split_rows
 from moeverify.case.schema import Layout, Precision, Recipe, ReferenceModel
 from moeverify.layout.local_shard import LocalShard, buffers, parameters
@@ -102,6 +103,9 @@ def assemble_parallel(
         own_router_losses=done.own_router_losses,
         sum_over_stages=partial(sum_over, group=meshes.group("pp")) if layout.pp > 1 else None,
         counted=done.counted,
+        placed=done.placed,
+        exchanges=list_exchanges(layout, spec),
+        holders=meshes.holders,
         pipeline=done.pipeline,
     )
 

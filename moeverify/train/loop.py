@@ -22,6 +22,7 @@ from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.data import Batch, Share
+from moeverify.train.exchange import exchange_experts
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import count_valid
 from moeverify.train.optimizer import optimizer_state
@@ -91,6 +92,9 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     for shard in program.buffers:
         observer.observe(step, Kind.BUFFER, shard.name, shard.local(), shard.region)
     state.advance()
+    placement = program.exchanges.get(state.step)
+    if placement is not None:
+        exchange_experts(program, state.optimizer, placement)
 
 
 def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from moeverify.case.schema import Recipe
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
+from moeverify.parallel.holder_groups import HolderGroups
 from moeverify.parallel.pipeline import Pipeline
+from moeverify.parallel.placed_experts import PlacedExperts
+from moeverify.placement.placement import Placement
 from moeverify.train.clipping import SumOverShards, gradient_norm, norm_of_regions
 from moeverify.train.data import Batch, Share
 from moeverify.train.engine import Engine, PlainEngine
@@ -48,8 +51,10 @@ class Program:
     the gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part
     of balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their
     place. `counted` are the shards whose gradients make the norm, where that is not all of them: two stages may hold
-    one tensor. `counted_regions` names the parameters that this rank counts where neither meshes nor wrappers say
-    how often a value is there. The defaults are those of a single device.
+    one tensor. The gradients of `placed` experts, where a placement says where experts are, are in the norm beside
+    those; `exchanges` are the placements that they go to, by the number of steps after which, and `holders` the
+    groups of the ranks that hold them. `counted_regions` names the parameters that this rank counts where neither
+    meshes nor wrappers say how often a value is there. The defaults are those of a single device.
     """
 
     subject: Subject
@@ -70,6 +75,9 @@ class Program:
     own_router_losses: Callable[[], tuple[Tensor, Tensor]] | None = None
     sum_over_stages: SumOverShards | None = None
     counted: Sequence[LocalShard] | None = None
+    placed: Sequence[PlacedExperts] | None = None
+    exchanges: Mapping[int, Placement] = field(default_factory=dict)
+    holders: HolderGroups | None = None
     counted_regions: Collection[str] | None = None
     pipeline: Pipeline | None = None
     engine: Engine = field(default_factory=PlainEngine)
@@ -89,7 +97,14 @@ class Program:
             return norm
         if self.counted_regions is not None:
             return norm_of_regions(self.engine, self.shards, self.counted_regions)
-        return gradient_norm(self.in_norm, self.sum_over_shards, self.sum_over_stages)
+        norm = gradient_norm(self.in_norm, self.sum_over_shards, self.sum_over_stages)
+        if self.placed is None:
+            return norm
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for experts in self.placed:
+            square += experts.sum_squares()
+        square = self.sum_over_stages(square) if self.sum_over_stages else square
+        return (norm.to(torch.float64).square() + square).sqrt()
 
 
 @dataclass

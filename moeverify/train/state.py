@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ class TrainingState:
         """Return this rank's shards of everything: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
         program = self.program
         return [
-            *(LocalShard(f"weight/{shard.name}", shard.tensor, shard.region) for shard in program.shards),
-            *(LocalShard(f"buffer/{shard.name}", shard.tensor, shard.region) for shard in program.buffers),
+            *(replace(shard, name=f"weight/{shard.name}") for shard in program.shards),
+            *(replace(shard, name=f"buffer/{shard.name}") for shard in program.buffers),
             *self._moments(),
         ]
 

@@ -19,6 +19,7 @@ from moeverify.case.section import Ledger, build_section, report_unknown
 from moeverify.case.select import Match, PatternError, compile_pattern
 from moeverify.case.suggest import enumerate_names
 from moeverify.errors import CaseError, Problem
+from moeverify.placement.placement_file import FILE_ENDINGS, read_placement
 from moeverify.validation.rules import validate
 
 S = TypeVar("S", bound=Section)
@@ -183,7 +184,7 @@ def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: 
         description=_read_description(tree, own),
         file=str(path),
         recipe=recipe,
-        layout=_build_optional(Layout, "layout", tree, own),
+        layout=_read_files(_build_optional(Layout, "layout", tree, own), path.parent, own),
         checks=_build_optional(Checks, "checks", tree, own),
         checkpoint=_build_optional(Checkpoint, "checkpoint", tree, own),
     )
@@ -199,6 +200,32 @@ def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: 
 
 def _build_optional(section: type[S], name: str, tree: Entry, ledger: Ledger) -> S:
     return build_section(section, tree.fields[name], name, ledger) if name in tree.fields else section()
+
+
+def _read_files(layout: Layout, folder: Path, ledger: Ledger) -> Layout:
+    """Return the layout with the placements that files beside the case hold in place of the names of these."""
+    exchange = {
+        after: _read_file(given, folder, f"layout.exchange.{after}", ledger)
+        for after, given in layout.exchange.items()
+    }
+    placement = _read_file(layout.placement, folder, "layout.placement", ledger)
+    return layout.model_copy(update={"placement": placement, "exchange": exchange})
+
+
+def _read_file(given: Any, folder: Path, path: str, ledger: Ledger) -> Any:
+    if not isinstance(given, str) or not given.endswith(FILE_ENDINGS):
+        return given
+    try:
+        placement = read_placement(folder / given)
+    except CaseError as error:
+        for problem in error.problems:
+            ledger.report(problem)
+        ledger.broken.add(path)
+        return given
+    by_layer = {
+        str(layer): matrix for layer, matrix in zip(placement.layers, placement.matrices, strict=False)
+    }
+    return by_layer or placement.matrices[0]
 
 
 def _override(tree: Entry, overrides: Sequence[Override]) -> Entry:

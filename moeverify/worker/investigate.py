@@ -28,6 +28,7 @@ from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
+from moeverify.layout.local_shard import join_regions
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
@@ -171,7 +172,7 @@ def _rerun(
     micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
     readings = RankReadings(tap.readings, shares)
-    regions = {shard.name: shard.region for shard in program.shards}
+    regions = join_regions(program.shards)
     return RankEvidence(capture.captured, readings, _list_issued(case, tap, trace), regions)
 
 

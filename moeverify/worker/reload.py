@@ -31,7 +31,7 @@ def explain_load(
     held: StoredGolden,
     judgement: Judgement | None,
     loaded: Sequence[tuple[str, Tensor, Region]],
-    before: Mapping[str, Tensor],
+    before: Mapping[tuple[str, str], Tensor],
 ) -> list[Finding]:
     """Return on rank 0 the findings with their causes, and without causes where the diagnosis fails.
 
@@ -46,7 +46,7 @@ def explain_load(
     for name, local, region in loaded:
         if name in request[0] and region.numel <= room:
             room -= region.numel
-            shards.append((name, region, local.cpu(), before[name].cpu()))
+            shards.append((name, region, local.cpu(), before[name, region.key].cpu()))
     gathered = gather_on_first(shards)
     if judgement is None or gathered is None:
         return []

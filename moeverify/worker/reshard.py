@@ -69,7 +69,7 @@ def save_case(
         recorder = BitRecorder()
         while state.step < case.checkpoint.after:
             _step(case, state, golden, recorder)
-        facts = {**state.facts(), "layout": describe(case), "ranks": dist.get_world_size()}
+        facts = {**state.facts(), "layout": describe(case, state.step), "ranks": dist.get_world_size()}
         generators = read_generators(dist.get_rank(), device)
         _keep(case, folder / "saved", state, generators)
         tensors = [*state.tensors(), *generators]
@@ -88,9 +88,14 @@ def save_case(
     return VerifyResult() if dist.get_rank() == 0 else None
 
 
-def describe(case: Case) -> str:
-    """Return what a rank's generators belong to: the layout, with its defaults left out."""
-    return json.dumps(case.layout.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+def describe(case: Case, step: int = 0) -> str:
+    """Return what a rank's generators belong to after some steps: the layout, with its defaults left out.
+
+    Experts that were exchanged are not where the layout has them in the beginning, and so where a load puts them.
+    """
+    fields = case.layout.model_dump(mode="json", exclude_defaults=True)
+    done = [after for after in case.layout.exchange if int(after) <= step]
+    return json.dumps({**fields, "exchanged": done} if done else fields, sort_keys=True)
 
 
 def _begin(case: Case, device: torch.device, seed: int | None = None) -> TrainingState:
@@ -148,17 +153,19 @@ def list_state(
 
 def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[LocalShard]) -> None:
     """Write all whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
-    mine = {name: (region, local.cpu()) for name, local, region in list_state(state, generators)}
-    sizes = {name: local.nbytes for name, (_, local) in mine.items()}
+    mine: dict[str, list[tuple[Region, Tensor]]] = {}
+    for name, local, region in list_state(state, generators):
+        mine.setdefault(name, []).append((region, local.cpu()))
+    sizes = {name: sum(local.nbytes for _, local in parts) for name, parts in mine.items()}
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, sizes)
     shares = gather_on_first(hash_state(case, list_state(state)))
     with GoldenWriter(folder) as writer:
         for names in _fill_batches(known):
             # Copies: a view would take all of its storage along, under FSDP1 the whole flat parameter.
-            sent = {name: (mine[name][0], mine[name][1].clone()) for name in names if name in mine}
+            sent = [(name, region, local.clone()) for name in names for region, local in mine.get(name, ())]
             for found in gather_on_first(sent) or ():
-                for name, (region, local) in found.items():
+                for name, region, local in found:
                     writer.observe(
                         state.step - 1, Kind.LOADED, name, local.reshape(region.local_shape), region
                     )
@@ -207,7 +214,7 @@ def load_case(
         state.materialize()
         _spoil(state)
         seed_generators(case.recipe.seed + _OTHER_SEED, 0, rank)
-        before = {name: local.clone() for name, local, _ in list_state(state)}
+        before = {(name, region.key): local.clone() for name, local, region in list_state(state)}
         try:
             facts, states = resume(state, folder / "checkpoint", describe(case), device)
         except FormatError as error:
@@ -219,7 +226,7 @@ def load_case(
         loaded = [(name, local.clone(), region) for name, local, region in list_state(state, generators)]
         for name, local, region in loaded:
             comparison.observe(saved_step, Kind.LOADED, name, local, region)
-        before |= {generator.name: generator.local() for generator in states}
+        before |= {(each.name, each.region.key): each.local() for each in states}
         further = Comparison(golden)
         while state.step < case.recipe.steps and state.step >= case.checkpoint.after:
             _step(case, state, golden, further)

@@ -29,11 +29,13 @@ from moeverify.layout.observer import INITIAL, Observer
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.finding import Finding
+from moeverify.results.load import ExpertLoad
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.subjects import replays_routing
 from moeverify.worker.investigate import explain_findings, gather_evidence
+from moeverify.worker.load_watch import LoadWatch, sum_load
 
 Reports = Mapping[str, Any]  # by the name of the check
 
@@ -70,7 +72,10 @@ def verify_case(
 
 def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResult:
     return VerifyResult(
-        checks=observed.judgement.checks, findings=tuple(findings), losses=tuple(observed.losses)
+        checks=observed.judgement.checks,
+        findings=tuple(findings),
+        losses=tuple(observed.losses),
+        load=observed.load,
     )
 
 
@@ -89,10 +94,11 @@ class _Assembly:
 
 @dataclass(frozen=True)
 class _Observed:
-    """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step."""
+    """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step, `load` the experts'."""
 
     judgement: Judgement
     losses: list[tuple[float, float]]
+    load: ExpertLoad | None
 
 
 def _observe(
@@ -109,14 +115,15 @@ def _observe(
     program = assemble_program()
     run = RankRun(case, trace, lambda: entries, train_again)
     watches = {check.name: watch for check in checks if (watch := check.watch(run, program)) is not None}
-    _train(case, golden, program, comparison, checks, list(watches.values()))
+    load = LoadWatch(program)
+    _train(case, golden, program, comparison, checks, [*watches.values(), load])
     del program  # its memory is for the run that `train_again` makes
     entries.extend(comparison.entries())
     reports: Reports = {name: watch.report() for name, watch in watches.items()}
-    gathered = gather_on_first((entries, reports))
+    gathered = gather_on_first((entries, reports, load.report()))
     if gathered is None:
         return None
-    by_rank = [found for found, _ in gathered]
+    by_rank = [found for found, _, _ in gathered]
     shown = Shown(
         case=case,
         coordinates=list_coordinates(case),
@@ -124,7 +131,8 @@ def _observe(
         bounds=_make_bounds(case, golden),
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
     )
-    return _Observed(judge_all(checks, shown, [report for _, report in gathered]), list_losses(by_rank))
+    judgement = judge_all(checks, shown, [report for _, report, _ in gathered])
+    return _Observed(judgement, list_losses(by_rank), sum_load(case, [copies for _, _, copies in gathered]))
 
 
 def _train(

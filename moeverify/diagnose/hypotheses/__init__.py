@@ -23,6 +23,7 @@ ORDER = (
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),
     ("block_sum", "block_factors", "wrong_tokens"),
+    ("block_shares",),
     ("loss_value",),
     ("rounding",),
     ("repeated_shard", "counted_padding"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from moeverify.faults.fault import Fault
 
-_FAULT_FILE = re.compile(r"[a-o]\d\d_\w+")
+_FAULT_FILE = re.compile(r"[a-p]\d\d_\w+")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ FORMATS = (
     Format("junit", "Write JUnit XML for a CI server."),
     Format("html", "Write one HTML page."),
     Format("csv", "Write a table with a row for each check of each case."),
+    Format("trace", "Write the load of the experts of one case, for `moeverify place`."),
 )
 
 

@@ -120,6 +120,12 @@ def _(facts: CoverageFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: ShardingFacts, finding: Finding) -> Words:
+    if facts.is_misplaced:
+        return Words(
+            f"ranks of {facts.axis} store other experts than the placement of this step gives them",
+            "",
+            ("an exchange did not take place on all ranks, or a rank has the experts of another row",),
+        )
     if facts.is_unused:
         return Words(
             f"no parameter is divided over {facts.axis}, and no collective of the model ran over it",

@@ -12,7 +12,7 @@ FAULTS = load_faults()
 # Of every class at least one, and of every way in which a diagnosis names a cause; all on two ranks.
 SELECTION = (
     "A01", "B05", "B14", "C07", "C12", "D05", "E01", "F01", "G02", "H03",
-    "I02", "J07", "K01", "L07", "M01", "M05", "N02", "O11",
+    "I02", "J07", "K01", "L07", "M01", "M05", "N02", "O11", "P02",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_the_fault_is_detected_located_and_named(rows, number):
 
 
 def test_the_selection_has_every_class_and_every_fault_of_it_two_ranks():
-    assert {number[0] for number in SELECTION} == set("ABCDEFGHIJKLMNO")
+    assert {number[0] for number in SELECTION} == set("ABCDEFGHIJKLMNOP")
     cases = [case for n in SELECTION for case in (FAULTS[n].case, FAULTS[n].saver) if case is not None]
     assert {case.layout.world_size for case in cases} == {2}
 

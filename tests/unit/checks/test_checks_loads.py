@@ -114,7 +114,7 @@ def test_experts_are_known_by_their_values_whatever_their_division(case: Case) -
     other[2] += 1.0
     (finding,) = judge_experts(expected, hash_over(other, by_row)).findings
     assert finding.facts == ExpertFacts(wrong=((2, None),))
-    assert Experts().inspect(RankLoad(case, [], cast(StoredGolden, None), [], None)) == {}
+    assert Experts().inspect(RankLoad(case, [], cast(StoredGolden, None), [], None)) == []
 
 
 def test_the_steps_after_a_load_are_compared_bit_by_bit(case: Case, saved: StoredGolden) -> None:

@@ -37,3 +37,20 @@ def test_axes_of_experts(preset: str, layout: dict[str, Any], axes: list[str]) -
     for place in picture.ranks:
         assert [axis for axis in place.coordinates if axis in ("ep", "etp")] == axes
     assert axis_affects(case, "etp", "layers.1.moe.experts.w1") == ("etp" in axes)
+
+
+def test_experts_are_shown_where_each_placement_has_them() -> None:
+    first, rest = list(range(0, 16, 3)), [expert for expert in range(16) if expert % 3]
+    layout = {
+        "dp_shard": 2,
+        "ep": 2,
+        "placement": {"1": [first, rest], "2": [rest, first]},
+        "exchange": {"1": "striped"},
+    }
+    case = build_case({"name": "c", "recipe": {"model": {"preset": EXPERTS}, "steps": 3}, "layout": layout})
+    shown = [place.holds for place in make_picture(case).ranks]
+    evens, odds = tuple(range(0, 16, 2)), tuple(range(1, 16, 2))
+    assert shown == [
+        {"experts, layer 1": tuple(first), "experts, layer 2": tuple(rest), "after step 1": evens},
+        {"experts, layer 1": tuple(rest), "experts, layer 2": tuple(first), "after step 1": odds},
+    ]

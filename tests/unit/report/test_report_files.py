@@ -14,12 +14,14 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from moeverify.errors import CaseError, FormatError
+from moeverify.placement.trace_file import read_trace
 from moeverify.report.files import check_writable, write_atomically
 from moeverify.report.formats import registry
 from moeverify.report.formats.html import format_page
 from moeverify.report.formats.json import read_run
 from moeverify.report.formats.junit import format_junit
 from moeverify.report.formats.registry import FORMATS, write_run
+from moeverify.results.load import ExpertLoad
 from moeverify.results.run import SCHEMA_VERSION
 
 NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
@@ -260,16 +262,37 @@ def test_page_folds_many_findings(make_run: Any, make_case: Any, make_finding: A
     assert "and 5 more" in format_page(run)
 
 
+LOAD = ExpertLoad(layers=(1, 3), num_experts=2, num_sources=2, top_k=1, copies=((((5, 0), (1, 7)),) * 2,) * 3)
+
+
 def test_every_format_is_a_file_of_its_name_that_leaves_nothing_of_a_failure(
-    make_run: Any, tmp_path: Path
+    make_run: Any, make_case: Any, tmp_path: Path
 ) -> None:
+    run = make_run(make_case("a", load=LOAD))
     folder = Path(registry.__file__).parent
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "registry"}
     assert {each.name for each in FORMATS} == files
     (tmp_path / "file").write_text("")
     for each in FORMATS:
-        write_run(each.name, make_run(), tmp_path / "new" / each.name)
+        write_run(each.name, run, tmp_path / "new" / each.name)
         assert (tmp_path / "new" / each.name).stat().st_size > 100
         with pytest.raises(OSError, match="file"):
-            write_run(each.name, make_run(), tmp_path / "file" / each.name)
+            write_run(each.name, run, tmp_path / "file" / each.name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+
+
+def test_the_load_of_a_case_is_a_trace_that_a_placement_is_made_of(
+    make_run: Any, make_case: Any, tmp_path: Path
+) -> None:
+    write_run("trace", make_run(make_case("a", load=LOAD), make_case("b")), tmp_path / "load.trace")
+    trace = read_trace(tmp_path / "load.trace")
+    assert (trace.header.layers, trace.header.num_sources, trace.steps) == ((1, 3), 2, (0, 1, 2))
+    assert trace.copies.tolist() == [[[[5, 0], [1, 7]]] * 2] * 3
+
+
+@pytest.mark.parametrize("loads", [(), (LOAD, LOAD)])
+def test_a_trace_is_of_one_case(loads: Any, make_run: Any, make_case: Any, tmp_path: Path) -> None:
+    cases = [make_case(f"case-{number}", load=load) for number, load in enumerate(loads)]
+    with pytest.raises(OSError, match="a trace is of one case"):
+        write_run("trace", make_run(*cases), tmp_path / "load.trace")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,134 @@
+"""Which ranks of the ep axis hold which experts: `layout.placement` for a model, and what it goes together with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.case.rule import MODEL_OF_LAYOUT, blame, experts, own_model, reading
+from moeverify.case.schema import Case, ExpertMatrix, Layout, ReferenceModel
+from moeverify.case.suggest import enumerate_names
+from moeverify.errors import Problem
+from moeverify.placement.placement import Placement, check_matrix
+from moeverify.placement.placement_file import FILE_ENDINGS
+from moeverify.placement.strategies import STRATEGIES
+
+FIELD, EXCHANGE = "layout.placement", "layout.exchange"
+
+Given = str | ExpertMatrix | dict[str, ExpertMatrix]
+
+
+def list_moe_layers(model: ReferenceModel) -> tuple[int, ...]:
+    """Return the indices of the blocks that have experts."""
+    return tuple(range(model.num_dense_layers, model.num_layers)) if model.moe is not None else ()
+
+
+def find_placement(layout: Layout, model: ReferenceModel) -> Placement | None:
+    """Return which rank of ep holds which experts in each MoE layer at first; None where a layout says nothing of it.
+
+    The layout must have been validated.
+    """
+    given = layout.placement if layout.placement is not None or not layout.exchange else "blocks"
+    return None if given is None else spell_out(given, layout.ep, model)
+
+
+def list_exchanges(layout: Layout, model: ReferenceModel) -> dict[int, Placement]:
+    """Return the placements that experts go to during training, by the number of steps after which."""
+    return {int(after): spell_out(given, layout.ep, model) for after, given in layout.exchange.items()}
+
+
+def spell_out(given: Given, num_ranks: int, model: ReferenceModel) -> Placement:
+    """Return what a field gives as a placement with a matrix for each MoE layer of the model."""
+    assert model.moe is not None
+    layers, num_experts = list_moe_layers(model), model.moe.num_experts
+    if isinstance(given, str):
+        return STRATEGIES[given](num_experts, num_ranks, layers)
+    if isinstance(given, dict):
+        return Placement(num_experts, tuple(given[str(layer)] for layer in layers), layers)
+    return Placement(num_experts, (given,) * len(layers), layers)
+
+
+def is_placed(layout: Layout) -> bool:
+    """Return whether a layout says where experts are, instead of equal blocks that stay."""
+    return layout.placement is not None or bool(layout.exchange)
+
+
+@reading("layout.ep", FIELD, EXCHANGE, "recipe.steps", "recipe.model.moe.num_experts", *MODEL_OF_LAYOUT)
+def fitting_placement(case: Case) -> Iterator[Problem]:
+    """A placement names every expert of the model, and a rank of ep in each row."""
+    layout, model = case.layout, own_model(case)
+    if not is_placed(layout):
+        return
+    field = FIELD if layout.placement is not None else EXCHANGE
+    name = field.removeprefix("layout.")
+    if model is None or experts(case) is None:
+        remedy = "remove it, or use a model with `moe`"
+        yield blame(field, f"{name} needs experts that moeverify divides", remedy)
+    elif layout.ep == 1:
+        yield blame(field, f"{name} needs ep above 1", "set ep to the number of its rows, or remove it")
+    else:
+        if layout.placement is not None:
+            yield from check_given(layout.placement, FIELD, layout.ep, model)
+        for after, given in layout.exchange.items():
+            yield from _check_after(after, case.recipe.steps)
+            yield from check_given(given, f"{EXCHANGE}.{after}", layout.ep, model)
+
+
+def _check_after(after: str, num_steps: int) -> Iterator[Problem]:
+    if not after.isdecimal() or not 1 <= int(after) < num_steps:
+        message = f"expected a number of steps from 1 to {num_steps - 1}, got `{after}`"
+        remedy = f"the recipe trains {num_steps} steps, and what moves after the last one is not seen"
+        yield blame(f"{EXCHANGE}.{after}", message, remedy)
+
+
+def check_given(given: Given, path: str, num_ranks: int, model: ReferenceModel) -> Iterator[Problem]:
+    """Yield what is wrong with what the field at `path` gives."""
+    assert model.moe is not None
+    layers, num_experts = list_moe_layers(model), model.moe.num_experts
+    if isinstance(given, str):
+        # A file that could not be read is still called by its name, and has been blamed.
+        if given not in STRATEGIES and not given.endswith(FILE_ENDINGS):
+            remedy = (
+                f"write {enumerate_names(list(STRATEGIES))}, a matrix, or the name of a file (.yaml, .json)"
+            )
+            yield blame(path, f"there is no strategy `{given}`", remedy)
+        return
+    matrices = given if isinstance(given, dict) else {"": given}
+    if isinstance(given, dict):
+        yield from _check_layers(given, path, layers)
+    for name, matrix in matrices.items():
+        where = f"{path}.{name}" if name else path
+        if matrix and len(matrix) != num_ranks:
+            message = f"{len(matrix)} rows for the {num_ranks} ranks of ep"
+            yield blame(where, message, f"write {num_ranks} rows, or `ep: {len(matrix)}`")
+        yield from check_matrix(matrix, num_experts, path=where)
+
+
+def _check_layers(given: dict[str, ExpertMatrix], path: str, layers: Sequence[int]) -> Iterator[Problem]:
+    wanted = [str(layer) for layer in layers]
+    for name in given:
+        if name not in wanted:
+            message = f"the model has no MoE layer `{name}`"
+            yield blame(f"{path}.{name}", message, f"its MoE layers are {', '.join(wanted)}")
+    missing = [name for name in wanted if name not in given]
+    if missing:
+        remedy = "write a matrix for each of them, or one for all"
+        yield blame(path, f"there is no matrix for MoE layer {', '.join(missing)}", remedy)
+
+
+@reading(FIELD, EXCHANGE, "layout.experts", "layout.etp", "layout.tp", "layout.ep")
+def supported_placement(case: Case) -> Iterator[Problem]:
+    """A placed expert is whole on each of its ranks, in our own weights."""
+    layout = case.layout
+    if not is_placed(layout):
+        return
+    if layout.expert_tp > 1:
+        message = f"placement together with etp {layout.expert_tp} is not supported: each expert is whole"
+        yield blame(FIELD, message, "write `etp: 1`, or remove placement")
+    if layout.experts == "megablocks":
+        message = (
+            "placement together with `experts: megablocks` is not supported: the package cuts equal blocks"
+        )
+        yield blame(FIELD, message, "write `experts: loop`, or remove placement")
+
+
+PLACEMENT_RULES = (fitting_placement, supported_placement)

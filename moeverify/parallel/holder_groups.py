@@ -1,0 +1,96 @@
+"""The process groups of ranks that hold the same experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moeverify.axes.mesh import View
+from moeverify.placement.buckets import list_buckets
+from moeverify.placement.placement import Placement
+from moeverify.seams import seam
+
+Holders = tuple[int, ...]
+"""Coordinates on ep, ascending."""
+
+
+@dataclass(frozen=True)
+class HolderGroup:
+    """The `ranks` that hold the same experts, this one among them; a single rank needs no `group`."""
+
+    ranks: tuple[int, ...]
+    group: ProcessGroup | None
+
+
+class HolderGroups:
+    """The groups of one layout, made once for each set of holders.
+
+    A group has the ranks at the coordinates of its holders in all copies of the ep group that train the same layers.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._made: dict[Holders, HolderGroup | None] = {}
+
+    @seam
+    def make(self, placement: Placement) -> None:
+        """Make the groups that a placement needs and that are not there. Collective: all ranks.
+
+        Every rank makes every group in the same order, also those that it is not in: torch names a group by how many
+        groups a rank knows, so ranks that made only their own, which differ in number, would wait for each other.
+        """
+        for holders in sorted(list_holders(placement) - set(self._made)):
+            self._made[holders] = None
+            for ranks in list_holder_ranks(self._view, holders):
+                group = _make_group(ranks)
+                if dist.get_rank() in ranks:
+                    self._made[holders] = HolderGroup(tuple(ranks), group)
+
+    @seam
+    def keep_only(self, placement: Placement) -> None:
+        """Destroy the groups that a placement does not need. Collective: all ranks, with nothing under way."""
+        needed = list_holders(placement)
+        unused = [holders for holders in sorted(self._made) if holders not in needed]
+        if unused:
+            dist.barrier()  # no rank may still be in a collective of a group that another one takes down
+        for holders in unused:
+            found = self._made.pop(holders)
+            if found is not None and found.group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(found.group)
+
+    def find(self, holders: Holders) -> HolderGroup:
+        """Return the group of all copies of these holders, one of which is this rank."""
+        found = self._made[holders]
+        assert found is not None, f"this rank is none of the holders {holders}"
+        return found
+
+
+def list_holders(placement: Placement) -> set[Holders]:
+    """Return all sets of holders of a placement, and that of all ranks, over which the gradient norm is summed."""
+    found = {bucket.holders for matrix in placement.matrices for bucket in list_buckets(matrix)}
+    return found | {tuple(range(placement.num_ranks))}
+
+
+def list_holder_ranks(view: View, holders: Iterable[int]) -> list[list[int]]:
+    """Return the ranks at these coordinates of ep, together in all copies of the ep group that have the same layers.
+
+    One list for each pipeline stage.
+    """
+    wanted = frozenset(holders)
+    copies = [axis for axis in view.axes if axis != "pp"]
+    return [
+        [rank for rank in group if view.coordinates(rank)["ep"] in wanted] for group in view.groups(*copies)
+    ]
+
+
+def _make_group(ranks: Sequence[int]) -> ProcessGroup | None:
+    """Return a group of ranks, or nothing for a single rank. Collective: all ranks of the default group."""
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    group = dist.new_group(list(ranks), group_desc="holders of experts")
+    return group if isinstance(group, ProcessGroup) else None

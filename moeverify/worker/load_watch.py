@@ -1,0 +1,80 @@
+"""The load of the experts, noted while a case trains, and summed over the ranks when it is over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.axes.mesh import MeshPlan
+from moeverify.case.schema import Case
+from moeverify.checks.base import Watch
+from moeverify.layout.region import Region
+from moeverify.results.checks import Kind
+from moeverify.results.load import ExpertLoad
+from moeverify.train.program import Program
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+Copies = dict[tuple[int, int], Tensor]
+"""(step, layer): token copies of this rank for each expert, (E) int64."""
+
+
+class LoadWatch(Watch[Copies]):
+    """Counts what the routers of this rank choose, padding included: one count of integers a layer and micro-batch.
+
+    Nothing is reduced while the run goes on.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._routers = {router.name: router.module for router in program.routers}
+        self._copies: Copies = {}
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Count the choices behind the combine weights that are shown; see `Watch`."""
+        found = _LAYER.search(name)
+        if kind != Kind.ROUTER_WEIGHTS or name not in self._routers or found is None:
+            return
+        router = self._routers[name]
+        if router.record is None:
+            return
+        counts = torch.bincount(router.record.ids.flatten(), minlength=router.spec.num_experts)
+        key = (step, int(found[1]))
+        self._copies[key] = self._copies[key] + counts if key in self._copies else counts
+
+    def close(self) -> None:
+        """Let go of the model; see `Watch`."""
+        self._routers = {}
+
+    def report(self) -> Copies:
+        """Return what this rank has counted."""
+        return {key: counts.cpu() for key, counts in self._copies.items()}
+
+
+def sum_load(case: Case, by_rank: Sequence[Copies]) -> ExpertLoad | None:
+    """Return the load of a run from the counts of all ranks; None for a model whose routers cannot be seen."""
+    moe, plan = case.recipe.model.moe, MeshPlan.of(case.layout)
+    keys = {key for copies in by_rank for key in copies}
+    if moe is None or not keys:
+        return None
+    layers = sorted({layer for _, layer in keys})
+    num_steps = 1 + max(step for step, _ in keys)
+    total = torch.zeros(num_steps, len(layers), moe.num_experts, case.layout.ep, dtype=torch.int64)
+    for rank, copies in enumerate(by_rank):
+        # Ranks of tp that route the same tokens would count them again.
+        if plan.data.coordinates(rank)["tp"] and not case.layout.slices_tokens:
+            continue
+        source = plan.sparse.coordinates(rank)["ep"]
+        for (step, layer), counts in copies.items():
+            total[step, layers.index(layer), :, source] += counts
+    return ExpertLoad(
+        layers=tuple(layers),
+        num_experts=moe.num_experts,
+        num_sources=case.layout.ep,
+        top_k=moe.top_k,
+        copies=tuple(
+            tuple(tuple(tuple(expert) for expert in layer) for layer in step) for step in total.tolist()
+        ),
+    )

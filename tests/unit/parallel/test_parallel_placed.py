@@ -1,0 +1,119 @@
+"""Placed experts: where token copies go, what a rank stores, and which ranks sum an expert's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeverify.axes.mesh import MeshPlan
+from moeverify.case.schema import Case
+from moeverify.parallel.holder_groups import list_holder_ranks
+from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
+from moeverify.placement.cluster import Cluster
+from moeverify.placement.sharing import split_copies
+
+ROWS = ((0, 3, 2), (1, 2), (2, 1), (4, 3, 0, 2))
+NUM_EXPERTS = 5
+
+
+def draw_ids(num_tokens: int, top_k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :top_k]
+
+
+@pytest.mark.parametrize("source", range(len(ROWS)))
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_copies_are_shared_by_the_rule_of_the_solver(source: int, num_tokens: int) -> None:
+    marks = np.zeros((NUM_EXPERTS, len(ROWS)), dtype=np.bool_)
+    for rank, row in enumerate(ROWS):
+        marks[list(row), rank] = True
+    counts = torch.bincount(draw_ids(num_tokens, 2, source).flatten(), minlength=NUM_EXPERTS)
+    expected = split_copies(counts.numpy(), marks, source, Cluster(len(ROWS)))
+    actual = ReplicaRoutes(ROWS, NUM_EXPERTS, source).split(counts)
+    assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("source", range(len(ROWS)))
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_each_copy_leaves_once_for_a_slot_of_its_expert(source: int, num_tokens: int) -> None:
+    ids = draw_ids(num_tokens, 2, source)
+    counts, order = ReplicaRoutes(ROWS, NUM_EXPERTS, source).sort(ids)
+    assert sorted(order.tolist()) == list(range(ids.numel()))
+    slots = [(rank, expert) for rank, row in enumerate(ROWS) for expert in row]
+    start = 0
+    for (rank, expert), count in zip(slots, counts.tolist(), strict=True):
+        leaving = order[start : start + count]
+        assert (ids.flatten()[leaving] == expert).all()
+        assert leaving.tolist() == sorted(leaving.tolist()), "copies of a slot keep the order of their tokens"
+        assert count == 0 or rank == source or expert not in ROWS[source], "what is here stays here"
+        start += count
+    assert start == ids.numel()
+
+
+def test_equal_blocks_are_a_placement_like_any_other() -> None:
+    ids = draw_ids(20, 2, seed=7) % 4
+    blocks = EqualBlocks(4, 2)
+    placed = ReplicaRoutes(((0, 1), (2, 3)), 4, source=1)
+    assert blocks.num_slots == placed.num_slots
+    assert all(torch.equal(one, other) for one, other in zip(blocks.sort(ids), placed.sort(ids), strict=True))
+
+
+PLACEMENT = {"1": (tuple(range(11)), (3, *range(11, 16))), "2": (tuple(range(0, 16, 2)), tuple(range(1, 16)))}
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp_replicate": 2, "data_parallel": "ddp", "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 4, "ep": 2},
+        {"tp": 2, "ep": 2},
+        {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2, "stage_layers": (2, 1)},
+    ],
+    ids=str,
+)
+def test_a_rank_stores_the_experts_of_its_row(
+    degrees: dict[str, Any], make: Callable[..., Case], as_rank: Callable[[Case, int], Any]
+) -> None:
+    case = make(**degrees, placement=PLACEMENT)
+    seen: set[str] = set()
+    for rank in range(case.layout.world_size):
+        coordinate = MeshPlan.of(case.layout).sparse.coordinates(rank)["ep"]
+        with as_rank(case, rank) as model:
+            stored: dict[str, list[int]] = {}
+            for shard in model.done.shards:
+                if ".experts." in shard.name:
+                    assert shard.local().shape == shard.region.local_shape, shard.name
+                    stored.setdefault(shard.name, []).extend(shard.region.dims[0])
+            for name, experts in stored.items():
+                layer = name.split(".")[1]
+                assert sorted(experts) == sorted(PLACEMENT[layer][coordinate]), name
+                seen.add(layer)
+            counted = {id(shard.tensor) for shard in model.done.counted}
+            assert not any(
+                ".experts." in shard.name and id(shard.tensor) in counted for shard in model.done.shards
+            )
+    assert seen == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "holders", "expected"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, (0,), [[0, 2]]),
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, (0, 1), [[0, 1, 2, 3]]),
+        ({"dp_shard": 4, "ep": 2}, (1,), [[1, 3]]),
+        ({"dp_shard": 4, "ep": 4}, (1, 3), [[1, 3]]),
+        ({"tp": 2, "dp_shard": 2, "ep": 4}, (0, 3), [[0, 3]]),
+        ({"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2}, (1,), [[1], [3]]),
+    ],
+    ids=str,
+)
+def test_a_gradient_is_summed_over_all_copies_of_its_holders(
+    degrees: dict[str, Any], holders: tuple[int, ...], expected: list[list[int]], make: Callable[..., Case]
+) -> None:
+    view = MeshPlan.of(make(**degrees).layout).sparse
+    assert list_holder_ranks(view, holders) == expected
