@@ -1,6 +1,6 @@
 """DeepSpeed's accessor of optimizer state under ZeRO 1 and 2, with two groups of parameters. Needs deepspeed.
 
-One process. Exits with 1 when `safe_get_full_optimizer_state` fails for a parameter after two steps; with 0 otherwise.
+Exits with 1 when `safe_get_full_optimizer_state` fails for a parameter after two steps; with 0 otherwise.
 """
 
 import os
