@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "stacks"
 
-# The distribution that the cases of each folder need.
+# The distribution whose parallel code the cases of each folder verify.
 FRAMEWORKS = {
     "transformers": "transformers",
-    "torch_native": "transformers",
+    "torch_native": "torch",
     "accelerate": "accelerate",
     "lightning": "lightning",
     "deepspeed": "deepspeed",
@@ -203,9 +203,12 @@ def run_cases(paths, scratch, reports):
         command += ["--json", str(together), "--quiet"]
         command += ["--cache", str(scratch / "cache"), "--goldens", str(scratch / "goldens")]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
-        by_file = {Path(case["file"]).stem: case for case in json.loads(together.read_text())["cases"]}
+        # Files of two folders may have one name.
+        by_file = {
+            (ROOT / case["file"]).resolve(): case for case in json.loads(together.read_text())["cases"]
+        }
         for path in missing:
-            kept[path].write_text(json.dumps(by_file[path.stem] | {"versions": list_versions()}))
+            kept[path].write_text(json.dumps(by_file[path.resolve()] | {"versions": list_versions()}))
     return [json.loads(report.read_text()) for report in kept.values()]
 
 

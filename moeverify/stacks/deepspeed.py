@@ -8,6 +8,7 @@ Loss, micro-batches, clip and step go through the engine. DeepSpeed computes in 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -89,12 +90,18 @@ class DeepSpeedLoop(PreparedEngine):
             return
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        partitions = self._engine.optimizer.optimizer.state.values()
-        moments = sorted({key for each in partitions for key, value in each.items() if _is_moment(value)})
+        zero = self._engine.optimizer
+        states = [zero.optimizer.state.get(flat, {}) for flat in zero.single_partition_of_fp32_groups]
+        groups = {id(each): number for number, group in enumerate(zero.bit16_groups) for each in group}
         for shard in shards:
-            for key in moments:
-                whole = safe_get_full_optimizer_state(shard.tensor, key)
-                yield f"{shard.name}.{key}", shard.local(whole), shard.region
+            for key, value in sorted(states[groups[id(shard.tensor)]].items()):
+                if not isinstance(value, Tensor):
+                    continue
+                if value.ndim == 0:  # the step counter of a group
+                    yield f"{shard.name}.{key}", value, Region.whole(())
+                else:
+                    whole = safe_get_full_optimizer_state(shard.tensor, key)
+                    yield f"{shard.name}.{key}", shard.local(whole), shard.region
 
 
 def parallelize(
@@ -130,6 +137,7 @@ def parallelize(
     if mesh.device_type == "cpu":
         # The first all-reduce would compile an operator for shared memory, for minutes; gloo has one.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _forget_groups()
     optimizer = make_optimizer(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings | config)
 
@@ -142,6 +150,10 @@ def parallelize(
     )
 
 
-def _is_moment(value: object) -> bool:
-    """Return whether a tensor of an optimizer's state has an entry for each of its parameter, as a step has not."""
-    return isinstance(value, Tensor) and value.ndim > 0
+def _forget_groups() -> None:
+    """Forget the process groups of the case before: DeepSpeed keeps them in globals, and they are gone by then."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    importlib.reload(groups)
+    comm.cdb = None

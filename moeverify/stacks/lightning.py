@@ -68,13 +68,8 @@ def parallelize(
         strategy = ModelParallelStrategy(
             divide, data_parallel_size=sizes["dp_shard"], tensor_parallel_size=sizes["tp"]
         )
-    fabric = Fabric(
-        accelerator=mesh.device_type,
-        devices=mesh.size(),
-        strategy=strategy,
-        precision=precision,
-        plugins=_make_environment(mesh),
-    )
+    devices: dict[str, Any] = {"accelerator": mesh.device_type, "devices": mesh.size()}
+    fabric = Fabric(**devices, strategy=strategy, precision=precision, plugins=_make_environment(mesh))
     fabric.launch()
     prepared = fabric.setup_module(model)
     optimizer = make_optimizer(prepared)
