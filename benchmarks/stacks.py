@@ -3,7 +3,8 @@
     python benchmarks/stacks.py [--families qwen3_moe,...] [--modes tp,fsdp,...] [--reports FOLDER] [--out PAGE]
 
 Runs the cases of examples/stacks, and a sweep over families of transformers under its tensor, expert and data
-parallelism. Every case is a recipe and one line of layout; none has code. Needs transformers and accelerate.
+parallelism. Every case is a recipe and one line of layout; none has code. Needs transformers and accelerate; examples
+of a framework that is not installed are left out, unless `--reports` has them from another environment.
 """
 
 import argparse
@@ -21,6 +22,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "stacks"
 
+# The distribution whose parallel code the cases of each folder verify.
+FRAMEWORKS = {
+    "transformers": "transformers",
+    "torch_native": "torch",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "deepspeed": "deepspeed",
+}
+
 # Fields that all configurations share, and those of each family beside them.
 COMMON = {
     "vocab_size": 96,
@@ -33,50 +43,118 @@ COMMON = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}
-FAMILIES = {
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
+HEAD = {"head_dim": 8}
+WINDOW = {"sliding_window": 4}
+DENSE = {
     "llama": {},
-    "qwen3": {"head_dim": 8},
+    "qwen3": HEAD,
     "olmo2": {},
     "phi3": {},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 4},
+    "gemma3_text": HEAD | WINDOW,
     "apertus": {},
+    "olmo3": {},
+    "gemma2": HEAD | WINDOW,
+    "mistral": HEAD,
+    "qwen2": {},
+    "granite": {},
+    "smollm3": {},
+    "cohere2": WINDOW,
+    "starcoder2": {},
+    "glm4": HEAD,
+    "ministral": HEAD,
+    "helium": HEAD,
+    "seed_oss": HEAD,
+    "arcee": {},
+    "exaone4": HEAD | WINDOW,
+    "hunyuan_v1_dense": HEAD,
+    "ernie4_5": HEAD,
+    "nemotron": {},
+    "nanochat": {},
+    "youtu": MLA,
+    "vaultgemma": HEAD | WINDOW,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+SHARED = {"shared_expert_intermediate_size": 16}
+MIXTURES = {
     "mixtral": LOCAL_EXPERTS,
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": EXPERTS | {"head_dim": 8},
+    "qwen2_moe": EXPERTS | SHARED,
+    "qwen3_moe": EXPERTS | HEAD,
     "phimoe": LOCAL_EXPERTS,
-    "gpt_oss": LOCAL_EXPERTS | {"head_dim": 8, "sliding_window": 4},
+    "gpt_oss": LOCAL_EXPERTS | HEAD | WINDOW,
     "granitemoe": LOCAL_EXPERTS,
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": ROUTED | HEAD,
     "ernie4_5_moe": {
         "moe_num_experts": 8,
         "moe_k": 2,
         "moe_intermediate_size": 16,
         "moe_layer_start_index": 1,
     },
-    "minimax_m2": LOCAL_EXPERTS | {"head_dim": 8},
+    "minimax_m2": LOCAL_EXPERTS | HEAD,
+    "deepseek_v3": ROUTED | MLA | {"n_group": 2, "topk_group": 1},
+    "deepseek_v2": ROUTED | MLA | {"n_group": 2, "topk_group": 1, "topk_method": "greedy"},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "intermediate_size": 16} | HEAD,
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "granitemoeshared": LOCAL_EXPERTS | {"shared_intermediate_size": 16},
+    "minimax": LOCAL_EXPERTS | HEAD | FULL_ATTENTION,
+    "qwen3_next": EXPERTS | HEAD | SHARED | FULL_ATTENTION,
+    "afmoe": EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1},
+    "lfm2_moe": EXPERTS | FULL_ATTENTION | {"num_dense_layers": 1},
+    "exaone_moe": EXPERTS | HEAD | WINDOW | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": ROUTED | MLA,
+    "mimo_v2_flash": ROUTED | HEAD | {"v_head_dim": 8},
+    "cohere2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16} | WINDOW,
+    "laguna": EXPERTS | HEAD,
+    "solar_open": ROUTED | HEAD,
+    "hy_v3": EXPERTS | HEAD,
+    "mellum": EXPERTS | HEAD,
 }
-DENSE = {"llama", "qwen3", "olmo2", "phi3", "gemma3_text", "apertus"}
+FAMILIES = DENSE | MIXTURES
 MODES = {
     "tp": {"tp": 2},
     "tp-ep": {"tp": 2, "arguments": {"ep_size": 2}},
+    "tp-ep-batched_mm": {"tp": 2, "arguments": {"ep_size": 2}},
     "fsdp": {"dp_shard": 2},
+    "fsdp-ep": {"dp_shard": 2, "arguments": {"ep_size": 2}},
     "tp-accumulation": {"tp": 2, "micro_batches": 2},
 }
+# Modes with another implementation of the experts than `eager`.
+IMPLEMENTATIONS = {"tp-ep-batched_mm": "batched_mm"}
 TP_NORMS = "q_norm and k_norm are summed over tp again in each micro-batch"
 FOUND = "../../examples/found/"
+# Families whose plan has the style `replicated_with_grad_allreduce`.
+SUMMED_AGAIN = (
+    "qwen3",
+    "gemma3_text",
+    "apertus",
+    "exaone4",
+    "qwen3_moe",
+    "qwen3_next",
+    "exaone_moe",
+    "laguna",
+    "hy_v3",
+)
+SUMMED_AGAIN += ("mellum",)
 # (family, mode) -> (the reason, its page, the parameters whose gradients it makes wrong in the first step): what
 # differs in the newest release that was tried.
 KNOWN = {
     **{
         (family, "tp-accumulation"): (TP_NORMS, f"{FOUND}transformers-tp-gradient-accumulation", "_norm")
-        for family in ("qwen3", "qwen3_moe", "gemma3_text", "apertus")
+        for family in SUMMED_AGAIN
     },
     **{
         ("apertus", mode): (
@@ -89,46 +167,66 @@ KNOWN = {
 }
 
 
-def write_cases(folder, families, modes):
-    """Write a recipe for each family and a case for each family and mode."""
-    (folder / "recipes").mkdir(parents=True)
-    for family in families:
-        recipe = {
-            "model": {
-                "factory": "moeverify.stacks.transformers:make",
-                "arguments": {"model_type": family} | COMMON | FAMILIES[family],
-                "vocab_size": COMMON["vocab_size"],
-            },
-            "data": {"batch": 8, "seq_len": 10, "min_valid": 0.5},
-            "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.1},
+def write_case(folder, family, mode):
+    """Write the case of a family and mode, with its recipe, and return its path."""
+    experts = IMPLEMENTATIONS.get(mode)
+    name = family if experts is None else f"{family}-{experts}"
+    recipe = {
+        "model": {
+            "factory": "moeverify.stacks.transformers:make",
+            "arguments": {"model_type": family}
+            | COMMON
+            | FAMILIES[family]
+            | ({"experts": experts} if experts else {}),
+            "vocab_size": COMMON["vocab_size"],
+        },
+        "data": {"batch": 8, "seq_len": 10, "min_valid": 0.5},
+        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.1},
+        "steps": 1,
+    }
+    (folder / "recipes").mkdir(parents=True, exist_ok=True)
+    (folder / "recipes" / f"{name}.yaml").write_text(json.dumps(recipe))
+    layout = MODES[mode] | {"parallelize": "moeverify.stacks.transformers:parallelize"}
+    case = {"name": f"{family}--{mode}", "recipe": name, "layout": layout}
+    path = folder / f"{family}--{mode}.yaml"
+    path.write_text(json.dumps(case | {"checks": {"timeout": 300.0, "repeat": "never"}}))
+    return path
+
+
+def run_cases(paths, scratch, reports):
+    """Run those cases in one launch that have no report yet, keep one report a case, and return all of them."""
+    kept = {path: reports / f"{path.parent.name}--{path.stem}.json" for path in sorted(paths)}
+    missing = [path for path, report in kept.items() if not report.exists()]
+    if missing:
+        together = scratch / "together.json"
+        command = [sys.executable, "-m", "moeverify", "run", *map(str, missing), "--device", "cpu"]
+        command += ["--json", str(together), "--quiet"]
+        command += ["--cache", str(scratch / "cache"), "--goldens", str(scratch / "goldens")]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        # Files of two folders may have one name.
+        by_file = {
+            (ROOT / case["file"]).resolve(): case for case in json.loads(together.read_text())["cases"]
         }
-        (folder / "recipes" / f"{family}.yaml").write_text(json.dumps(recipe))
-        for mode in modes:
-            if mode == "tp-ep" and family in DENSE:
-                continue
-            layout = MODES[mode] | {"parallelize": "moeverify.stacks.transformers:parallelize"}
-            case = {"name": f"{family}--{mode}", "recipe": family, "layout": layout}
-            (folder / f"{family}--{mode}.yaml").write_text(json.dumps(case | {"checks": {"timeout": 300.0}}))
+        for path in missing:
+            kept[path].write_text(json.dumps(by_file[path.resolve()] | {"versions": list_versions()}))
+    return [json.loads(report.read_text()) for report in kept.values()]
 
 
-def run_cases(paths, scratch, report):
-    """Run cases in one launch unless their `report` is there; return what it says of them."""
-    if report.exists():
-        return json.loads(report.read_text())["cases"]
-    command = [
-        sys.executable,
-        "-m",
-        "moeverify",
-        "run",
-        *map(str, sorted(paths)),
-        "--device",
-        "cpu",
-        "--json",
-        str(report),
+def list_versions():
+    """Return the versions of the frameworks that are installed here, by the name of their distribution."""
+    found = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+    return {name: found[name] for name in ("torch", *dict.fromkeys(FRAMEWORKS.values())) if name in found}
+
+
+def list_examples(reports):
+    """Return the example cases whose framework is installed here, or that have a report of another environment."""
+    installed = list_versions()
+    return [
+        path
+        for path in sorted(EXAMPLES.glob("*/*.yaml"))
+        if FRAMEWORKS[path.parent.name] in installed
+        or (reports / f"{path.parent.name}--{path.stem}.json").exists()
     ]
-    command += ["--cache", str(scratch / "cache"), "--goldens", str(scratch / "goldens"), "--quiet"]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
-    return json.loads(report.read_text())["cases"]
 
 
 def count_tensors(case):
@@ -158,28 +256,29 @@ def describe_declared(path):
 
 def make_page(command, examples, sweep, modes):
     """Return the page as Markdown."""
-    names = ("torch", "transformers", "accelerate")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    versions = ", ".join(f"{name} {version}" for name, version in list_versions().items())
     lines = [
         "# Other people's stacks",
         "",
-        "Their own parallel code on tiny models, verified from case files alone: no case of this page has a line of",
-        "code. Two steps of AdamW with a clip that binds, float64, 2 ranks on CPUs (gloo); `tp-accumulation` has 2",
-        "micro-batches. `make stacks` makes this page.",
+        "Their own parallel code on tiny models, verified from case files alone: no case of this page has a line",
+        "of code. AdamW with a clip that binds, 2 ranks on CPUs (gloo); two steps in the examples, one in the sweep.",
+        "float64, and float32 with DeepSpeed, which has no more; `tp-accumulation` has 2 micro-batches, and experts",
+        "are `eager` where a mode names no other implementation. `make stacks` makes this page.",
         "",
         f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, python {platform.python_version()}, {versions}",
         "",
         "## Ready-made adapters",
         "",
-        "| case | lines of case file | tensors | seconds | verdict |",
-        "|---|---|---|---|---|",
+        "| case | release | lines of case file | tensors | seconds | verdict |",
+        "|---|---|---|---|---|---|",
     ]
     for case in examples:
         num_lines = len(Path(ROOT / case["file"]).read_text().splitlines())
         verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
-        lines.append(
-            f"| {case['name']} | {num_lines} | {count_tensors(case)} | {case['seconds']:.1f} | {verdict} |"
-        )
+        framework = FRAMEWORKS[Path(case["file"]).parent.name]
+        release = f"{framework} {case['versions'][framework]}"
+        cells = (case["name"], release, num_lines, count_tensors(case), f"{case['seconds']:.1f}", verdict)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "## Families of transformers", "", f"| family | {' | '.join(modes)} |"]
     lines.append("|---" * (len(modes) + 1) + "|")
     by_name = {case["name"]: case for case in sweep}
@@ -206,6 +305,7 @@ def main():
     parser.add_argument(
         "--reports", type=Path, help="folder that keeps every report: what is there is not run again"
     )
+    parser.add_argument("--together", type=int, default=8, help="families in one launch")
     options = parser.parse_args()
     modes = options.modes.split(",")
     chosen = ["--families", options.families, "--modes", options.modes]
@@ -214,14 +314,23 @@ def main():
         scratch = Path(name)
         reports = options.reports or scratch
         reports.mkdir(parents=True, exist_ok=True)
-        examples = run_cases(EXAMPLES.glob("*/*.yaml"), scratch, reports / "examples.json")
-        families, sweep = options.families.split(","), []
-        write_cases(scratch / "sweep", families, modes)
-        for family in families:
-            paths = (scratch / "sweep").glob(f"{family}--*.yaml")
-            sweep += run_cases(paths, scratch, reports / f"{family}.json")
-            # After each family: the page is there although a later one may be broken off.
+        examples = run_cases(list_examples(reports), scratch, reports)
+        families, sweep = [family for family in options.families.split(",") if family], []
+        for first in range(0, len(families), options.together):
+            some = families[first : first + options.together]
+            sweep += run_cases(
+                [
+                    write_case(scratch / "sweep", family, mode)
+                    for family in some
+                    for mode in modes
+                    if family in MIXTURES or "ep" not in mode
+                ],
+                scratch,
+                reports,
+            )
+            # After each launch: the page is there although a later one may be broken off.
             options.out.write_text(make_page(command, examples, sweep, modes))
+        options.out.write_text(make_page(command, examples, sweep, modes))
 
 
 if __name__ == "__main__":

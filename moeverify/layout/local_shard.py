@@ -16,7 +16,7 @@ from moeverify.layout.placement import local_part, region_of
 from moeverify.layout.region import Region
 
 _WRAPPERS = re.compile(
-    r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_pipeline_stage_\d+|module)(?=\.|$)"
+    r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_pipeline_stage_\d+|_forward_module|module)(?=\.|$)"
 )
 
 

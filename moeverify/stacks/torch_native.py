@@ -44,8 +44,22 @@ def parallelize(
 
     Raises: CaseError for a name that no module has, and a style that is none.
     """
+    refuse_unknown_modules(model, blocks, plan or {})
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    if mesh["tp"].size() > 1:
+        apply_plan(model, mesh["tp"], plan or {})
+    if replicas.size() * shards.size() > 1:
+        shard_blocks(model, mesh["dp_replicate", "dp_shard"] if replicas.size() > 1 else shards, blocks)
+    return model
+
+
+def refuse_unknown_modules(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> None:
+    """Refuse names that no module of the model has, and styles that are none.
+
+    Raises: CaseError that names all of them.
+    """
     names = [name for name, _ in model.named_modules() if name]
-    patterns = {f"plan.{pattern}": pattern for pattern in plan or {}} | ({"blocks": blocks} if blocks else {})
+    patterns = {f"plan.{pattern}": pattern for pattern in plan} | ({"blocks": blocks} if blocks else {})
     problems = [
         Problem(
             f"no module of {type(model).__name__} is named `{pattern}`",
@@ -61,22 +75,24 @@ def parallelize(
             path=f"layout.arguments.plan.{name}",
             remedy=f"write {', '.join(_STYLES)}",
         )
-        for name, style in (plan or {}).items()
+        for name, style in plan.items()
         if style not in _STYLES
     ]
     if problems:
         raise CaseError(problems)
-    if mesh["tp"].size() > 1:
-        parallelize_module(
-            model, mesh["tp"], {name: _STYLES[style]() for name, style in (plan or {}).items()}
-        )
-    if mesh["dp_replicate"].size() * mesh["dp_shard"].size() > 1:
-        data = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
-        for name, module in list(model.named_modules()):
-            if blocks and _matches(blocks, name):
-                fully_shard(module, mesh=data)
-        fully_shard(model, mesh=data)
-    return model
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Divide a model over the mesh (tp) by styles of names of modules."""
+    parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in plan.items()})
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, blocks: str) -> None:
+    """Wrap every block and the model by FSDP2, over the mesh (dp_shard) or (dp_replicate, dp_shard)."""
+    for name, module in list(model.named_modules()):
+        if blocks and _matches(blocks, name):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def _matches(pattern: str, name: str) -> bool:

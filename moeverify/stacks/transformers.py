@@ -18,7 +18,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.errors import CaseError, Problem
-from moeverify.stacks.framework import import_framework
+from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
 
 # The first release whose DistributedConfig has a size for every axis.
 LEAST = "5.23.0"
@@ -72,20 +71,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
         remedy = "make it by `recipe.model.factory: moeverify.stacks.transformers:make`, or by from_config"
         raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
-    known = [field.name for field in fields(DistributedConfig)]
-    unknown = [name for name in arguments if name not in known]
-    problems = [
-        Problem(
-            f"DistributedConfig of transformers {transformers.__version__} has no `{name}`",
-            path=f"layout.arguments.{name}",
-            remedy=f"it has {', '.join(known)}",
-        )
-        for name in unknown
-    ]
-    if mesh["cp"].size() > 1:
-        problems.append(
-            Problem("transformers has no context parallelism", path="layout.cp", remedy="remove layout.cp")
-        )
+    problems = refuse_unknown_arguments(DistributedConfig, arguments)
+    problems += refuse_axes(mesh, ("cp",), "transformers does not divide a model")
     if problems:
         raise CaseError(problems)
     # An axis of one rank is not named: transformers takes a size of 1 for a wish.

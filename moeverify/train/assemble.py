@@ -32,6 +32,7 @@ from moeverify.train.clipping import are_plain_tensors_everywhere, count_regions
 from moeverify.train.data import Share, whole_share
 from moeverify.train.engine import PlainEngine
 from moeverify.train.objective import Sums
+from moeverify.train.optimizer import build_model_optimizer
 from moeverify.train.parallelize_custom import ParallelizedCustomModel, parallelize_custom
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 from moeverify.train.subjects import subject_of
@@ -115,7 +116,9 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
     whole = subject.build(device, dtype_of(recipe.precision), experts=layout.experts)
     fill_initial(recipe, whole)
     values = {} if layout.parallelize is None else _copy_values(whole)
-    done = parallelize_custom(whole, layout, meshes, device, compute_dtype_of(recipe.precision))
+    make_optimizer = partial(build_model_optimizer, recipe.optimizer, layout.optimizer)
+    compute = compute_dtype_of(recipe.precision)
+    done = parallelize_custom(whole, layout, meshes, device, make_optimizer, compute)
     shards = parameters(done.model) if layout.parallelize is None else done.list_shards(values)
     flat = keeps_flat_shards(done.model)
     return Program(
@@ -130,7 +133,7 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         scale=float(meshes.size("loss")),
         num_micro_batches=layout.micro_batches,
         optimizer_implementation=layout.optimizer,
-        accumulate=partial(accumulate, done.model),
+        accumulate=done.accumulate or partial(accumulate, done.model),
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
         finalize=partial(_finalize, done, shards),
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
@@ -146,7 +149,8 @@ def _copy_values(whole: nn.Module) -> dict[str, Tensor]:
 
 def _count_regions(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> frozenset[str] | None:
     """Return which parameters this rank counts in the norm; None where torch's own norm over meshes is right."""
-    if isinstance(done.engine, PlainEngine) and are_plain_tensors_everywhere(shards):
+    is_in_grad = getattr(type(done.engine), "gradient", None) is PlainEngine.gradient
+    if is_in_grad and are_plain_tensors_everywhere(shards):
         return None
     return count_regions_once(shards)
 

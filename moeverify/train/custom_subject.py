@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from moeverify.train.routers import RouterView, find_routers
 from moeverify.train.subject import Run, Vector
 from moeverify.train.target import describe_error, resolve
 
+# What torch calls float64 where an operator has no kernel for it, or wants both sides alike: `Double`, `float64`.
+_REFUSED = re.compile(r"\b(c10::)?(double|float64)\b", re.IGNORECASE)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.bfloat16: torch.complex64}
 
 
@@ -83,6 +86,10 @@ class CustomSubject:
 
     def compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
         """Return the loss of each token (M, s), or their sum over the valid ones, ()."""
+        with self._named_precision():
+            return self._compute_own_loss(run, batch, targets)
+
+    def _compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
         if self.model.loss is None:
             logits = _read_logits(run.model(batch.tokens), batch)
             if isinstance(logits, DTensor) and run.loss_context is nullcontext:
@@ -98,6 +105,18 @@ class CustomSubject:
             raise _shape_error(message, "return a sum, or a loss a token")
         loss: Tensor = found
         return loss
+
+    @contextmanager
+    def _named_precision(self) -> Iterator[None]:
+        """Say which precision to use where an operator refuses float64, as torch's grouped_mm does."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            if self.recipe.precision != "float64" or not _REFUSED.search(str(error)):
+                raise
+            message = f"the model does not compute in float64: {describe_error(error)}"
+            remedy = "write precision: float32, or use operators that compute in float64"
+            raise CaseError([Problem(message, path="recipe.precision", remedy=remedy)]) from error
 
 
 class CustomParts:

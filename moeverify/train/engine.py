@@ -105,3 +105,15 @@ class PlainEngine:
     def state(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor, Region]]:
         """Yield moments and step counters."""
         return optimizer_state(self.optimizer, shards)
+
+
+class PreparedEngine(PlainEngine):
+    """A torch optimizer that a framework was given together with the model, and may have wrapped or changed."""
+
+    def __init__(self, optimizer: TorchOptimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
+        """Return the optimizer as the framework left it: the recipe and the layout made it what it is."""
+        return self.optimizer

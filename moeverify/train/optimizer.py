@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
-from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.local_shard import LocalShard, parameters
 from moeverify.layout.region import Region
 from moeverify.seams import seam
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
@@ -31,6 +31,11 @@ def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: 
         for (is_matrix, _), tensors in by_kind.items()
     ]
     return OPTIMIZER.find(spec.name).build(groups, spec, OPTIMIZER_KERNELS.find(kernels).keywords)
+
+
+def build_model_optimizer(spec: OptimizerSpec, kernels: str, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a recipe over the parameters that a module has on this rank, whole or divided."""
+    return build_optimizer(spec, parameters(model), kernels)
 
 
 def optimizer_state(

@@ -5,7 +5,9 @@ It is given any model: a user's, or the reference model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from moeverify.case.schema import Layout
 from moeverify.errors import CaseError, Problem
@@ -24,6 +27,7 @@ from moeverify.parallel.wrapper import apply_wrapper
 from moeverify.train.engine import Engine, PlainEngine
 from moeverify.train.target import resolve
 
+MakeOptimizer = Callable[[nn.Module], Optimizer]
 MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -34,7 +38,9 @@ class ParallelizedCustomModel:
     A function that parallelizes may return one of these. `names` says which logical parameter a plain tensor belongs
     to and `regions` which part of it it is, both by the local name. What they leave out, and what has no logical
     parameter's name and shape, is found by its initial values; with `numbers_locally` every plain tensor is, since
-    names such as `experts.0` mean another expert on each rank.
+    names such as `experts.0` mean another expert on each rank. `accumulate(last)` makes the context around the
+    forward and backward pass of a micro-batch, for frameworks with a `no_sync` of their own; else that of DDP, FSDP1
+    and FSDP2 is used.
     """
 
     model: nn.Module
@@ -43,6 +49,7 @@ class ParallelizedCustomModel:
     names: Mapping[str, str] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
     numbers_locally: bool = False
+    accumulate: Callable[[bool], AbstractContextManager[object]] | None = None
 
     def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
         """Return this rank's shards of the parameters; `whole` are the initial values of all of them, by name.
@@ -86,13 +93,20 @@ def _describe_unplaced(tensor: Unplaced) -> Problem:
 
 
 def parallelize_custom(
-    model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device, compute: torch.dtype | None = None
+    model: nn.Module,
+    layout: Layout,
+    meshes: Meshes,
+    device: torch.device,
+    make_optimizer: MakeOptimizer,
+    compute: torch.dtype | None = None,
 ) -> ParallelizedCustomModel:
     """Return the model under the layout: by the user's function where there is one, else by torch's wrapper.
 
     The function is called as `parallelize(model, mesh, **arguments)` with the mesh of `MESH_AXES`, and returns the
     parallel model, or a pair of it and a function without arguments that completes the gradients of a step, or a pair
     of it and an engine (`moeverify.train.engine.Engine`) that carries out the steps, or a `ParallelizedCustomModel`.
+    A function with a parameter `make_optimizer` is given one: called with the model it returns the optimizer of the
+    recipe, for frameworks that take both together, whose engine is then a `PreparedEngine`.
     The gradients must then be averaged over the ranks that see other tokens, as DDP and FSDP do. For example:
 
         def parallelize(model, mesh):
@@ -108,7 +122,8 @@ def parallelize_custom(
         return ParallelizedCustomModel(apply_wrapper(model, layout, meshes, device, compute))
     function = resolve(layout.parallelize, "layout.parallelize")
     mesh: DeviceMesh = meshes.data[MESH_AXES]
-    returned = function(model, mesh, **layout.arguments)
+    offered = {"make_optimizer": make_optimizer} if _takes(function, "make_optimizer") else {}
+    returned = function(model, mesh, **offered, **layout.arguments)
     if isinstance(returned, ParallelizedCustomModel):
         return returned
     parallel, second = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
@@ -120,6 +135,11 @@ def parallelize_custom(
     message = f"`{layout.parallelize}` returned {type(returned).__name__} and not a module"
     remedy = "return the parallel model, (model, function that completes the gradients), or (model, engine)"
     raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function has a parameter of this name, apart from `**arguments`."""
+    return name in inspect.signature(function).parameters
 
 
 def _is_engine(value: object) -> TypeGuard[Engine]:

@@ -87,6 +87,7 @@ READS_ENVIRONMENT = (
     "controller.machine",
     "capture.command",
     "startup",
+    "stacks.accelerate",  # puts back what accelerate writes there
 )
 
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -1,4 +1,4 @@
-"""transformers under its own parallelism, through the ready-made adapter: what it verifies, and what it refuses."""
+"""Models of transformers under its own parallelism and under accelerate, through the ready-made adapters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ pytest.importorskip("accelerate")
 
 from conftest import EXAMPLES, run_files
 
-ADAPTER = "moeverify.stacks.transformers:parallelize"
-# Each: further fields of the layout.
+# Each: the adapter, and further fields of the layout.
 CASES = {
-    "tp": "tp: 2",
-    "accumulation": "tp: 2, micro_batches: 2",
-    "unsized": "tp: 2, arguments: {tp_size: null, ep_size: 1}",
+    "tp": ("transformers", "tp: 2"),
+    "accumulation": ("transformers", "tp: 2, micro_batches: 2"),
+    "unsized": ("transformers", "tp: 2, arguments: {tp_size: null, ep_size: 1}"),
+    "accelerate": (
+        "accelerate",
+        "dp_shard: 2, micro_batches: 2, arguments: {auto_wrap_policy: transformer_based_wrap, "
+        "transformer_cls_names_to_wrap: [Qwen3MoeDecoderLayer]}",
+    ),
 }
 
 
@@ -28,9 +32,10 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "recipes").mkdir()
     recipe = EXAMPLES / "stacks" / "transformers" / "recipes" / "qwen3-moe.yaml"
     (folder / "recipes" / "model.yaml").write_text(recipe.read_text())
-    for name, layout in CASES.items():
+    for name, (adapter, layout) in CASES.items():
         (folder / f"{name}.yaml").write_text(
-            f"name: {name}\nrecipe: model\nlayout: {{{layout}, parallelize: '{ADAPTER}'}}\n"
+            f"name: {name}\nrecipe: model\nlayout: {{{layout}, parallelize: "
+            f"'moeverify.stacks.{adapter}:parallelize'}}\n"
             "checks: {repeat: never, timeout: 300.0}\n"
         )
     return run_files([folder], Path(folder))
@@ -56,3 +61,11 @@ def test_a_configuration_without_sizes_divides_nothing_and_fails(hugging_face: A
     case = hugging_face.results["unsized"]
     assert case.verdict == "mismatch"
     assert [(each.check, each.tensor) for each in case.findings] == [("sharding", "axis tp")]
+
+
+def test_accelerate_prepares_model_and_optimizer_and_carries_out_the_steps(hugging_face: Any) -> None:
+    case = hugging_face.results["accelerate"]
+    assert (case.verdict, case.reason) == ("pass", "")
+    (use,) = next(check.facts.axes for check in case.checks if check.name == "sharding")
+    assert use.axis == "dp_shard"
+    assert use.num_divided == use.num_parameters

@@ -50,6 +50,17 @@ def each(model, tokens, targets):
     return loss.view(targets.shape)
 
 
+def grouped(model, tokens, targets):
+    hidden = model.embed(tokens).flatten(0, 1)
+    experts = model.head.weight.T.unsqueeze(0)
+    logits = torch._grouped_mm(hidden, experts, offs=torch.tensor([len(hidden)], dtype=torch.int32))
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
+
+
+def broken(model, tokens, targets):
+    return model(tokens) @ torch.zeros(3)
+
+
 def never_for_nothing(model, tokens, targets):
     assert (targets != -100).any(), "called without a token"
     return summed(model, tokens, targets)
@@ -171,3 +182,24 @@ def test_a_factory_that_fails_is_named(folder: str) -> None:
     broken = recipe.model_copy(update={"model": recipe.model.model_copy(update={"arguments": {"depth": 3}})})
     with import_path([folder]), pytest.raises(CaseError, match=r"`own_subject:Small` failed: TypeError"):
         subject_of(broken).build(CPU, torch.float64)
+
+
+def test_an_operator_that_refuses_float64_is_answered_with_a_precision(folder: str) -> None:
+    with import_path([folder]):
+        recipe = make_recipe("grouped")
+        program = assemble_single(recipe, CPU)
+        batch = make_batches(recipe, program, 0)[0]
+        with pytest.raises(CaseError) as error:
+            compute_losses(recipe, program, batch, count_valid([batch], program.sums, 8))
+    (problem,) = error.value.problems
+    assert problem.path == "recipe.precision"
+    assert "write precision: float32" in str(problem)
+
+
+def test_any_other_failure_of_a_model_is_left_as_it_is(folder: str) -> None:
+    with import_path([folder]):
+        recipe = make_recipe("broken")
+        program = assemble_single(recipe, CPU)
+        batch = make_batches(recipe, program, 0)[0]
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            compute_losses(recipe, program, batch, count_valid([batch], program.sums, 8))
