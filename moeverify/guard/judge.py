@@ -71,7 +71,8 @@ class Judge:
             return
         yield from self._find_collectives(sampled)
         yield from self._tokens.find(sampled)
-        yield from self._norms.find(sampled)
+        if not self._replicas.has_unequal_replicas(sampled):
+            yield from self._norms.find(sampled)
         yield from self._replicas.find(sampled)
 
     def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
