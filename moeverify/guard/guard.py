@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -383,8 +384,6 @@ class _Sampling:
 
 
 def _describe_tensor(shard: LocalShard) -> TensorLine:
-    import torch
-
     parameter = shard.tensor
     mesh = (
         tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) if isinstance(parameter, DTensor) else ()

@@ -59,11 +59,7 @@ class CallOrder:
             broken += [None if _repeats(rows) else discarded, find_inner_schedule(calls)]
         first, last = backward_range(calls)
         zeroes_between = any(call.name == "zero_grad" for call in calls[first:last])
-        if (
-            self._kept > 0.0
-            and first < last + 1 <= len(calls)
-            and not (zeroes_between and len(self._optimizers) > 1)
-        ):
+        if self._kept > 0.0 and "backward" in names and not (zeroes_between and len(self._optimizers) > 1):
             site = calls[first].site
             broken.append(CallFacts(rule=CallRule.KEPT, site=site, expected=1, norm=self._kept))
         found = (
