@@ -43,8 +43,6 @@ def guard(
     [
         ("train_layouts.py", ("--autocast",), 2),
         ("train_layouts.py", ("--layout", "fsdp", "--autocast", "--optimizer", "SGD"), 2),
-        ("train_layouts.py", ("--layout", "fsdp-tp"), 4),
-        ("train_ep.py", ("--steps", "6"), 2),
     ],
 )
 def test_a_right_script_is_silent(
@@ -60,8 +58,6 @@ def test_a_right_script_is_silent(
 @pytest.mark.parametrize(
     ("program", "arguments", "check", "about"),
     [
-        ("train_layouts.py", ("--bug", "nan"), "finite values", "blocks.1.down"),
-        ("train_ep.py", ("--bug", "router", "--steps", "4"), "replicas", "blocks.0.router.weight"),
         ("train_ep.py", ("--bug", "zero-grad", "--steps", "4"), "order of calls", "discarded"),
     ],
 )
@@ -71,18 +67,3 @@ def test_a_bug_is_found_without_another_run(
     done, findings = guard(tmp_path, program, *arguments)
     assert done.returncode == 0, done.stderr
     assert [(each["check"], each["tensor"]) for each in findings] == [(check, about)]
-
-
-def test_a_finding_can_end_the_script(tmp_path: Path) -> None:
-    done, findings = guard(
-        tmp_path,
-        "train_layouts.py",
-        "--bug",
-        "same-tokens",
-        "--steps",
-        "100000",
-        options=("--on-finding", "stop"),
-    )
-    assert done.returncode == 1
-    assert [each["check"] for each in findings] == ["tokens"]
-    assert findings[0]["ranks"] == [0, 1]
