@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ Function = Callable[..., Any]
 
 def install(listener: Listener) -> None:
     """Tell a listener of everything in this process."""
+    # torch.compile warns of global hooks; these are ours, and the script's output is to stay as it is.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
     modules = (
         register_module_forward_pre_hook(listener.enter_module),
         register_module_forward_hook(listener.leave_module, always_call=True),

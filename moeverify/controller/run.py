@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeverify.axes.describe import describe_layout
-from moeverify.case.schema import Case
+from moeverify.case.schema import Case, CustomModel
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet
 from moeverify.controller.machine import choose_device, count_gpus, describe_environment, find_limit
@@ -34,6 +34,7 @@ from moeverify.report.words.note import (
     describe_missing_save,
     describe_obstacle,
     describe_sharing,
+    describe_unused_loop,
     list_notes,
 )
 from moeverify.results.finding import Verdict, note_failure
@@ -260,6 +261,7 @@ class CaseRun:
             findings=tuple(suggest_layout(task.case, finding, self._limit.most) for finding in found),
             notes=(
                 *list_notes(checks, declared, state),
+                *describe_unused_loop(verdict, is_own_model=isinstance(task.case.recipe.model, CustomModel)),
                 *describe_sharing(task.case.layout.world_size, self._num_gpus, external_world() is not None),
             ),
             rank_reports=_word_reports(outcome.rank_reports),

@@ -25,6 +25,7 @@ class FiniteWatch:
 
     def __init__(self) -> None:
         self.is_sampled = False
+        self.is_active = True
         self._flags: list[tuple[str, Tensor]] = []
         self._often: set[str] = set()
 
@@ -70,7 +71,8 @@ class FiniteWatch:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             # A compiler would take the flags for a part of the model.
             if (
-                not torch.is_grad_enabled()
+                not self.is_active
+                or not torch.is_grad_enabled()
                 or torch.compiler.is_compiling()
                 or len(self._flags) >= _MOST_FLAGS
             ):

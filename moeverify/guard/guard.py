@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -197,10 +198,10 @@ class Guard(Listener):
         """Be told of the models themselves from now on: hooks for all modules cost each of them a microsecond."""
         self.on_stop()
         for model in self.model.roots:
+            # The model whose forward pass has just begun is left by the hook that is added here.
             # First, so that a collective trace begins before FSDP gathers parameters.
             model.register_forward_pre_hook(self.enter_module, prepend=True)
             model.register_forward_hook(self.leave_module, always_call=True)
-        self._depth.value = 0
 
     def _end_step(self) -> None:
         self._stop_tracing()
@@ -208,7 +209,7 @@ class Guard(Listener):
         if self.is_sampled and self._shards:
             if sampling.nonfinite is None and self.step < _LEARNING_STEPS:
                 self._finite.learn()
-            self._order.end_step(sampling.calls, sampling.rows)
+            self._order.end_step(sampling.calls, sampling.rows, has_closure=bool(sampling.closures))
             if self._order.has_scaler:
                 sampling.nonfinite = None  # a loss scale that was too large
             sampling.findings += self._order.find(self.step, self.find_rank()[0])
@@ -325,12 +326,16 @@ class Guard(Listener):
 
     # How it ends ---------------------------------------------------------------------------------------------
 
+    def switch(self, *, on: bool) -> None:
+        """Look at the steps from now on, or at none of them."""
+        self.is_active = self._finite.is_active = on
+
     def close(self) -> None:
         """Leave the record of the last step and stop."""
         if not self.is_active or os.getpid() != self.pid:
             return
         self._finish()
-        self.is_active = False
+        self.switch(on=False)
         self.on_stop()
 
     @safely
@@ -345,7 +350,7 @@ class Guard(Listener):
 
     def fail(self, error: Exception) -> None:
         """Stop guarding, and write why; see `Listener`."""
-        self.is_active = False
+        self.switch(on=False)
         self.on_stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         sys.stderr.write(
@@ -379,8 +384,6 @@ class _Sampling:
 
 
 def _describe_tensor(shard: LocalShard) -> TensorLine:
-    import torch
-
     parameter = shard.tensor
     mesh = (
         tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) if isinstance(parameter, DTensor) else ()

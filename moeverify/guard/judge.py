@@ -41,12 +41,7 @@ class Judge:
 
     def look(self, *, is_over: bool = False) -> list[Finding]:
         """Return what is found in the steps that all ranks have left; when the script is over, in all steps."""
-        findings: list[Finding] = []
-        for records in self._inbox.take(is_over=is_over):
-            found = list(self._judge(records))
-            # What follows from something else that this step has shown says less.
-            findings += found
-        return findings
+        return [finding for records in self._inbox.take(is_over=is_over) for finding in self._judge(records)]
 
     def remove(self) -> None:
         """Remove what ranks have left."""
@@ -71,7 +66,8 @@ class Judge:
             return
         yield from self._find_collectives(sampled)
         yield from self._tokens.find(sampled)
-        yield from self._norms.find(sampled)
+        if not self._replicas.has_unequal_replicas(sampled):
+            yield from self._norms.find(sampled)
         yield from self._replicas.find(sampled)
 
     def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:

@@ -41,8 +41,13 @@ class CallOrder:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
             self._kept = max(self._kept, math.hypot(*own))
 
-    def end_step(self, calls: Sequence[Call], rows: Sequence[tuple[int, ...]]) -> None:
-        """Hold the calls of a step against the rules."""
+    def end_step(
+        self, calls: Sequence[Call], rows: Sequence[tuple[int, ...]], *, has_closure: bool = False
+    ) -> None:
+        """Hold the calls of a step against the rules.
+
+        With a closure the optimizer calls zero_grad and backward as often as it likes (LBFGS): no rule is for that.
+        """
         names = [call.name for call in calls]
         self.has_scaler |= any(name.startswith("scaler") for name in names)
         self._num_steps += 1
@@ -54,14 +59,14 @@ class CallOrder:
             broken += [None if _repeats(rows) else discarded, find_inner_schedule(calls)]
         first, last = backward_range(calls)
         zeroes_between = any(call.name == "zero_grad" for call in calls[first:last])
-        if (
-            self._kept > 0.0
-            and first < last + 1 <= len(calls)
-            and not (zeroes_between and len(self._optimizers) > 1)
-        ):
+        if self._kept > 0.0 and "backward" in names and not (zeroes_between and len(self._optimizers) > 1):
             site = calls[first].site
             broken.append(CallFacts(rule=CallRule.KEPT, site=site, expected=1, norm=self._kept))
-        found = {} if self.has_scaler else {facts.rule: facts for facts in broken if facts is not None}
+        found = (
+            {}
+            if self.has_scaler or has_closure
+            else {facts.rule: facts for facts in broken if facts is not None}
+        )
         self._streaks = {rule: self._streaks.get(rule, 0) + 1 for rule in found}
         self._broken = [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
         self._stepped_before, self._stepped = self._stepped, set()

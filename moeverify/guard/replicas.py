@@ -13,6 +13,7 @@ from moeverify.results.guard import DriftFacts, GuardCheck
 _ROUNDING = (
     16 * 2.0**-24
 )  # of float32 sums whose order differs between ranks; it stays, and does not grow at once
+_SAME_SQUARE = 1e-6  # of sums of squares that are computed alike
 _MAIN = 1e-2  # of the largest distance
 _NARROW = 2.0**-20  # an epsilon above it belongs to 16 bits, where every difference is one
 
@@ -111,6 +112,10 @@ class ReplicaRule:
         step = next(iter(records.values())).step
         return [_make_finding(step, key, sets) for key, sets in found.items() if sets]
 
+    def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
+        """Return whether tensors that began unequal get the same gradient, so that nobody knows what is a part."""
+        return any(_compare_gradients(replicas, records) == "equal" for replicas in self.unequal)
+
 
 def _measure(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> float:
     """Return the largest distance of two replicas relative to their norm; 0 where all are equal bit for bit."""
@@ -143,7 +148,14 @@ def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) 
     ]
     if len(gradients) < 2 or any(not bits or not square > 0.0 for bits, square in gradients):
         return "unknown"
-    return "equal" if len({bits for bits, _ in gradients}) == 1 else "differ"
+    if len({bits for bits, _ in gradients}) == 1:
+        return "equal"
+    before = [
+        records[member.rank].before[member.number] for member in replicas.members if member.rank in records
+    ]
+    known = [square for square in before if square is not None]
+    is_same = len(known) == len(before) and max(known) <= min(known) * (1.0 + _SAME_SQUARE)
+    return "clipped apart" if is_same else "differ"
 
 
 def is_expert(name: str) -> bool:

@@ -26,14 +26,15 @@ class DriftFacts(Record):
     """Tensors that should be equal on some ranks and are not.
 
     `since` is `start` where they began unequal although their gradients are equal, else `update`. `gradients` says
-    whether the gradients of the first step that differs are equal on these ranks. `distance` is that of the
-    values relative to their norm, estimated from samples. `are_experts`: the FQN of each says `expert`.
+    whether the gradients of that step are equal on these ranks, or had equal norms before the clip and not after it.
+    `distance` is that of the values relative to their norm, estimated from samples. `are_experts`: the FQN of each
+    says `expert`.
     """
 
     about: Literal["drift"] = "drift"
     names: tuple[str, ...]
     since: Literal["start", "update"]
-    gradients: Literal["equal", "differ", "unknown"]
+    gradients: Literal["equal", "differ", "clipped apart", "unknown"]
     distance: float
     are_experts: bool = False
 

@@ -32,6 +32,7 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
     gradients = {
         "equal": "their gradients are equal, so the optimizers differ: options, state, or which of them has it",
         "differ": "their gradients differ: they are not reduced over these ranks",
+        "clipped apart": "their gradients have equal norms before the clip and not after it: ranks clip differently",
         "unknown": "whether their gradients are equal is not known",
     }[facts.gradients]
     if facts.are_experts:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 
 from moeverify.report.words.check import describe_inconclusive, describe_limits
-from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
+from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Verdict
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (
     MissingPackages,
@@ -140,6 +140,16 @@ def describe_declared(declared: Declared) -> str:
     if declared.has_more:
         return f"differs as declared in {', '.join(declared.names)}, and in more"
     return f"differs in {', '.join(declared.names)}, as declared: {declared.because}"
+
+
+def describe_unused_loop(verdict: Verdict, *, is_own_model: bool) -> tuple[str, ...]:
+    """Return what a pass of a user's own model says nothing about: the loop that it is trained in elsewhere."""
+    if verdict != "pass" or not is_own_model:
+        return ()
+    return (
+        "not exercised: your own training loop (data loading, zero_grad, clip, schedule, optimizer step), for which "
+        "moeverify's stood; an engine is exercised as far as its step goes. `moeverify watch` runs yours",
+    )
 
 
 def list_notes(

@@ -127,8 +127,11 @@ APART: list[object] = [((1.0,) * 4, (1.0,) * 4), ((1.5,) * 4, (1.0,) * 4)]
 
 def test_parts_of_a_tensor_may_differ_and_replicas_may_not() -> None:
     assert not find_drift()
-    (facts,) = find_drift(ended=[(4, 5), (40, 6)], gradients=[(7, 8), (70, 9)], projections=APART)
+    apart: dict[str, list[object]] = {"ended": [(4, 5), (40, 6)], "projections": APART}
+    (facts,) = find_drift(gradients=[(7, 8), (70, 9)], before=[(1.0, 2.0), (1.1, 3.0)], **apart)
     assert (facts.names, facts.since, facts.gradients) == (("dense",), "update", "differ")
+    (facts,) = find_drift(gradients=[(7, 8), (70, 9)], **apart)
+    assert facts.gradients == "clipped apart"
     (facts,) = find_drift(ended=[(4, 5), (40, 6)], projections=APART)
     assert facts.gradients == "equal"
 

@@ -1,0 +1,69 @@
+"""Scripts that know nothing of moeverify, each in one guarded run: right ones are silent, wrong ones are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+
+def guard(
+    out: Path, program: str, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    words = [
+        sys.executable,
+        "-m",
+        "moeverify",
+        "watch",
+        "--guard",
+        "--out",
+        str(out),
+        *options,
+        "--",
+        sys.executable,
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [*words, *torchrun, str(PROGRAMS / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    path = out / "findings.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return done, [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "ranks"),
+    [
+        ("train_layouts.py", ("--autocast",), 2),
+        ("train_layouts.py", ("--layout", "fsdp", "--autocast", "--optimizer", "SGD"), 2),
+    ],
+)
+def test_a_right_script_is_silent(
+    tmp_path: Path, program: str, arguments: tuple[str, ...], ranks: int
+) -> None:
+    done, findings = guard(tmp_path, program, *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert not findings
+    assert f"0 findings in 4 sampled steps of {ranks} ranks" in done.stderr
+    assert not list(tmp_path.glob("rank*"))
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "check", "about"),
+    [
+        ("train_ep.py", ("--bug", "zero-grad", "--steps", "4"), "order of calls", "discarded"),
+    ],
+)
+def test_a_bug_is_found_without_another_run(
+    tmp_path: Path, program: str, arguments: tuple[str, ...], check: str, about: str
+) -> None:
+    done, findings = guard(tmp_path, program, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert [(each["check"], each["tensor"]) for each in findings] == [(check, about)]
