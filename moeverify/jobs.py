@@ -77,7 +77,15 @@ class LoadJob(CaseFields):
     checkpoint: Path
 
 
-CaseJob = VerifyJob | SaveJob | LoadJob
+class LinesJob(CaseFields):
+    """Verify the case, and write which lines of these files each rank has executed to a folder that is there."""
+
+    kind: Literal["lines"] = "lines"
+    files: tuple[str, ...]
+    folder: Path
+
+
+CaseJob = VerifyJob | SaveJob | LoadJob | LinesJob
 
 
 class BenchJob(Record):
@@ -98,7 +106,7 @@ class ProbeJob(Record):
 
 
 RankJob = Annotated[
-    VerifyJob | GoldenJob | SaveJob | LoadJob | BenchJob | ProbeJob, Field(discriminator="kind")
+    VerifyJob | GoldenJob | SaveJob | LoadJob | LinesJob | BenchJob | ProbeJob, Field(discriminator="kind")
 ]
 
 
@@ -110,12 +118,16 @@ class Refusal(Record):
 
 
 class VerifyResult(Record):
-    """What the checks of a case say; `losses` has (golden, layout) total loss of each step."""
+    """What the checks of a case say.
+
+    `losses` has (golden, layout) total loss of each step, and `gradient_norms` the norms of all gradients.
+    """
 
     kind: Literal["verify"] = "verify"
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
+    gradient_norms: tuple[tuple[float, float], ...] = ()
 
 
 class GoldenSummary(Record):

@@ -264,6 +264,7 @@ class CaseRun:
             ),
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,
+            gradient_norms=answer.gradient_norms,
         )
 
     def _make_case_result(

@@ -70,7 +70,10 @@ def verify_case(
 
 def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResult:
     return VerifyResult(
-        checks=observed.judgement.checks, findings=tuple(findings), losses=tuple(observed.losses)
+        checks=observed.judgement.checks,
+        findings=tuple(findings),
+        losses=tuple(observed.losses),
+        gradient_norms=tuple(observed.gradient_norms),
     )
 
 
@@ -89,10 +92,11 @@ class _Assembly:
 
 @dataclass(frozen=True)
 class _Observed:
-    """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step."""
+    """What rank 0 knows of a case after its runs; losses and norms are (golden, layout) of each step."""
 
     judgement: Judgement
     losses: list[tuple[float, float]]
+    gradient_norms: list[tuple[float, float]]
 
 
 def _observe(
@@ -124,7 +128,8 @@ def _observe(
         bounds=_make_bounds(case, golden),
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
     )
-    return _Observed(judge_all(checks, shown, [report for _, report in gathered]), list_losses(by_rank))
+    judgement = judge_all(checks, shown, [report for _, report in gathered])
+    return _Observed(judgement, list_numbers(by_rank, Kind.LOSS), list_numbers(by_rank, Kind.GRADIENT_NORM))
 
 
 def _train(
@@ -174,12 +179,12 @@ def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[
     return names
 
 
-def list_losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
-    """Return (golden, layout) total loss of each step, as the first rank that has it reports it."""
+def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[float, float]]:
+    """Return (golden, layout) of each step's total of a kind, such as the loss, as the first rank reports it."""
     found: dict[int, tuple[float, float]] = {}
     for entries in by_rank:
         for entry in entries:
-            if entry.kind == Kind.LOSS and entry.name == "total":
+            if entry.kind == kind and entry.name == "total":
                 found.setdefault(entry.step, (entry.difference.expected_at, entry.difference.actual_at))
     return [found[step] for step in sorted(found)]
 
