@@ -19,6 +19,8 @@ EQUIVALENT: Mapping[str, str] = {
     "parallel.tensor:_parallelize_latent:stale:0": "all layers share one mesh, and so one function",
     "parallel.pipeline:Pipeline.run:skip-statement:5": "the next run sets the work of each stage anew",
     "train.assemble:share_of:stale:0": _ONE_LAYOUT,
+    "train.clipping:gradient_norm:chunk-order:0": "a sum of squares in another order differs by rounding alone",
+    "train.forward:reference_losses:skip-detach:2": _NUMBERS_ALONE,
     "train.loop:_run_one_by_one:skip-detach:0": _NUMBERS_ALONE,
     "parallel.collectives:sum_over:skip-detach:0": (
         "every caller sums integers, or runs in the forward of an autograd function or under no_grad"
@@ -46,6 +48,14 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
         "the output of layers.0.attention is 8x too large",
     ): ("place", "module and factor are right; that it is a mean over 8 positions is not said"),
     (
+        "parallel.collectives:sum_over:other-reduction:0",
+        "rank 0 counts 177 choices of experts where 276 are expected",
+    ): ("place", "the counts are wrong first; that a maximum took the place of a sum is not said"),
+    (
+        "parallel.plan:list_reductions:lost-term:1",
+        "15 gradients are not reduced over tp: the 2 replicas sum to the expected value",
+    ): ("right", "the reductions over tp are the term that is lost"),
+    (
         "parallel.plan:_shard_model:skip-statement:1",
         "first divergence: layers.1.moe.dispatcher (inputs match, output does not)",
     ): ("place", _MODULE),
@@ -61,6 +71,11 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
         "train.forward:reference_losses:off-by-one:3",
         "the lm loss is computed differently (routing and module outputs match)",
     ): ("place", "the loss is right; that its targets are shifted is not said"),
+    (
+        "train.objective:_balance:double-collective:1",
+        "in 60 gradients, the part of the balance loss is 2x too large; 2 = dp_shard = cp = MoE layers (ambiguous in "
+        "this layout)",
+    ): ("right", "it is cp, which is among the candidates"),
     ("train.pipeline:StageWork.add:chunk-order:0", _BALANCE): (
         "place",
         "the loss is right; that it has the value of the z loss is not said",
