@@ -78,7 +78,15 @@ class LoadJob(CaseFields):
     checkpoint: Path
 
 
-CaseJob = VerifyJob | SaveJob | LoadJob
+class LinesJob(CaseFields):
+    """Verify the case, and write which lines of these files each rank has executed to a folder that is there."""
+
+    kind: Literal["lines"] = "lines"
+    files: tuple[str, ...]
+    folder: Path
+
+
+CaseJob = VerifyJob | SaveJob | LoadJob | LinesJob
 
 
 class BenchJob(Record):
@@ -99,7 +107,7 @@ class ProbeJob(Record):
 
 
 RankJob = Annotated[
-    VerifyJob | GoldenJob | SaveJob | LoadJob | BenchJob | ProbeJob, Field(discriminator="kind")
+    VerifyJob | GoldenJob | SaveJob | LoadJob | LinesJob | BenchJob | ProbeJob, Field(discriminator="kind")
 ]
 
 
@@ -111,13 +119,18 @@ class Refusal(Record):
 
 
 class VerifyResult(Record):
-    """What the checks of a case say; `losses` has (golden, layout) total loss of each step, `load` the experts'."""
+    """What the checks of a case say.
+
+    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients likewise, `load`
+    what each expert has computed.
+    """
 
     kind: Literal["verify"] = "verify"
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
+    gradient_norms: tuple[tuple[float, float], ...] = ()
 
 
 class GoldenSummary(Record):

@@ -65,6 +65,17 @@ def list_degrees(case: Case) -> dict[str, int]:
     return {name: size for name, size in degrees.items() if size > 1}
 
 
+def list_loss_counts(case: Case) -> dict[str, int]:
+    """Return the integers of a recipe, beside the axes, that a loss term is divided or multiplied by."""
+    data, reference = case.recipe.data, case.recipe.model.reference
+    counts = {"rows of the batch": data.batch, "positions of a row": data.seq_len}
+    counts["tokens of the batch"] = data.batch * data.seq_len
+    if reference is not None and reference.moe is not None:
+        counts["MoE layers"] = reference.num_layers - reference.num_dense_layers
+        counts["experts"], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k
+    return {name: size for name, size in counts.items() if size > 1}
+
+
 def cuts_experts_apart(case: Case) -> bool:
     """Return whether there may be experts, and they are cut over other ranks than everything else is."""
     layout = case.layout

@@ -1,8 +1,9 @@
-"""`moeverify faults`: the benchmark of real bugs, and the clean runs that must raise no alarm."""
+"""`moeverify faults`: real bugs, bugs made by machine, and clean runs that must raise no alarm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,8 @@ from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate,
 from moeverify.cli.context import EXIT_CODES, open_context
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moeverify.controller.options import RunOptions
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
@@ -161,11 +164,12 @@ def clean(
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
+        from moeverify.results.benchmark import CleanRow
 
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])
         environment = describe_environment(choose_device(device.value))
-        kept = KeptRows(keep, environment) if keep is not None else None
+        kept = KeptRows(keep, environment, CleanRow) if keep is not None else None
         with open_progress(context.out, quiet=quiet) as progress:
             rows = run_clean(runs, _options(device, cache), progress.on_event, kept)
         for line in summarize_clean(rows):
@@ -175,6 +179,73 @@ def clean(
             command += f" -k '{pattern}'" if pattern is not None else ""
             write_atomically(markdown, write_clean(rows, environment, command))
         raise typer.Exit(_conclude([row.verdict for row in rows]))
+
+
+@faults.command("mutate")
+def mutate(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MUTANT]...", help="Mutants by name; chosen by the seed if left out."),
+    ] = None,
+    *,
+    number: Annotated[int, typer.Option("--number", min=1, help="How many mutants to choose.")] = 60,
+    seed: Annotated[int, typer.Option("--seed", help="By what they are chosen and halved.")] = 0,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Show all mutants, each with its half, and run none.")
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="FOLDER", help="Keep each result there, and run only what is not in it yet."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")
+    ] = None,
+    markdown: Output = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one mutant.")] = 100.0,
+    device: DeviceOption = Device.auto,
+    cache: CacheFolder = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make bugs by machine: rewrite the parallel code at one place each, and judge what is said of it.
+
+    Exit code 1 when a mutant survived that should not, or a cause was wrong.
+    """
+    with open_context() as context:
+        if list_only:
+            _print_mutants(context.out, seed)
+            return
+        from moeverify.controller.mutation import MutationOptions, run_mutants
+        from moeverify.report.files import check_writable, write_atomically
+        from moeverify.report.mutation import describe_rates, summarize_mutants, write_json, write_mutants
+        from moeverify.report.progress import open_progress
+
+        check_writable([path for path in (json_file, markdown) if path is not None], keep)
+        options = replace(_options(device, cache), timeout=timeout)
+        how = MutationOptions(tuple(names or ()), number, seed, keep)
+        with open_progress(context.out, quiet=quiet) as progress:
+            ran = run_mutants(how, options, progress.on_event)
+        for line in [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]:
+            context.out.print(line, markup=False, highlight=False, soft_wrap=True)
+        command = " ".join(["moeverify faults mutate", *(names or [f"--number {number} --seed {seed}"])])
+        if json_file is not None:
+            write_atomically(json_file, write_json(ran.rows, ran.environment, command))
+        if markdown is not None:
+            counts = (ran.num_all, ran.num_unreached)
+            write_atomically(markdown, write_mutants(ran.rows, ran.environment, command, counts))
+        is_bad = any(row.outcome == "survived" or row.judgement.cause == "wrong" for row in ran.rows)
+        raise typer.Exit(int(is_bad))
+
+
+def _print_mutants(console: Console, seed: int) -> None:
+    """Print all mutants of the code, one a line, with their halves."""
+    from moeverify.faults.mutation.mutant import list_mutants
+
+    for mutant in list_mutants():
+        half = "counted  " if mutant.is_counted_only(seed) else "looked at"
+        line = f"{mutant.name}  {half}  {mutant.file}:{mutant.line}  {mutant.before} -> {mutant.after}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _conclude(verdicts: Sequence[str]) -> int:

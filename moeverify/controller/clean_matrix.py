@@ -144,7 +144,7 @@ def run_clean(
     runs: Sequence[CleanRun],
     options: RunOptions,
     on_event: Callable[[Event], None],
-    kept: KeptRows | None = None,
+    kept: KeptRows[CleanRow] | None = None,
 ) -> list[CleanRow]:
     """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end.
 

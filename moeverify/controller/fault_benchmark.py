@@ -92,6 +92,7 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
         located=first is not None and fault.expected.locates(first),
         cause_named=first is not None and fault.expected.names(first),
         loss_curve=sees_loss_curve(result),
+        loss_and_norm=sees_loss_and_norm(result),
         finding=first,
         expected_places=fault.expected.where,
         expected_causes=fault.expected.causes,
@@ -102,4 +103,15 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
 
 def sees_loss_curve(result: CaseResult) -> bool:
     """Return whether the losses of some step differ by more than a relative 1e-3."""
-    return any(abs(actual - expected) > LOSS_CURVE * abs(expected) for expected, actual in result.losses)
+    return any(map(_is_seen, result.losses))
+
+
+def sees_loss_and_norm(result: CaseResult) -> bool:
+    """Return whether the losses or the gradient norms of some step differ by more than a relative 1e-3."""
+    return any(map(_is_seen, (*result.losses, *result.gradient_norms)))
+
+
+def _is_seen(numbers: tuple[float, float]) -> bool:
+    expected, actual = numbers
+    # A number that is not finite is seen: no comparison with it is true.
+    return not abs(actual - expected) <= LOSS_CURVE * abs(expected)

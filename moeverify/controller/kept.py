@@ -1,4 +1,4 @@
-"""Results of clean runs that are kept in a file as they come, so that a long matrix can be run in parts. No torch."""
+"""Results of runs that are kept in a file as they come, so that many can be run in parts. No torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
 from moeverify.errors import CaseError, FormatError, Problem
-from moeverify.results.benchmark import CleanRow
 
 
-class KeptRows:
-    """The rows of a file: a line about what made them, then a line a run.
+class NamedRecord(Protocol):
+    """A record of one run, which has a name of its own."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run."""
+
+    def model_dump_json(self) -> str:
+        """Return the record as one line."""
+
+
+R = TypeVar("R", bound=NamedRecord)
+
+
+class KeptRows(Generic[R]):
+    """The rows of a file, all records of one type: a line about what made them, then a line a run.
 
     Raises: CaseError where the file is of other code or another machine, FormatError where it is none of ours.
     """
 
-    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, environment: Mapping[str, str], record: type[R]) -> None:
         self.path = path
-        self.rows: dict[str, CleanRow] = {}
+        self.rows: dict[str, R] = {}
+        self._record = record
         header = {"environment": dict(environment), "code": code_version()}
         if path.exists() and path.stat().st_size:
             self._read(header)
         else:
             path.write_text(json.dumps(header, sort_keys=True) + "\n", encoding="utf-8")
 
-    def add(self, row: CleanRow) -> None:
+    def add(self, row: R) -> None:
         """Keep one more row."""
         self.rows[row.name] = row
         with self.path.open("a", encoding="utf-8") as file:
@@ -39,9 +54,9 @@ class KeptRows:
         lines = rest.split("\n")[:-1]  # without the last line's end the last line is cut off: run that again
         try:
             known = json.loads(first)
-            rows = [CleanRow.model_validate_json(line) for line in lines]
+            rows: list[R] = [self._record.model_validate_json(line) for line in lines]  # type: ignore[attr-defined]
         except (ValueError, ValidationError) as error:
-            raise FormatError(f"{self.path}: not a file of kept clean runs") from error
+            raise FormatError(f"{self.path}: not a file of kept runs") from error
         if known != header:
             message = f"{self.path} was kept by other code or on another machine"
             raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])

@@ -267,6 +267,7 @@ class CaseRun:
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,
             load=answer.load,
+            gradient_norms=answer.gradient_norms,
         )
 
     def _make_case_result(

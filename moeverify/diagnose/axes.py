@@ -14,12 +14,14 @@ Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 class Axes:
     """`groups` are the groups of ranks of every axis, `sources` the integers that a factor may come from.
 
-    `affects(axis, tensor)` says whether an axis has to do with a logical tensor at all.
+    `affects(axis, tensor)` says whether an axis has to do with a logical tensor at all. `loss_counts` are integers of
+    the recipe that the terms of a loss are divided by: rows, experts, layers.
     """
 
     groups: Groups
     sources: Sequence[Source] = ()
     affects: Callable[[str, str], bool] = lambda axis, tensor: True
+    loss_counts: Sequence[Source] = ()
 
     def groups_of(self, name: str) -> Groups:
         """Return the groups of the axes that have to do with a tensor."""

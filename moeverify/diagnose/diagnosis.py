@@ -13,6 +13,7 @@ from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.missing_state import find_missing_state
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import RECOMPUTED, join_alike, merge_with_origins
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
@@ -39,6 +40,11 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
+    missing = find_missing_state(findings)
+    if missing:
+        identities = {_identity(finding) for finding in missing}
+        others = (finding for finding in findings if _identity(finding) not in identities)
+        return missing + [other.model_copy(update={"follows": missing[0].tensor}) for other in others]
     step = origin_step(findings)
     apart = join_alike([finding for finding in findings if finding.check in _APART])
     if step is None:
@@ -50,12 +56,29 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     recomputed = [finding for finding in apart if finding.check in RECOMPUTED]
     origins, recomputed = merge_with_origins(origins, recomputed)
     apart = recomputed + [finding for finding in apart if finding.check not in RECOMPUTED]
+    unsteady = _list_unsteady(apart, step)
     followers = [
         finding.model_copy(update={"follows": origins[0].tensor})
         for finding in findings
-        if _identity(finding) not in explained and finding.check not in _ORIGINS
+        if _identity(finding) not in explained
+        and finding.check not in _ORIGINS
+        and not (unsteady and finding.check == CheckName.REPEAT)
     ]
-    return origins + [_explain_apart(each) for each in apart if each.check in _ORIGINS] + followers
+    independent = [_explain_apart(each) for each in apart if each.check in _ORIGINS]
+    return unsteady[:1] + origins + independent + unsteady[1:] + followers
+
+
+def _list_unsteady(findings: Sequence[Finding], step: int) -> list[Finding]:
+    """Return what came out with other bits in a second run, the first of which leads the report.
+
+    Causes are found in another run up to `step`: where runs differ by then, that is what to know first. Where they
+    differ later alone, none are returned.
+    """
+    unsteady = [_explain_apart(each) for each in findings if each.check == CheckName.REPEAT]
+    if not unsteady or unsteady[0].step > step:
+        return []
+    head, *rest = unsteady
+    return [head, *(each.model_copy(update={"follows": head.tensor}) for each in rest)]
 
 
 def _identity(finding: Finding) -> tuple[str, str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moeverify.results.factor import Factor, Product, Source, is_same
 
@@ -11,12 +11,15 @@ from moeverify.results.factor import Factor, Product, Source, is_same
 _MADE_OF_OTHERS = {"efsdp", "edp"}
 
 
-def find_factor(value: float, sources: Sequence[Source], *, power: int = 1) -> Factor:
+def find_factor(
+    value: float, sources: Sequence[Source], *, power: int = 1, counts: Sequence[Source] = ()
+) -> Factor:
     """Return the factor with all of the simplest products whose value is its `power`.
 
     Products of one source (ep, 1/ep) come before those of two (ep * cp, ep / cp, 1 / (ep * cp)): with enough axes
     some product of many equals any small integer, and says nothing. Sources of one size are all named, because the
-    number cannot tell them apart.
+    number cannot tell them apart, and so are `counts`, which are no axes: a denominator of another kind must not pass
+    for one, nor an axis for it.
     """
     wanted = value**power
     if wanted <= 0.0 or is_same(wanted, 1.0):
@@ -25,8 +28,14 @@ def find_factor(value: float, sources: Sequence[Source], *, power: int = 1) -> F
     for products in (_list_single(list(sizes)), _list_double(list(sizes))):
         hits = tuple(product for product in products if is_same(product.measure(sizes), wanted))
         if hits:
-            return Factor(value=value, power=power, equals=hits)
-    return Factor(value=value, power=power)
+            return Factor(value=value, power=power, equals=(*hits, *_find_counts(wanted, sizes, counts)))
+    return Factor(value=value, power=power, equals=_find_counts(wanted, sizes, counts))
+
+
+def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Source]) -> tuple[Product, ...]:
+    """Return the counts, or their inverses, that a factor equals, less what is among the axes already."""
+    others = {source.name: source.size for source in counts if source.name not in sizes}
+    return tuple(each for each in _list_single(list(others)) if is_same(each.measure(others), wanted))
 
 
 def _list_single(names: Sequence[str]) -> Iterator[Product]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.assignments import assignments_undone
+from moeverify.faults.mutation.apply import mutated
+from moeverify.faults.mutation.mutant import PREFIX, find_mutant
 from moeverify.faults.patch import Patch
 from moeverify.train.target import resolve
 
@@ -19,11 +21,17 @@ OPTION = "--fault"
 def injected(target: str | None) -> Iterator[None]:
     """Call the fault that `package.module:function` names, and undo it when the block ends; do nothing for None.
 
+    A target that begins with `mutant:` names a mutant (`moeverify.faults.mutation.mutant`).
+
     A function of one argument is given a `Patch`. One of none assigns to modules and classes itself; what it has
     assigned is found and put back.
     """
     if target is None:
         yield
+        return
+    if target.startswith(PREFIX):
+        with mutated(find_mutant(target)):
+            yield
         return
     inject = find_fault(target)
     if _count_required(inject):
@@ -33,6 +41,14 @@ def injected(target: str | None) -> Iterator[None]:
     else:
         with assignments_undone(inject):
             yield
+
+
+def check_fault(target: str) -> None:
+    """Raise CaseError where a fault or a mutant of that name cannot be injected."""
+    if target.startswith(PREFIX):
+        find_mutant(target)
+    else:
+        find_fault(target)
 
 
 def find_fault(target: str) -> Callable[..., object]:

@@ -24,14 +24,14 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
-    for name in ("fault", "detected", "located", "cause", "step", "loss curve"):
+    for name in ("fault", "detected", "located", "cause", "step", "loss curve", "and norm"):
         table.add_column(name, no_wrap=True)
     table.add_column("what was said", overflow="fold", ratio=1)
     for row in rows:
         marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
-        curve = Text("sees it" if row.loss_curve else "blind")
+        seen = [Text("sees it" if value else "blind") for value in (row.loss_curve, row.loss_and_norm)]
         quoted = _quote(name_finding_place(row), row)
-        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), curve, Text(clean(quoted)))
+        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), *seen, Text(clean(quoted)))
     print_table(table, console)
     console.print()
     for line in summarize_faults(rows):
@@ -57,6 +57,7 @@ def summarize_faults(rows: Sequence[FaultRow]) -> list[str]:
         ("located", sum(row.located for row in rows)),
         ("cause named", sum(row.cause_named for row in rows)),
         ("seen by a loss curve at 1e-3", sum(row.loss_curve for row in rows)),
+        ("seen by losses and gradient norm at 1e-3", sum(row.loss_and_norm for row in rows)),
     ):
         rate, bound = hits / max(len(rows), 1), lower_bound(hits, max(len(rows), 1))
         lines.append(f"{name}: {hits} of {len(rows)} ({rate:.0%}; at least {bound:.0%} at 95 % confidence)")
@@ -74,14 +75,17 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
     """Return the table as a Markdown page."""
     lines = ["# The fault benchmark", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_faults(rows)]
-    headers = ("fault", "bug", "detected", "located", "cause named", "step", "loss curve", "what was said")
+    headers = (
+        *("fault", "bug", "detected", "located", "cause named", "step"),
+        *("losses at 1e-3", "losses and gradient norm at 1e-3", "what was said"),
+    )
     table = [
         (
             row.number,
             f"{row.title} ({row.source})",
             *("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)),
             _name_step(row),
-            "sees it" if row.loss_curve else "blind",
+            *("sees it" if value else "blind" for value in (row.loss_curve, row.loss_and_norm)),
             _quote(f"`{name_finding_place(row)}`", row),
         )
         for row in rows

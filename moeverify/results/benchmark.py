@@ -69,6 +69,7 @@ class FaultRow(Record):
     located: bool
     cause_named: bool
     loss_curve: bool
+    loss_and_norm: bool = False
     finding: Finding | None = None
     expected_places: tuple[At, ...] = ()
     expected_causes: tuple[Cause, ...] = ()

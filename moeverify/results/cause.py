@@ -18,6 +18,7 @@ class Cause(StrEnum):
     DETACHED = "detached"  # zero or absent where the golden is not
     PERMUTATION = "permutation"  # the right values in other places
     DUPLICATE = "duplicate"  # a part holds the values of another part
+    MISSING = "missing"  # no rank has a parameter or buffer of the model
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
     NOT_LOADED = "not-loaded"  # after a load it has the value that it had before
     NORM = "norm"  # the gradients are right, the norm or the clip by it is not

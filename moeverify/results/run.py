@@ -58,8 +58,8 @@ class Declared(Record):
 class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
-    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare. `load` is
-    that of the experts, where routers are seen. Of a pair of
+    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare; `gradient_norms`
+    has the norms of all gradients likewise. `load` is that of the experts, where routers are seen. Of a pair of
     `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
     """
 
@@ -76,6 +76,7 @@ class CaseResult(Record):
     rank_reports: tuple[RankReport, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
+    gradient_norms: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
     saved_by: str = ""
     loaded_by: str = ""

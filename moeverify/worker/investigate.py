@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
+from moeverify.axes.groups import axis_affects, list_degrees, list_groups, list_loss_counts, name_ranks
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
@@ -276,7 +276,8 @@ def _find_valid(case: Case, step: int) -> Tensor | None:
 
 def _make_axes(case: Case) -> Axes:
     sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
-    return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor))
+    counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
+    return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts)
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from moeverify.bench.measure import measure_case
 from moeverify.errors import CaseError
-from moeverify.faults.injection import find_fault
+from moeverify.faults.injection import check_fault
+from moeverify.faults.mutation.coverage import executed_lines, write_lines
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.jobs import (
     BenchJob,
     BenchResult,
     CaseJob,
     GoldenJob,
+    LinesJob,
     LoadJob,
     RankResult,
     Refusal,
@@ -36,6 +39,8 @@ from moeverify.train.target import import_path, resolve
 from moeverify.worker.golden import find_damage, find_folder, make_goldens, read_error
 from moeverify.worker.reshard import load_case, save_case
 from moeverify.worker.verify import verify_case
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
@@ -66,14 +71,23 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
             return save_case(case, golden, context.device, job.checkpoint, fault)
         if isinstance(job, LoadJob):
             return load_case(case, golden, context.device, job.checkpoint, fault)
-        return verify_case(
-            case,
-            golden,
-            context.device,
-            context.trace,
-            fault,
-            report=lambda result: context.report(result.model_dump_json()),
-        )
+
+        def verify() -> RankResult | None:
+            return verify_case(
+                case,
+                golden,
+                context.device,
+                context.trace,
+                fault,
+                report=lambda result: context.report(result.model_dump_json()),
+            )
+
+        if isinstance(job, LinesJob):
+            with executed_lines(PACKAGE, job.files) as lines:
+                result = verify()
+            write_lines(job.folder / f"rank-{context.rank}.json", lines)
+            return result
+        return verify()
 
 
 def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
@@ -100,7 +114,7 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
         for target, path in _list_targets(job):
             resolve(target, path)
         if job.fault is not None:
-            find_fault(job.fault)
+            check_fault(job.fault)
     except CaseError as error:
         return str(error)
     return ""

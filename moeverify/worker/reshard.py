@@ -45,7 +45,7 @@ from moeverify.train.random import PREFIX, read_generators, seed_generators, wri
 from moeverify.train.state import TrainingState
 from moeverify.train.subjects import replays_routing, subject_of
 from moeverify.worker.reload import explain_load
-from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_losses, list_names
+from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_names, list_numbers
 
 _OTHER_SEED = 1 << 20
 """Added to the seed of a model that is loaded into, so that what was not loaded shows."""
@@ -244,7 +244,10 @@ def load_case(
     if judgement is None:
         return None
     return VerifyResult(
-        checks=judgement.checks, findings=tuple(findings), losses=tuple(list_losses([entries]))
+        checks=judgement.checks,
+        findings=tuple(findings),
+        losses=tuple(list_numbers([entries], Kind.LOSS)),
+        gradient_norms=tuple(list_numbers([entries], Kind.GRADIENT_NORM)),
     )
 
 

@@ -76,6 +76,7 @@ def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResu
         findings=tuple(findings),
         losses=tuple(observed.losses),
         load=observed.load,
+        gradient_norms=tuple(observed.gradient_norms),
     )
 
 
@@ -94,10 +95,14 @@ class _Assembly:
 
 @dataclass(frozen=True)
 class _Observed:
-    """What rank 0 knows of a case after its runs; `losses` are (golden, layout) of each step, `load` the experts'."""
+    """What rank 0 knows of a case after its runs.
+
+    `losses` and `gradient_norms` are (golden, layout) of each step, `load` is that of the experts.
+    """
 
     judgement: Judgement
     losses: list[tuple[float, float]]
+    gradient_norms: list[tuple[float, float]]
     load: ExpertLoad | None
 
 
@@ -132,7 +137,12 @@ def _observe(
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
     )
     judgement = judge_all(checks, shown, [report for _, report, _ in gathered])
-    return _Observed(judgement, list_losses(by_rank), sum_load(case, [copies for _, _, copies in gathered]))
+    return _Observed(
+        judgement,
+        losses=list_numbers(by_rank, Kind.LOSS),
+        gradient_norms=list_numbers(by_rank, Kind.GRADIENT_NORM),
+        load=sum_load(case, [copies for _, _, copies in gathered]),
+    )
 
 
 def _train(
@@ -182,12 +192,12 @@ def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[
     return names
 
 
-def list_losses(by_rank: Sequence[Sequence[Entry]]) -> list[tuple[float, float]]:
-    """Return (golden, layout) total loss of each step, as the first rank that has it reports it."""
+def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[float, float]]:
+    """Return (golden, layout) of each step's total of a kind, such as the loss, as the first rank reports it."""
     found: dict[int, tuple[float, float]] = {}
     for entries in by_rank:
         for entry in entries:
-            if entry.kind == Kind.LOSS and entry.name == "total":
+            if entry.kind == kind and entry.name == "total":
                 found.setdefault(entry.step, (entry.difference.expected_at, entry.difference.actual_at))
     return [found[step] for step in sorted(found)]
 

@@ -27,6 +27,12 @@ def flat(text: str) -> str:
         (["run", "A01", "--precision", "float16"], ["Invalid value for '--precision'"]),
         (["run", "A01", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
         (["clean", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
+        (
+            ["mutate", "a.b:c:stale:0"],
+            ["no mutant `a.b:c:stale:0`", "`moeverify faults mutate --list` shows all"],
+        ),
+        (["mutate", "--json", "/dev/null/rows.json"], ["cannot write /dev/null/rows.json"]),
+        (["mutate", "--keep", "/dev/null/rows"], ["cannot write /dev/null/rows"]),
     ],
 )
 def test_what_is_not_there(invoke: Any, words: list[str], texts: list[str]) -> None:

@@ -55,7 +55,8 @@ class LinearFit(Hypothesis):
         plain = list_contributions(fit, ())
         if not fit.explains:
             return Outcome((self._log("no", plain, fit),))
-        contributions = list_contributions(fit, self.sources(tensors, inputs))
+        sources, counts = self.sources(tensors, inputs), self.counts(inputs)
+        contributions = list_contributions(fit, sources, counts)
         # A factor of 1 + 1e-7 is right by itself, but it is all that is off, and so it is what is wrong.
         wrong = tuple(each for each in contributions if not each.is_right) or contributions
         operation = self.describe(wrong, fit, inputs)
@@ -68,6 +69,11 @@ class LinearFit(Hypothesis):
         """Return the integers of the run that a wrong coefficient may come from."""
         return inputs.sources_of(tensors)
 
+    def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
+        """Return further integers of the recipe that a wrong coefficient may come from: none for whole gradients."""
+        del inputs
+        return ()
+
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the operation for the parts that are off."""
         del fit, inputs
@@ -79,10 +85,12 @@ class LinearFit(Hypothesis):
         )
 
 
-def list_contributions(fit: Fit, sources: Sequence[Source]) -> tuple[Contribution, ...]:
+def list_contributions(
+    fit: Fit, sources: Sequence[Source], counts: Sequence[Source] = ()
+) -> tuple[Contribution, ...]:
     """Return each part with its coefficient, and where that may come from."""
     return tuple(
-        Contribution(part=part, factor=find_factor(value, sources))
+        Contribution(part=part, factor=find_factor(value, sources, counts=counts))
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
     )
 

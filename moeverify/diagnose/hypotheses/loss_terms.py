@@ -9,6 +9,7 @@ from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows, list_term
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.factor import Source
 
 
 class LossTerms(LinearFit):
@@ -22,6 +23,10 @@ class LossTerms(LinearFit):
         """Return the loss terms."""
         components = inputs.components() if inputs.components is not None else None
         return list_terms(components) if components is not None and knows(components, tensors) else []
+
+    def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
+        """Return what a term may be divided by besides the ranks."""
+        return inputs.axes.loss_counts
 
 
 HYPOTHESIS = LossTerms()

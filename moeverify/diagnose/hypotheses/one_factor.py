@@ -77,7 +77,7 @@ class OneFactor(LinearFit):
             return self.untried(Reason.EXPECTED_IS_CONSTANT)  # any two constants are multiples of each other
         if first.quantity is Quantity.LOSS and first.expected.numel() == 1:
             value = float(first.whole) / float(first.expected)
-            factor = find_factor(value, self.sources(tensors, inputs))
+            factor = find_factor(value, self.sources(tensors, inputs), counts=inputs.axes.loss_counts)
             operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
             return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
         outcome = super().test(tensors, inputs)

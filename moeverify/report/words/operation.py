@@ -59,6 +59,17 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     return _describe_shares(wrong)
 
 
+def name_module_around(tensors: Sequence[str]) -> str:
+    """Return the innermost module that all tensors are in: `layers.2`, or `a part of the model`."""
+    paths = [name.split(".")[:-1] for name in tensors]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) if shared and shared != ["layers"] else "a part of the model"
+
+
 def _describe_means(operation: Scaled) -> str:
     terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
     about = f" in the {' and the '.join(terms)} loss" if terms else ""
@@ -146,6 +157,9 @@ def _(operation: Zeroed, explanation: Explanation) -> str:
     if quantity is Quantity.LOADED:
         lost = f"{subject} {subject.be} on no rank: {subject.pick('it was', 'they were')} dropped"
         return lost if operation.absent else f"{subject} {subject.be} zero"
+    if quantity is Quantity.INITIAL_VALUE and operation.absent:
+        where = name_module_around(explanation.subject.tensors)
+        return f"{subject} {subject.be} on no rank: {where} is missing under this layout"
     if quantity is Quantity.INITIAL_VALUE:
         return f"{subject} {subject.be} all zero: nothing was filled in"
     holder = subject.pick("the parameter is", "the parameters are")

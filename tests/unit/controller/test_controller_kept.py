@@ -19,11 +19,11 @@ def row(name, verdict="pass"):
 
 def test_rows_are_read_again_and_a_cut_off_one_is_not(tmp_path):
     path = tmp_path / "rows"
-    KeptRows(path, HERE).add(row("a"))
-    KeptRows(path, HERE).add(row("b", "mismatch"))
+    KeptRows(path, HERE, CleanRow).add(row("a"))
+    KeptRows(path, HERE, CleanRow).add(row("b", "mismatch"))
     whole = path.read_text()
     path.write_text(whole[:-9])
-    again = KeptRows(path, HERE)
+    again = KeptRows(path, HERE, CleanRow)
     assert list(again.rows) == ["a"]
     again.add(row("b", "mismatch"))
     assert path.read_text() == whole
@@ -31,12 +31,12 @@ def test_rows_are_read_again_and_a_cut_off_one_is_not(tmp_path):
 
 def test_rows_of_other_code_or_another_machine_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows"
-    KeptRows(path, HERE).add(row("a"))
+    KeptRows(path, HERE, CleanRow).add(row("a"))
     with pytest.raises(CaseError, match="other code or on another machine"):
-        KeptRows(path, {"torch": "2.11"})
+        KeptRows(path, {"torch": "2.11"}, CleanRow)
     monkeypatch.setattr(kept, "code_version", lambda: "0")
     with pytest.raises(CaseError, match="other code or on another machine"):
-        KeptRows(path, HERE)
+        KeptRows(path, HERE, CleanRow)
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", "{}\n{}\n"])
@@ -44,7 +44,7 @@ def test_a_file_of_somebody_else_is_refused(tmp_path, text):
     path = tmp_path / "rows"
     path.write_text(text)
     with pytest.raises((FormatError, CaseError)):
-        KeptRows(path, HERE)
+        KeptRows(path, HERE, CleanRow)
     assert path.read_text() == text
 
 
@@ -60,7 +60,7 @@ def test_only_what_is_left_is_run(tmp_path, monkeypatch):
             on_event(Event(kind="case-end", case=case.name, result=ended))
 
     monkeypatch.setattr(clean, "run_cases", run_cases)
-    rows = KeptRows(tmp_path / "rows", HERE)
+    rows = KeptRows(tmp_path / "rows", HERE, CleanRow)
     rows.add(row(names[1], "mismatch"))
     found = clean.run_clean(runs, RunOptions(), lambda event: None, rows)
     assert started == [names[0], names[2]]
@@ -69,5 +69,7 @@ def test_only_what_is_left_is_run(tmp_path, monkeypatch):
         (names[1], "mismatch"),
         (names[2], "pass"),
     ]
-    assert clean.run_clean(runs, RunOptions(), lambda event: None, KeptRows(rows.path, HERE)) == found
+    assert (
+        clean.run_clean(runs, RunOptions(), lambda event: None, KeptRows(rows.path, HERE, CleanRow)) == found
+    )
     assert len(started) == 2

@@ -13,8 +13,10 @@ from moeverify.diagnose.diagnosis import diagnose
 from moeverify.diagnose.failure import describe_failure, keep_verdict
 from moeverify.diagnose.inputs import DiagnosisInputs, Issued
 from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
+from moeverify.results.facts import CoverageFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, HiddenByRounding
 from moeverify.results.operation import OwnValues
@@ -187,10 +189,10 @@ def test_checks_of_a_run_with_itself_have_their_own_causes(check: str, code: str
     assert told.code == code
 
 
-def test_a_repeat_follows_a_wrong_gradient_and_sharding_does_not() -> None:
-    findings = [find("repeat", kind="weight"), find("sharding", "axis ep"), find("gradient")]
-    told = diagnose(findings, make_inputs(double()))
-    assert [(finding.check, finding.follows) for finding in told] == [
+def test_a_later_repeat_follows_a_wrong_gradient_and_sharding_does_not() -> None:
+    findings = [find("gradient"), find("sharding", "axis ep"), find("repeat", kind="weight", step=1)]
+    found = diagnose(findings, make_inputs(double()))
+    assert [(finding.check, finding.follows) for finding in found] == [
         ("gradient", ""),
         ("sharding", ""),
         ("repeat", NAME),
@@ -228,3 +230,43 @@ def test_what_is_raised_deep_inside_is_kept_from_the_verdict() -> None:
     findings = [find("gradient")]
     (told,) = keep_verdict(findings, lambda: diagnose(findings, inputs))
     assert told.observations[0].error == "ZeroDivisionError"
+
+
+def test_what_no_rank_has_of_the_model_leads_and_all_else_follows() -> None:
+    nothing, half = CoverageFacts(num_held=0), CoverageFacts(num_held=8, num_elements=16)
+    state = {"kind": Kind.INITIAL_WEIGHT, "step": -1}
+    findings = [
+        find("initial state", **state),
+        find("coverage", "layers.2.mlp.weight", facts=nothing, **state),
+        find("coverage", "layers.2.norm.weight", facts=nothing, **state),
+        find("coverage", "embed.weight", facts=half, **state),
+        find("loss", "lm", kind="loss"),
+        find("coverage", "layers.2.norm.weight", kind="gradient", facts=nothing),
+    ]
+    first, part, *others = diagnose(findings, make_inputs(double()))
+    assert (first.code, first.tensor) == ("missing", "layers.2.mlp.weight")
+    assert first.explanation.subject.tensors == ("layers.2.mlp.weight", "layers.2.norm.weight")
+    assert (part.tensor, part.explanation, part.follows) == ("embed.weight", None, "")
+    assert [each.check for each in others] == ["initial state", "coverage", "loss", "coverage"]
+    assert {each.follows for each in others} == {first.tensor}
+
+
+def test_a_gradient_that_is_not_covered_is_no_missing_state() -> None:
+    missing = find("coverage", "embed.weight", kind="gradient", facts=CoverageFacts(num_held=0))
+    first, *_ = diagnose([find("gradient"), missing], make_inputs(double()))
+    assert first.code == "scale"
+
+
+def test_a_run_that_did_not_repeat_itself_leads_the_report() -> None:
+    other, early = find("repeat", "norm.weight", step=1), find("repeat", "embed.weight", step=0)
+    first, second, third = diagnose([find("gradient"), early, other], make_inputs(double()))
+    assert (first.check, first.tensor, first.code) == ("repeat", "embed.weight", "nondeterminism")
+    assert (second.code, second.follows) == ("scale", "")
+    assert (third.tensor, third.follows) == ("norm.weight", "embed.weight")
+
+
+def test_what_repeated_itself_up_to_the_step_where_it_began_does_not_lead() -> None:
+    first, second = diagnose(
+        [find("gradient"), find("repeat", "embed.weight", step=1)], make_inputs(double())
+    )
+    assert (first.code, second.check, second.follows) == ("scale", "repeat", first.tensor)

@@ -301,3 +301,25 @@ def test_families() -> None:
     assert name_family(["layers.0.moe.experts.up", "layers.1.moe.router.weight"]) == ""
     assert name_family(["layers.1.moe.router.weight"]) == "router"
     assert name_family([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "equals"),
+    [
+        (1 / 8, [Product(over=("pp", "micro-batches")), Product(over=("rows",))]),
+        (8.0, [Product(times=("pp", "micro-batches")), Product(times=("rows",))]),
+        (2.0, [Product(times=("pp",)), Product(times=("layers",))]),
+        (1 / 3, [Product(over=("experts",))]),
+        (5.0, []),
+    ],
+)
+def test_counts_of_the_recipe_stand_beside_axes_and_never_hide_them(
+    value: float, equals: list[Product]
+) -> None:
+    sizes, counts = {"pp": 2, "micro-batches": 4}, {"rows": 8, "layers": 2, "experts": 3, "pp": 2}
+    found = find_factor(
+        value,
+        [Source(name=name, size=size) for name, size in sizes.items()],
+        counts=[Source(name=name, size=size) for name, size in counts.items()],
+    )
+    assert list(found.equals) == equals

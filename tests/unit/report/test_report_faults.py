@@ -36,7 +36,13 @@ def rows(make_finding: Any) -> list[FaultRow]:
     found = {"detected": True, "located": True, "cause_named": True}
     return [
         FaultRow(
-            number="A01", title="too | large", verdict="mismatch", finding=make_finding(), **fields, **found
+            number="A01",
+            title="too | large",
+            verdict="mismatch",
+            finding=make_finding(),
+            loss_and_norm=True,
+            **fields,
+            **found,
         ),
         FaultRow(
             number="A02",
@@ -55,20 +61,22 @@ def rows(make_finding: Any) -> list[FaultRow]:
 def test_the_page_of_the_faults(rows: list[FaultRow]) -> None:
     page = write_faults(rows, ENVIRONMENT, "moeverify faults run")
     table = [[cell.strip() for cell in row] for row in split_rows(page)]
-    assert {len(row) for row in table} == {8}
+    assert {len(row) for row in table} == {9}
+    assert [row[6:8] for row in table[2:]] == [["blind", "sees it"], ["blind", "blind"], ["blind", "blind"]]
     assert [row[5] for row in table[2:]] == ["0", "init", ""]
     assert [row[2] for row in table[2:]] == ["yes", "yes", "**no**"]
-    assert table[2][7].startswith(
+    assert table[2][8].startswith(
         "`blocks.1.moe.experts.12.up.weight \\| backward of blocks.1.moe.combine`: "
     )
-    assert table[4][7] == "missed: nothing \\| differs"
+    assert table[4][8] == "missed: nothing \\| differs"
     assert "detected: 2 of 3" in page
+    assert "seen by losses and gradient norm at 1e-3: 1 of 3" in page
 
 
 def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:
     text = print_at(lambda console: render_faults(rows, console), width=160, terminal=False)
-    assert re.search(r"^A01 +yes +yes +yes +0 +blind ", text, re.MULTILINE)
-    assert re.search(r"^A03 +NO +NO +NO +- +blind +missed: nothing \| differs$", text, re.MULTILINE)
+    assert re.search(r"^A01 +yes +yes +yes +0 +blind +sees it ", text, re.MULTILINE)
+    assert re.search(r"^A03 +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE)
 
 
 def test_the_page_of_the_clean_matrix() -> None:

@@ -210,6 +210,16 @@ SENTENCES = [
         "",
     ),
     (
+        explain(
+            Cause.MISSING,
+            Quantity.INITIAL_VALUE,
+            Zeroed(absent=True),
+            tensors=("layers.2.norm.weight", "layers.2.mlp.up_proj.weight"),
+        ),
+        "the initial values of 2 tensors are on no rank: layers.2 is missing under this layout",
+        "",
+    ),
+    (
         explain(Cause.NOT_LOADED, Quantity.LOADED, Zeroed(absent=True)),
         "the loaded tensor is on no rank: it was dropped",
         "",

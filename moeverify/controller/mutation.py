@@ -1,0 +1,312 @@
+"""Runs mutants: which layouts execute a line is measured once, then each mutant runs under the smallest that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from moeverify.axes.groups import TOP_K, list_degrees
+from moeverify.case.schema import Case
+from moeverify.controller.clean_matrix import LAYOUTS
+from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_curve
+from moeverify.controller.kept import KeptRows
+from moeverify.controller.machine import choose_device, describe_environment
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import CaseTask, run_case_tasks, run_cases
+from moeverify.controller.scratch import scratch_folder
+from moeverify.faults.mutation.coverage import read_lines
+from moeverify.faults.mutation.judgement import judge
+from moeverify.faults.mutation.mutant import Mutant, choose_mutants, find_mutant, list_mutants
+from moeverify.faults.mutation.reviewed import BY_HAND, EQUIVALENT
+from moeverify.faults.mutation.sites import DATA_AXES
+from moeverify.faults.setting import make_case
+from moeverify.jobs import LinesJob
+from moeverify.report.words.cause import describe_cause
+from moeverify.results.mutation import CoveredLines, Judgement, MutantRow, Outcome
+from moeverify.results.run import CaseResult, Event
+from moeverify.validation.rules import validate
+
+# What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches.
+_MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
+    "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
+    "tied tp-sp-lp": ({"preset": "stress-tied"}, LAYOUTS["tp-sp-lp"]),
+    "tied pp": ({"preset": "stress-tied"}, {**LAYOUTS["pp"], "stage_layers": (1, 1)}),
+    "tied pp-zbv": ({"preset": "stress-tied"}, {**LAYOUTS["pp-zbv"], "stage_layers": (0, 1, 1, 0)}),
+    "head norms tp": ({"preset": "tiny-olmoe-1b-7b"}, {"tp": 2}),
+    "batch balance ep": ({"moe": {"balance_scope": "batch"}}, {"dp_shard": 2, "ep": 2}),
+    "latent tp": ({"preset": "tiny-deepseek-v2-lite"}, {"tp": 2}),
+    "latent cp": ({"preset": "tiny-deepseek-v2-lite"}, {"cp": 2}),
+    "latent fsdp2-ep": ({"preset": "tiny-deepseek-v3"}, {"dp_shard": 2, "ep": 2}),
+    "fsdp2 recompute": ({}, {"dp_shard": 2, "micro_batches": 2, "recompute": True}),
+}
+
+MOST_LAYOUTS = 4
+"""Under how many layouts a mutant may run before it counts as one that survives."""
+
+
+@dataclass(frozen=True)
+class MutationOptions:
+    """Which mutants run: those of `names`, or `number` of all that some layout executes, chosen by `seed`.
+
+    The seed parts them in halves too. `keep` is a folder of what is known, from which a run goes on.
+    """
+
+    names: Sequence[str] = ()
+    number: int = 60
+    seed: int = 0
+    keep: Path | None = None
+
+
+@dataclass(frozen=True)
+class RanMutants:
+    """The rows of all mutants that were asked for, and what made them.
+
+    Of `num_all` that there are, no layout of ours executes `num_unreached`.
+    """
+
+    rows: list[MutantRow]
+    environment: dict[str, str]
+    num_all: int
+    num_unreached: int
+
+
+def run_mutants(how: MutationOptions, options: RunOptions, on_event: Callable[[Event], None]) -> RanMutants:
+    """Measure what layouts execute, run each mutant, and judge what is said of it.
+
+    Raises: CaseError where a name is that of no mutant, or what is kept is of other code or another machine.
+    """
+    named = [find_mutant(name) for name in how.names]
+    environment = describe_environment(choose_device(options.device))
+    lines: KeptRows[CoveredLines] | None = None
+    rows: KeptRows[MutantRow] | None = None
+    if how.keep is not None:
+        how.keep.mkdir(parents=True, exist_ok=True)
+        lines = KeptRows(how.keep / "lines.jsonl", environment, CoveredLines)
+        rows = KeptRows(how.keep / "mutants.jsonl", environment, MutantRow)
+    covered = measure_lines(list(list_cases().values()), options, on_event, lines)
+    everything = list_mutants()
+    reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]
+    run = MutationRun(named or choose_mutants(reached, how.number, how.seed), covered, how.seed, rows)
+    run.execute(options, on_event)
+    return RanMutants(run.judge_rows(), environment, len(everything), len(everything) - len(reached))
+
+
+@cache
+def list_cases() -> Mapping[str, Case]:
+    """Return the clean cases under which mutants may run, in float64, by name."""
+    plain = {name: make_case(name, **layout) for name, layout in LAYOUTS.items()}
+    more = {name: make_case(name, **options, **layout) for name, (options, layout) in _MORE.items()}
+    return {name: case for name, case in {**plain, **more}.items() if not list(validate(case))}
+
+
+def measure_lines(
+    cases: Sequence[Case],
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+    kept: KeptRows[CoveredLines] | None = None,
+) -> list[CoveredLines]:
+    """Return which lines of the parallel code each case executes; a case that does not pass has none.
+
+    What is in `kept` is not run again, and what comes is added to it.
+    """
+    rows = dict(kept.rows) if kept is not None else {}
+    files = tuple(dict.fromkeys(mutant.file for mutant in list_mutants()))
+    left = [case for case in cases if case.name not in rows]
+    with scratch_folder() as folder:
+        tasks = [_make_lines_task(case, files, folder / str(number)) for number, case in enumerate(left)]
+        folders = {task.case.name: folder / str(number) for number, task in enumerate(tasks)}
+
+        def watch(event: Event) -> None:
+            if event.kind == "case-end" and event.result is not None:
+                row = _read_row(event.result, folders[event.case])
+                rows[row.name] = row
+                if kept is not None:
+                    kept.add(row)
+            on_event(event)
+
+        if tasks:
+            logs = folder / "logs"
+            logs.mkdir()
+            run_case_tasks(
+                tasks, replace(options, require_goldens=False), choose_device(options.device), logs, watch
+            )
+    return [rows[case.name] for case in cases if case.name in rows]
+
+
+def _make_lines_task(case: Case, files: tuple[str, ...], folder: Path) -> CaseTask:
+    folder.mkdir()
+    return CaseTask(case, make=partial(LinesJob, files=files, folder=folder))
+
+
+def _read_row(result: CaseResult, folder: Path) -> CoveredLines:
+    lines = read_lines(folder) if result.verdict == "pass" else {}
+    found = {file: tuple(sorted(seen)) for file, seen in lines.items()}
+    return CoveredLines(name=result.name, ranks=result.ranks, seconds=result.seconds, lines=found)
+
+
+def choose_layouts(mutant: Mutant, covered: Sequence[CoveredLines]) -> list[str]:
+    """Return the layouts under which a mutant runs until it is killed: all execute its line.
+
+    The first is the smallest, of several as small the one with most axes of which the code is; code of every axis
+    shows most under data ranks. Those after it have the most axes, or degrees of them, that none before has: of two
+    ranks each is the next and the one before of the other, so that a degree of 4 shows what 2 hides.
+    """
+    lines, wanted = range(mutant.line, mutant.last_line + 1), set(mutant.area.axes or DATA_AXES) | {"ep"}
+    left = {
+        row.name: (row, _list_axes(row.name))
+        for row in covered
+        if not set(lines).isdisjoint(row.lines.get(mutant.file, ()))
+    }
+    chosen: list[str] = []
+    seen: set[tuple[str, int]] = set()
+    while left and len(chosen) < MOST_LAYOUTS:
+        if not chosen:
+            best = min(
+                left.values(), key=lambda each: (each[0].ranks, -_count(each[1], wanted), each[0].seconds)
+            )
+        else:
+            best = min(left.values(), key=lambda each: (-len(each[1] - seen), each[0].ranks, each[0].seconds))
+            if not best[1] - seen:
+                break
+        chosen.append(best[0].name)
+        seen |= left.pop(best[0].name)[1]
+    return chosen
+
+
+def _list_axes(name: str) -> set[tuple[str, int]]:
+    degrees = list_degrees(list_cases()[name]).items()
+    return {(axis, degree) for axis, degree in degrees if axis not in ("micro-batches", TOP_K)}
+
+
+def _count(axes: set[tuple[str, int]], wanted: set[str]) -> int:
+    return sum(axis in wanted for axis, _ in axes)
+
+
+class MutationRun:
+    """The mutants that are still to be decided, and the layouts under which each may run."""
+
+    def __init__(
+        self,
+        mutants: Sequence[Mutant],
+        covered: Sequence[CoveredLines],
+        seed: int,
+        kept: KeptRows[MutantRow] | None = None,
+    ) -> None:
+        self._mutants = {mutant.name: mutant for mutant in mutants}
+        self._cases = list_cases()
+        self._seed = seed
+        self._kept = kept
+        self._tried: dict[str, list[str]] = {name: [] for name in self._mutants}
+        self.rows: dict[str, MutantRow] = {}
+        if kept is not None:
+            # What is said of a mutant is judged anew: rules and reviews may have changed.
+            self.rows = {name: row for name, row in kept.rows.items() if name in self._mutants}
+        self._layouts = {name: choose_layouts(mutant, covered) for name, mutant in self._mutants.items()}
+
+    def execute(self, options: RunOptions, on_event: Callable[[Event], None]) -> list[MutantRow]:
+        """Run until every mutant is decided, and return one row each, in order.
+
+        A launch serves many mutants; one that crashes or hangs costs the launch, and the rest go on in another.
+        """
+        for name in self._mutants:
+            if name not in self.rows and not self._layouts[name]:
+                self._add(self._make_row(name, "not executed"))
+        for turn in range(MOST_LAYOUTS):
+            waiting = [
+                name for name in self._mutants if name not in self.rows and len(self._layouts[name]) > turn
+            ]
+            # Of one size after the other: a launch has as many ranks as its largest case.
+            waiting.sort(key=lambda name: self._cases[self._layouts[name][turn]].layout.world_size)
+            if waiting:
+                self._run_turn(waiting, turn, options, on_event)
+        return [self.rows[name] for name in self._mutants if name in self.rows]
+
+    def _run_turn(
+        self, names: Sequence[str], turn: int, options: RunOptions, on_event: Callable[[Event], None]
+    ) -> None:
+        cases = {f"{name} @ {self._layouts[name][turn]}": name for name in names}
+        made = [
+            self._cases[self._layouts[name][turn]].model_copy(update={"name": title})
+            for title, name in cases.items()
+        ]
+        faults = {title: self._mutants[name].target for title, name in cases.items()}
+
+        def watch(event: Event) -> None:
+            if event.kind == "case-end" and event.result is not None:
+                name = cases[event.case]
+                self._tried[name].append(self._layouts[name][turn])
+                self._take(name, event.result)
+            on_event(event)
+
+        run_cases(made, replace(options, require_goldens=False, case_faults=faults), watch)
+
+    def _take(self, name: str, result: CaseResult) -> None:
+        """Note what came of a mutant under one layout; a pass is final only where no other layout is left."""
+        if result.verdict == "pass" and len(self._tried[name]) < len(self._layouts[name]):
+            return
+        self._add(self._make_row(name, _decide(name, result), result))
+
+    def _make_row(self, name: str, outcome: Outcome, result: CaseResult | None = None) -> MutantRow:
+        mutant = self._mutants[name]
+        row = MutantRow(
+            name=name,
+            operator=mutant.operator,
+            file=mutant.file,
+            line=mutant.line,
+            before=mutant.before,
+            after=mutant.after,
+            counted_only=mutant.is_counted_only(self._seed),
+            cases=tuple(self._tried[name]),
+            outcome=outcome,
+        )
+        if result is None:
+            return row
+        first = next((finding for finding in result.findings if not finding.follows), None)
+        return row.model_copy(
+            update={
+                "finding": first,
+                "said": describe_cause(first) if first is not None else "",
+                "loss_curve": outcome == "detected" and sees_loss_curve(result),
+                "loss_and_norm": outcome == "detected" and sees_loss_and_norm(result),
+                "reason": result.reason,
+                "seconds": result.seconds,
+            }
+        )
+
+    def _add(self, row: MutantRow) -> None:
+        self.rows[row.name] = row
+        if self._kept is not None:
+            self._kept.add(row)
+
+    def judge_rows(self) -> list[MutantRow]:
+        """Return the rows of all decided mutants, each with what is to be thought of what was said of it."""
+        return [
+            self.rows[name].model_copy(update={"judgement": self._judge(self.rows[name])})
+            for name in self._mutants
+            if name in self.rows
+        ]
+
+    def _judge(self, row: MutantRow) -> Judgement:
+        if row.outcome != "detected" or row.finding is None:
+            return Judgement()
+        found = judge(self._mutants[row.name], self._cases[row.cases[-1]], row.finding)
+        by_hand = BY_HAND.get((row.name, row.said))
+        if found.cause == "open" and by_hand is not None:
+            verdict, reason = by_hand
+            return found.model_copy(update={"cause": verdict, "because": reason, "by_hand": True})
+        return found
+
+
+def _decide(name: str, result: CaseResult) -> Outcome:
+    if result.verdict == "mismatch":
+        return "detected"
+    if result.verdict == "pass":
+        return "equivalent" if name in EQUIVALENT else "survived"
+    if result.verdict == "skipped":
+        return "not run"
+    states = {report.state for report in result.rank_reports}
+    return "hung" if states and states <= {"hung", "lost", "stopped"} else "crashed"

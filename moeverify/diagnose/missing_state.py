@@ -1,0 +1,48 @@
+"""State that no rank has: where a layer or a parameter is missing, everything else follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.layout.observer import INITIAL
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.facts import CoverageFacts
+from moeverify.results.finding import Finding
+from moeverify.results.operation import Zeroed
+from moeverify.results.place import Place, Stage
+
+_STATE = (Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER)
+
+
+def find_missing_state(findings: Sequence[Finding]) -> list[Finding]:
+    """Return what the ranks together do not have of the model: one finding of all that no rank has, then parts.
+
+    Weights and buffers alone, as they are before the first step: what is made of them later is missing for that.
+    """
+    missing = [
+        finding
+        for finding in findings
+        if finding.check == CheckName.COVERAGE and finding.step == INITIAL and finding.kind in _STATE
+    ]
+    whole = [finding for finding in missing if _is_whole(finding)]
+    parts = [finding for finding in missing if not _is_whole(finding)]
+    return ([_join(whole)] if whole else []) + parts
+
+
+def _is_whole(finding: Finding) -> bool:
+    return isinstance(finding.facts, CoverageFacts) and finding.facts.num_elements is None
+
+
+def _join(findings: Sequence[Finding]) -> Finding:
+    names = tuple(finding.tensor for finding in findings)
+    subject = Subject(quantity=Quantity.INITIAL_VALUE, tensors=names)
+    explanation = Explanation(cause=Cause.MISSING, subject=subject, operation=Zeroed(absent=True))
+    return findings[0].model_copy(
+        update={
+            "explanation": explanation,
+            "code": explanation.cause.value,
+            "place": Place(stage=Stage.INITIALIZATION),
+        }
+    )

@@ -1,0 +1,212 @@
+"""Mutants: the parallel code with one node of its syntax tree rewritten, listed without running anything."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from moeverify.errors import CaseError, Problem
+from moeverify.faults.mutation.operators import OPERATORS
+from moeverify.faults.mutation.sites import AREAS, Area, find_area
+
+PREFIX = "mutant:"
+"""What the target of `--fault` begins with where it names a mutant."""
+
+ROOT = Path(__file__).parents[2]
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rewritten node.
+
+    `file` is a path below the package, `function` the qualified name of the function in which the node is, `line` to
+    `last_line` what it covers. `before` and `after` are its source. `node` and `replacement` are in `tree`, the
+    syntax tree of the file, which is whole.
+    """
+
+    file: str
+    function: str
+    operator: str
+    ordinal: int
+    line: int
+    last_line: int
+    before: str
+    after: str
+    area: Area
+    tree: ast.Module = field(repr=False, compare=False)
+    node: ast.AST = field(repr=False, compare=False)
+    replacement: ast.AST = field(repr=False, compare=False)
+
+    @property
+    def module(self) -> str:
+        """Return the module's name, within the package."""
+        return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def name(self) -> str:
+        """Return its name, which edits of other functions leave as it is."""
+        return f"{self.module}:{self.function}:{self.operator}:{self.ordinal}"
+
+    @property
+    def target(self) -> str:
+        """Return what `--fault` takes to inject it."""
+        return PREFIX + self.name
+
+    def is_counted_only(self, seed: int) -> bool:
+        """Return whether it is of the half that is only counted: nobody reads what is said of it."""
+        return _draw(seed, "half", self.name) % 2 == 1
+
+
+def choose_mutants(mutants: Sequence[Mutant], num: int, seed: int) -> list[Mutant]:
+    """Return so many mutants by a seed: the operators take turns, and so do the files within each."""
+    queues: dict[str, list[Mutant]] = {}
+    for operator in OPERATORS:
+        by_file: dict[str, list[Mutant]] = {}
+        found = [mutant for mutant in mutants if mutant.operator == operator]
+        for mutant in sorted(found, key=lambda each: _draw(seed, "order", each.name)):
+            by_file.setdefault(mutant.file, []).append(mutant)
+        queues[operator] = list(_take_turns(list(by_file.values())))
+    return list(_take_turns(list(queues.values())))[:num]
+
+
+def _take_turns(queues: Sequence[Sequence[Mutant]]) -> Iterator[Mutant]:
+    for turn in range(max(map(len, queues), default=0)):
+        yield from (queue[turn] for queue in queues if turn < len(queue))
+
+
+def _draw(seed: int, use: str, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {use} {name}".encode()).digest()[:8], "big")
+
+
+def list_mutants() -> list[Mutant]:
+    """Return all mutants of the parallel code, in the order of files and lines."""
+    files = dict.fromkeys(path for area in AREAS for path in sorted(ROOT.glob(area.file)))
+    return [mutant for path in files for mutant in _list_of_file(str(path.relative_to(ROOT)))]
+
+
+def find_mutant(name: str) -> Mutant:
+    """Return the mutant of a name, with `PREFIX` or without.
+
+    Raises: CaseError where there is none.
+    """
+    name = name.removeprefix(PREFIX)
+    path = name.partition(":")[0].replace(".", "/")
+    files = [file for file in (f"{path}.py", f"{path}/__init__.py") if (ROOT / file).is_file()]
+    mutant = next((each for file in files for each in _list_of_file(file) if each.name == name), None)
+    if mutant is None:
+        remedy = "`moeverify faults mutate --list` shows all; their names change with the function that they are in"
+        raise CaseError([Problem(f"no mutant `{name}`", remedy=remedy)])
+    return mutant
+
+
+@cache
+def _list_of_file(file: str) -> tuple[Mutant, ...]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    ordinals: dict[tuple[str, str], int] = {}
+    found: list[Mutant] = []
+    for function, node in _list_nodes(tree):
+        area = find_area(file, function)
+        if area is None:
+            continue
+        for operator in OPERATORS.values():
+            for replacement in operator.rewrite(node):
+                key = (function, operator.name)
+                ordinal = ordinals[key] = ordinals.get(key, -1) + 1
+                found.append(_make(file, function, operator.name, ordinal, area, tree, node, replacement))
+    return tuple(mutant for mutant in found if mutant.before != mutant.after)
+
+
+def _make(
+    file: str,
+    function: str,
+    operator: str,
+    ordinal: int,
+    area: Area,
+    tree: ast.Module,
+    node: ast.AST,
+    replacement: ast.AST,
+) -> Mutant:
+    line, last = _lines(node)
+    shown = ast.fix_missing_locations(replacement)
+    return Mutant(
+        file,
+        function,
+        operator,
+        ordinal,
+        line,
+        last,
+        _show(node),
+        _show(shown),
+        area,
+        tree,
+        node,
+        replacement,
+    )
+
+
+def _lines(node: ast.AST) -> tuple[int, int]:
+    """Return the lines of a node; of a compound statement its header alone, of a `comprehension` its target."""
+    if isinstance(node, ast.comprehension):
+        node = node.iter
+    if isinstance(node, ast.If | ast.For):
+        header = node.test if isinstance(node, ast.If) else node.iter
+        return node.lineno, header.end_lineno or node.lineno
+    line = getattr(node, "lineno", 0)
+    return line, getattr(node, "end_lineno", None) or line
+
+
+def _show(node: ast.AST) -> str:
+    """Return the source of a node on one line; of a compound statement its header."""
+    text = " ".join(ast.unparse(node).split("\n")[0].split())
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
+        return " ; ".join(ast.unparse(each) for each in node.body)
+    return text
+
+
+def _list_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Yield (qualified name of the function, node) of all code in functions that runs when they are called."""
+    yield from _visit(tree, "", inside=False)
+
+
+def _visit(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[str, ast.AST]]:
+    for child in _list_children(node):
+        if isinstance(child, _Function) and _is_rule(child):
+            continue
+        if isinstance(child, _Function):
+            name = f"{function}.{child.name}" if function else child.name
+            yield from _visit(child, name, inside=True)
+        elif isinstance(child, ast.ClassDef):
+            name = f"{function}.{child.name}" if function else child.name
+            yield from _visit(child, name, inside=False)
+        elif isinstance(child, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom):
+            continue
+        else:
+            if inside and not isinstance(getattr(child, "ctx", None), ast.Store | ast.Del):
+                yield function, child
+            yield from _visit(child, function, inside=inside)
+
+
+def _is_rule(function: _Function) -> bool:
+    """Return whether a function says which cases are valid, which no rank asks: `@reading(...)` marks it."""
+    return any(
+        isinstance(each, ast.Call) and ast.unparse(each.func) == "reading" for each in function.decorator_list
+    )
+
+
+def _list_children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the children of a node that run: neither decorators, defaults and annotations nor docstrings."""
+    if isinstance(node, _Function | ast.ClassDef):
+        body = node.body
+        if ast.get_docstring(node) is not None:
+            body = body[1:]
+        yield from body
+    elif isinstance(node, ast.AnnAssign):
+        yield from [] if node.value is None else [node.value]
+    else:
+        yield from ast.iter_child_nodes(node)

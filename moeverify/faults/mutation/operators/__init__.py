@@ -1,0 +1,12 @@
+"""The operators that make mutants, by what they rewrite: one list, in the order of the tables."""
+
+from __future__ import annotations
+
+from moeverify.faults.mutation.operators import arithmetic, collectives, control, tensors
+from moeverify.faults.mutation.operators.base import Operator
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for module in (collectives, tensors, arithmetic, control)
+    for operator in module.OPERATORS
+}

@@ -1,0 +1,77 @@
+"""What an operator is, and the small questions about syntax trees that operators share."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moeverify.results.cause import Cause
+
+Rewrite = Callable[[ast.AST], Iterator[ast.AST]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One way to break code: `rewrite` yields what a node of the syntax tree becomes, once for each mutant of it.
+
+    It leaves the node as it is and yields new ones. `causes` are those that a diagnosis can rightly name for what
+    the operator does; another cause is not wrong by that alone, and is judged by hand.
+    """
+
+    name: str
+    title: str
+    rewrite: Rewrite
+    causes: frozenset[Cause]
+
+
+def expression(text: str, **parts: ast.expr) -> ast.expr:
+    """Return the tree of an expression, with copies of `parts` in place of the names that they are given by.
+
+    Example: `expression("x + 1", x=node)` is the tree of that node plus one.
+    """
+    tree = ast.parse(text, mode="eval").body
+
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return copy.deepcopy(parts[node.id]) if node.id in parts else node
+
+    filled = Fill().visit(tree)
+    assert isinstance(filled, ast.expr)
+    return filled
+
+
+def name_of_call(node: ast.AST) -> str:
+    """Return the last name of what a call calls, such as `all_reduce` of `dist.all_reduce(x)`; "" for no call."""
+    if not isinstance(node, ast.Call):
+        return ""
+    called = node.func
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
+
+
+def with_argument(call: ast.Call, index: int, value: ast.expr) -> ast.Call:
+    """Return a copy of a call with another positional argument."""
+    made = copy.deepcopy(call)
+    made.args[index] = value
+    return made
+
+
+def with_name(call: ast.Call, name: str) -> ast.Call:
+    """Return a copy of a call that calls another function of the same module or object."""
+    made = copy.deepcopy(call)
+    if isinstance(made.func, ast.Attribute):
+        made.func.attr = name
+    elif isinstance(made.func, ast.Name):
+        made.func.id = name
+    return made
+
+
+def with_keyword(call: ast.Call, name: str, value: ast.expr) -> ast.Call:
+    """Return a copy of a call with a keyword set."""
+    made = copy.deepcopy(call)
+    made.keywords = [each for each in made.keywords if each.arg != name]
+    made.keywords.append(ast.keyword(name, value))
+    return made

@@ -1,0 +1,161 @@
+"""The table of mutants: on the console a line each as they come, and a Markdown page at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from moeverify.report.markdown import make_markdown_table
+from moeverify.report.words.cause import describe_where
+from moeverify.results.benchmark import lower_bound
+from moeverify.results.mutation import CauseVerdict, MutantRow, Outcome
+
+_CAUSES: tuple[CauseVerdict, ...] = ("right", "place", "none", "wrong", "open")
+_KILLED: tuple[Outcome, ...] = ("detected", "crashed", "hung")
+_OTHERS: tuple[Outcome, ...] = ("not executed", "not run", "equivalent")
+_SHOWN = {
+    "right": "right",
+    "place": "place only",
+    "none": "none",
+    "wrong": "**wrong**",
+    "open": "not judged",
+    "": "",
+}
+
+
+def name_half(row: MutantRow) -> str:
+    """Return to which half a mutant belongs."""
+    return "counted" if row.counted_only else "looked at"
+
+
+def summarize_mutants(rows: Sequence[MutantRow]) -> list[str]:
+    """Return a table of the counts, as lines of text: the two halves, and both together."""
+    causes = (f"cause {_SHOWN[each].strip('*')}" for each in _CAUSES)
+    headers = ("half", "mutants", *_OTHERS, *_KILLED, "survived", "located", *causes)
+    table = [
+        _count("looked at", [row for row in rows if not row.counted_only]),
+        _count("counted", [row for row in rows if row.counted_only]),
+        _count("both", rows),
+    ]
+    return make_markdown_table(headers, table).split("\n")
+
+
+def _count(name: str, rows: Sequence[MutantRow]) -> tuple[str, ...]:
+    outcomes = [row.outcome for row in rows]
+    seen = [row for row in rows if row.outcome == "detected"]
+    judged = [row for row in seen if row.judgement.located is not None]
+    located = f"{sum(bool(row.judgement.located) for row in judged)} of {len(judged)}"
+    causes = [row.judgement.cause for row in seen]
+    all_outcomes: tuple[Outcome, ...] = (*_OTHERS, *_KILLED, "survived")
+    counts = [outcomes.count(each) for each in all_outcomes]
+    return (name, str(len(rows)), *map(str, counts), located, *(str(causes.count(each)) for each in _CAUSES))
+
+
+def describe_rates(rows: Sequence[MutantRow]) -> list[str]:
+    """Return what share of mutants was killed and how true the causes were, in sentences."""
+    ran = [row for row in rows if row.outcome in (*_KILLED, "survived")]
+    seen = [row for row in ran if row.outcome == "detected"]
+    judged = [row for row in seen if row.judgement.cause != "open"]
+    right = sum(row.judgement.cause == "right" for row in judged)
+    wrong = sum(row.judgement.cause == "wrong" for row in judged)
+    return [
+        _rate("killed", sum(row.outcome in _KILLED for row in ran), len(ran), "that can make a difference"),
+        _rate("cause right", right, len(judged), "that the checks detect and that could be judged"),
+        f"cause wrong: {wrong} of {len(judged)}",
+        _rate("seen by losses at 1e-3", sum(row.loss_curve for row in seen), len(seen), "detected"),
+        _rate(
+            "seen by losses and gradient norm at 1e-3",
+            sum(row.loss_and_norm for row in seen),
+            len(seen),
+            "detected",
+        ),
+    ]
+
+
+def write_json(rows: Sequence[MutantRow], environment: Mapping[str, str], command: str) -> str:
+    """Return the rows as JSON, with what made them."""
+    content = {
+        "command": command,
+        "environment": dict(environment),
+        "mutants": [row.model_dump(mode="json", exclude={"finding"}) for row in rows],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _rate(name: str, hits: int, total: int, of: str) -> str:
+    rate, bound = hits / max(total, 1), lower_bound(hits, max(total, 1))
+    return f"{name}: {hits} of {total} {of} ({rate:.0%}; at least {bound:.0%} at 95 % confidence)"
+
+
+def write_mutants(
+    rows: Sequence[MutantRow], environment: Mapping[str, str], command: str, counts: tuple[int, int]
+) -> str:
+    """Return the page: counts, rates of each half, and a row for each mutant, survivors and wrong causes first.
+
+    `counts` are those of all mutants, and of those that no layout reaches.
+    """
+    known = ", ".join(f"{name} {environment[name]}" for name in ("torch", "python", "device", "cores"))
+    lines = [
+        "# Bugs made by machine",
+        "",
+        f"Made by `{command}` with {known}.",
+        f"There are {counts[0]} mutants; {counts[1]} are on lines that none of the layouts here executes, and of the "
+        f"others {len(rows)} were chosen by the seed and run.",
+        "[How mutants are made and judged](../diagnosis.md#mutants).",
+        "",
+        *summarize_mutants(rows),
+    ]
+    for half in ("looked at", "counted"):
+        lines += ["", f"Of those {half}:", ""]
+        lines += [f"- {line}" for line in describe_rates([row for row in rows if name_half(row) == half])]
+    lines += ["", make_markdown_table(_HEADERS, [_make_row(row) for row in sorted(rows, key=_order)])]
+    return "\n".join(lines) + "\n"
+
+
+_HEADERS = (
+    "mutant",
+    "half",
+    "change",
+    "layouts",
+    "outcome",
+    "located",
+    "cause",
+    "judged by",
+    "what was said",
+)
+
+
+def _order(row: MutantRow) -> tuple[int, str]:
+    causes = ("wrong", "none", "open", "place", "right", "")
+    outcomes = ("survived", "detected", "hung", "crashed", "equivalent", "not executed", "not run")
+    return outcomes.index(row.outcome) * 10 + causes.index(row.judgement.cause), row.name
+
+
+def _make_row(row: MutantRow) -> tuple[str, ...]:
+    judgement = row.judgement
+    located = {True: "yes", False: "**no**", None: ""}[judgement.located]
+    return (
+        f"`{row.name}` {row.file}:{row.line}",
+        name_half(row),
+        f"`{_shorten(row.before)}` -> `{_shorten(row.after)}`",
+        ", ".join(row.cases),
+        row.outcome,
+        located if row.outcome == "detected" else "",
+        _SHOWN[judgement.cause],
+        f"hand: {judgement.because}" if judgement.by_hand else judgement.because,
+        describe_result(row),
+    )
+
+
+def describe_result(row: MutantRow) -> str:
+    """Return what was said of a mutant, or how its ranks ended."""
+    if row.outcome == "detected" and row.finding is not None:
+        where = describe_where(row.finding)
+        place = f"{row.finding.tensor} | {where}" if where else row.finding.tensor
+        return f"`{place}`: {row.said}"
+    return _shorten(row.reason)
+
+
+def _shorten(text: str) -> str:
+    one = " ".join(text.split())
+    return one if len(one) <= 100 else f"{one[:97]}..."

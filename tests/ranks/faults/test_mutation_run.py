@@ -1,0 +1,68 @@
+"""Mutants on real ranks: killed by a check or by a crash that costs no other mutant, or left to survive."""
+
+import pytest
+
+from moeverify.controller.kept import KeptRows
+from moeverify.controller.mutation import MutationRun, list_cases, measure_lines
+from moeverify.controller.options import RunOptions
+from moeverify.faults.mutation.mutant import find_mutant
+from moeverify.results.mutation import CoveredLines, MutantRow
+
+NORM = "train.clipping:gradient_norm:double-collective:1"
+CRASH = "parallel.context_parallel:split_positions:off-by-one:0"
+SAME = "parallel.collectives:sum_over:skip-detach:0"
+
+
+def ignore(event):
+    pass
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mutants")
+    return RunOptions(device="cpu", golden_folder=folder / "none", cache_folder=folder / "cache", timeout=120)
+
+
+@pytest.fixture(scope="module")
+def covered(options):
+    return measure_lines([list_cases()["pp"]], options, ignore)
+
+
+def test_the_lines_of_a_layout_are_those_that_its_ranks_execute(covered):
+    (row,) = covered
+    assert (row.name, row.ranks) == ("pp", 2)
+    assert find_mutant(NORM).line in row.lines["train/clipping.py"]
+    assert set(row.lines) >= {"parallel/pipeline.py", "train/pipeline.py", "parallel/plan.py"}
+    assert "parallel/context_parallel/ring.py" not in row.lines
+    tied = find_mutant("parallel.gradients:add_shared:lost-term:0")
+    assert tied.line not in row.lines.get(tied.file, ())
+
+
+def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, options, tmp_path):
+    mutants = [find_mutant(name) for name in (CRASH, NORM, SAME)]
+    here = {"torch": "?"}
+    kept = KeptRows(tmp_path / "rows", here, MutantRow)
+    run = MutationRun(mutants, covered, 0, kept)
+    crash, norm, same = run.execute(options, ignore)
+    assert (crash.outcome, norm.outcome) == ("crashed", "detected")
+    assert same.outcome in ("survived", "equivalent")
+    assert (norm.finding.code, norm.finding.place.axes, norm.cases) == ("norm", ("pp",), ("pp",))
+    assert norm.loss_and_norm
+    assert run.judge_rows()[1].judgement.cause == "right"
+    again = MutationRun(mutants, covered, 0, KeptRows(tmp_path / "rows", here, MutantRow))
+
+    def never(event):
+        raise AssertionError("nothing is to be run")
+
+    assert again.execute(options, never) == [crash, norm, same]
+
+
+def test_a_line_that_no_layout_executes_runs_no_mutant(options):
+    (row,) = MutationRun([find_mutant(NORM)], [], 0).execute(options, ignore)
+    assert (row.outcome, row.cases) == ("not executed", ())
+
+
+def test_covered_lines_are_kept(covered, tmp_path):
+    kept = KeptRows(tmp_path / "lines", {}, CoveredLines)
+    kept.add(covered[0])
+    assert KeptRows(tmp_path / "lines", {}, CoveredLines).rows == {"pp": covered[0]}

@@ -1,0 +1,273 @@
+"""Mutants: made from the syntax tree alone, run in memory, undone; and judged by rules about their place."""
+
+import ast
+from collections import Counter
+
+import pytest
+import torch
+
+from moeverify.controller import mutation as controller
+from moeverify.errors import CaseError
+from moeverify.faults.injection import check_fault, injected
+from moeverify.faults.mutation import mutant as mutants
+from moeverify.faults.mutation.apply import mutated
+from moeverify.faults.mutation.coverage import executed_lines, read_lines, write_lines
+from moeverify.faults.mutation.judgement import judge
+from moeverify.faults.mutation.mutant import ROOT, choose_mutants, find_mutant, list_mutants
+from moeverify.faults.mutation.operators import OPERATORS
+from moeverify.faults.setting import make_case
+from moeverify.report.mutation import describe_rates, summarize_mutants, write_mutants
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor, Product
+from moeverify.results.finding import Finding
+from moeverify.results.mutation import CoveredLines, Judgement, MutantRow
+from moeverify.results.operation import Altered, Rounded, Scaled
+from moeverify.results.part import WHOLE, Contribution, Part
+from moeverify.results.place import Place
+
+ORDER = "parallel.expert:order_by_expert"
+TP = make_case("tp", tp=2)
+
+
+def pick(function, operator):
+    return next(m for m in list_mutants() if m.function == function and m.operator == operator)
+
+
+def test_every_operator_makes_mutants_with_names_of_their_own():
+    found = list_mutants()
+    assert {m.operator for m in found} == set(OPERATORS)
+    assert max(Counter(m.name for m in found).values()) == 1
+    assert all(m.before != m.after for m in found)
+
+
+def test_nothing_that_runs_at_import_is_mutated():
+    # A decorator, a default or an annotation was evaluated when the module was imported: to change it does nothing.
+    tree = ast.parse(
+        "@wrap(1 + 2)\ndef f(x: a + b = 3 + 4) -> c + d:\n    'doc' + 'string'\n    return x + 5\n"
+    )
+    nodes = {ast.unparse(node) for _, node in mutants._list_nodes(tree) if isinstance(node, ast.BinOp)}
+    assert nodes == {"'doc' + 'string'", "x + 5"}
+
+
+def test_a_seed_chooses_the_same_mutants_of_all_operators_and_parts_them():
+    found = list_mutants()
+    chosen = choose_mutants(found, 80, seed=3)
+    assert [m.name for m in chosen] == [m.name for m in choose_mutants(list(reversed(found)), 80, seed=3)]
+    assert {m.operator for m in chosen} == set(OPERATORS)
+    assert [m.name for m in chosen] != [m.name for m in choose_mutants(found, 80, seed=4)]
+    num_counted = sum(m.is_counted_only(3) for m in found)
+    assert 0.4 < num_counted / len(found) < 0.6
+
+
+@pytest.mark.slow
+def test_mutants_of_every_operator_run_and_are_undone():
+    for mutant in choose_mutants(list_mutants(), 2 * len(OPERATORS), seed=1):
+        with mutated(mutant):
+            pass
+
+
+def test_a_mutant_changes_what_a_function_does_for_all_who_have_imported_it():
+    from moeverify.parallel.expert import order_by_expert
+
+    arriving = torch.tensor([[1, 2], [3, 1]])
+    there, back = order_by_expert(arriving, 7)
+    mutant = pick("order_by_expert", "reorder")
+    with injected(mutant.target):
+        swapped = order_by_expert(arriving, 7)
+    assert torch.equal(swapped[0], back)
+    assert torch.equal(swapped[1], there)
+    assert torch.equal(order_by_expert(arriving, 7)[0], there)
+
+
+def test_a_stale_value_goes_with_its_mutant():
+    from moeverify.train import clipping
+
+    def clip(norm):
+        return float(clipping.clip_gradients([], torch.tensor(norm), 1.0))
+
+    with mutated(pick("clip_gradients", "stale")):
+        assert clip(2.0) == clip(4.0) == pytest.approx(0.5)
+        assert any(name.startswith("_kept_by_a_mutant") for name in vars(clipping))
+    assert clip(4.0) == pytest.approx(0.25)
+    assert not any(name.startswith("_kept_by_a_mutant") for name in vars(clipping))
+
+
+def test_a_function_inside_another_is_reached_by_the_one_around_it():
+    from moeverify.parallel import moe_tensor
+
+    class Group:
+        def size(self):
+            return 2
+
+        def rank(self):
+            return 1
+
+    shift = pick("slice_positions", "off-by-one")
+    with mutated(shift):
+        assert list(moe_tensor.slice_positions(range(8), Group())) != [4, 5, 6, 7]
+    assert list(moe_tensor.slice_positions(range(8), Group())) == [4, 5, 6, 7]
+    inner = pick("apply_token_slices.after", "swap-collective")
+    before = moe_tensor.apply_token_slices.__code__
+    with mutated(inner):
+        assert "all_gather_sum" in _list_names(moe_tensor.apply_token_slices.__code__)
+    assert moe_tensor.apply_token_slices.__code__ is before
+    assert "all_gather_sum" not in _list_names(before)
+
+
+def _list_names(code):
+    inner = [each for each in code.co_consts if hasattr(each, "co_names")]
+    return {*code.co_names, *(name for each in inner for name in _list_names(each))}
+
+
+def test_an_unknown_mutant_is_refused_with_a_remedy():
+    with pytest.raises(CaseError, match=r"no mutant `parallel\.expert:order_by_expert:reorder:9`"):
+        check_fault(f"mutant:{ORDER}:reorder:9")
+    check_fault(f"mutant:{ORDER}:reorder:0")
+
+
+def test_lines_are_seen_in_the_files_that_were_asked_for_alone(tmp_path):
+    from moeverify.axes import groups
+    from moeverify.faults import setting
+
+    with executed_lines(ROOT, ["faults/setting.py"]) as lines:
+        groups.list_degrees(setting.make_case("seen", tp=2))
+    write_lines(tmp_path / "rank-0.json", lines)
+    found = read_lines(tmp_path)
+    assert list(found) == ["faults/setting.py"]
+    source = (ROOT / "faults/setting.py").read_text().split("\n")
+    seen = {source[line - 1].strip() for line in found["faults/setting.py"]}
+    assert 'chosen = _SGD if optimizer == "sgd" else _ADAMW' in seen
+    assert not any("make_saved_case" in line for line in seen)
+
+
+def test_a_mutant_runs_under_the_smallest_layouts_each_with_another_axis():
+    mutant = pick("finalize_gradients", "skip-statement")
+    lines = {mutant.file: (mutant.line,)}
+
+    def covered(name, ranks, seconds, lines=lines):
+        return CoveredLines(name=name, ranks=ranks, seconds=seconds, lines=lines)
+
+    rows = [
+        covered("fsdp2-tp", 4, 1.0),
+        covered("tp", 2, 3.0),
+        covered("tp-sp-lp", 2, 4.0),
+        covered("fsdp2", 2, 1.0, {}),
+        covered("cp-allgather", 2, 5.0),
+    ]
+    # The code serves every axis: one of the data comes first, and then what has most others.
+    assert controller.choose_layouts(mutant, rows) == ["cp-allgather", "fsdp2-tp"]
+    latent = pick("_parallelize_latent", "other-placement")
+    of_tp = [each.model_copy(update={"lines": {latent.file: (latent.line,)}}) for each in rows]
+    assert controller.choose_layouts(latent, of_tp)[0] == "tp"
+
+
+def find(
+    cause, operation, *, quantity=Quantity.GRADIENT, module="", tensor="layers.1.mlp.up_proj.weight", axes=()
+):
+    subject = Subject(quantity=quantity, tensors=(tensor,), module=module)
+    explanation = Explanation(cause=cause, subject=subject, operation=operation)
+    return Finding(
+        check="gradient",
+        kind="gradient",
+        tensor=tensor,
+        step=0,
+        rank=0,
+        error=1.0,
+        bound=0.0,
+        code=cause.value,
+        explanation=explanation,
+        place=Place(axes=axes),
+    )
+
+
+def scale(*products, part=WHOLE, value=2.0):
+    return Scaled(contributions=(Contribution(part=part, factor=Factor(value=value, equals=products)),))
+
+
+def test_the_right_axis_is_right_and_another_is_wrong():
+    mutant = pick("_parallelize_latent", "other-placement")
+    right = judge(mutant, TP, find(Cause.SCALE, scale(Product(times=("tp",)))))
+    assert (right.cause, right.located) == ("right", True)
+    layout = make_case("both", tp=2, dp_shard=2)
+    wrong = judge(mutant, layout, find(Cause.SCALE, scale(Product(times=("dp_shard",)))))
+    assert (wrong.cause, wrong.located) == ("wrong", False)
+    both = scale(Product(times=("dp_shard",)), Product(times=("tp",)))
+    assert judge(mutant, layout, find(Cause.SCALE, both)).cause == "right"
+
+
+def test_rounding_is_right_of_a_dtype_alone():
+    rounded = find(Cause.ROUNDING, Rounded(dtype="bfloat16", is_representable=True))
+    assert judge(pick("RingExchangeCore.__call__", "narrow-dtype"), TP, rounded).cause == "right"
+    assert judge(pick("RingExchangeCore.__call__", "off-by-one"), TP, rounded).cause == "wrong"
+
+
+def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
+    rows = next(
+        m for m in list_mutants() if m.function == "_balance" and "num_rows" in m.before and "/ b" not in m.after
+        and m.operator == "other-denominator"
+    )  # fmt: skip
+    part = Part(term="balance")
+    axis = find(Cause.TERM_SCALE, scale(Product(over=("tp",)), part=part, value=0.5))
+    assert judge(rows, TP, axis).cause == "wrong"
+    both = scale(Product(over=("tp",)), Product(over=("rows of the batch",)), part=part, value=0.5)
+    assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
+
+
+def test_a_module_is_a_place_where_the_code_runs_and_wrong_elsewhere():
+    mutant = pick("order_by_expert", "off-by-one")
+    here = find(Cause.FORWARD, Altered(), quantity=Quantity.OUTPUT, module="layers.1.moe.dispatcher")
+    there = find(Cause.FORWARD, Altered(), quantity=Quantity.OUTPUT, module="layers.1.attention")
+    assert judge(mutant, TP, here).cause == "place"
+    assert judge(mutant, TP, there).cause == "wrong"
+    assert judge(mutant, TP, here.model_copy(update={"explanation": None, "code": ""})).cause == "none"
+
+
+def row(name, outcome, cause="", *, counted=False, **fields):
+    content = {"operator": "stale", "file": "a.py", "line": 1, "before": "x", "after": "y"}
+    judgement = Judgement(cause=cause, located=True if cause else None)
+    return MutantRow(
+        name=name, outcome=outcome, judgement=judgement, counted_only=counted, **{**content, **fields}
+    )
+
+
+def test_the_table_counts_the_halves_apart_and_shows_what_went_wrong_first():
+    rows = [
+        row("a", "detected", "right", loss_and_norm=True),
+        row("b", "detected", "wrong", counted=True),
+        row("c", "crashed"),
+        row("d", "survived", counted=True),
+        row("e", "equivalent"),
+    ]
+    _, _, looked, counted, both = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in summarize_mutants(rows)
+    )
+    assert looked[:2] == ["looked at", "3"]
+    assert counted[:2] == ["counted", "2"]
+    assert both[4:] == ["1", "2", "1", "0", "1", "2 of 2", "1", "0", "0", "1", "0"]
+    rates = describe_rates(rows)
+    assert rates[0].startswith("killed: 3 of 4")
+    assert rates[2] == "cause wrong: 1 of 2"
+    environment = dict.fromkeys(("torch", "python", "device", "cores"), "?")
+    page = write_mutants(rows, environment, "moeverify faults mutate", (9, 2))
+    names = [line.split("`")[1] for line in page.split("\n") if line.startswith("| `")]
+    assert names == ["d", "b", "a", "c", "e"]
+
+
+def test_a_hand_judgement_holds_for_the_words_that_it_was_made_for(monkeypatch):
+    mutant = pick("Pipeline.run", "skip-statement")
+    finding = find(Cause.STATE, Altered(), quantity=Quantity.BUFFER)
+    said = row(mutant.name, "detected", cases=("pp",), finding=finding, said="it is so")
+    run = controller.MutationRun([mutant], [], seed=0)
+    run.rows = {mutant.name: said}
+    assert run.judge_rows()[0].judgement.cause == "open"
+    monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it is so"): ("wrong", "it is not")})
+    judged = run.judge_rows()[0].judgement
+    assert (judged.cause, judged.because, judged.by_hand) == ("wrong", "it is not", True)
+    monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it was so"): ("wrong", "it is not")})
+    assert run.judge_rows()[0].judgement.cause == "open"
+
+
+def test_a_name_leads_to_its_mutant():
+    mutant = pick("order_by_expert", "reorder")
+    assert find_mutant(mutant.target) == mutant
