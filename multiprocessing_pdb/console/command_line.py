@@ -6,8 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from multiprocessing_pdb.console import relay, remote
+from multiprocessing_pdb.console.dap.server import serve_editors
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.shell import Shell
 from multiprocessing_pdb.console.source import LocalSource, Source, TcpSource
@@ -37,21 +39,10 @@ def _make_parser() -> argparse.ArgumentParser:
         help="do this and leave; may be repeated",
     )
     add("--deadline", type=float, default=5.0, metavar="SECONDS", help="how long each rank has to answer (5)")
-    add(
-        "--ssh",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="also the ranks of another node, through ssh",
-    )
+    more: dict[str, Any] = {"action": "append", "default": []}
+    add("--ssh", **more, metavar="HOST", help="also the ranks of another node, through ssh")
     add("--srun", metavar="JOBID", help="also the ranks of every node of a Slurm job, through srun")
-    add(
-        "--via",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="as --ssh, through any command that runs a line",
-    )
+    add("--via", **more, metavar="COMMAND", help="as --ssh, through any command that runs a line")
     add("--python", default=sys.executable, metavar="PATH", help="the Python of the other nodes")
     add(
         "--tcp",
@@ -68,6 +59,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="the token for --tcp, else MPDB_TOKEN_FILE",
     )
     add("--make-token", type=Path, default=None, metavar="FILE", help="write a new token to a new file")
+    add(
+        "--dap",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="serve editors that speak the Debug Adapter Protocol, at this port of this machine",
+    )
     add("--relay", action="store_true", help="serve another console over stdin and stdout (started by --ssh)")
     return parser
 
@@ -117,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _converse(registry: RankRegistry, options: argparse.Namespace) -> int:
+    if options.dap is not None:
+        return serve_editors(registry, options.dap, options.deadline)
     terminal = Terminal()
     shell = Shell(registry, terminal, options.deadline)
     try:

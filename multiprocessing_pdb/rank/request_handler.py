@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from multiprocessing_pdb.rank import tensors
+from multiprocessing_pdb.rank import tensors, variables
 from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
 from multiprocessing_pdb.rank.pdb_loader import is_own_module
 from multiprocessing_pdb.rank.values import Value
@@ -40,6 +40,9 @@ class RequestHandler:
             "element": self._read_element,
             "complete": self._complete,
             "where": self._list_stack,
+            "frames": self._list_frames,
+            "variables": self._list_variables,
+            "inspect": self._inspect,
         }
 
     def handles(self, do: object) -> bool:
@@ -114,3 +117,31 @@ class RequestHandler:
             mark = ">" if at is debugger.curframe else " "
             stack.append(f"{mark} {code.co_filename}:{line} {code.co_name}: {source}")
         return {"stack": stack}
+
+    def _list_frames(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        """Return the frames as an editor wants them, innermost first; `index` is what it asks about them with."""
+        frames: list[Frame] = []
+        for index, (at, line) in reversed(list(enumerate(debugger.stack))):
+            if not is_own_module(at.f_globals.get("__name__")) and len(frames) < _MOST_FRAMES:
+                code = at.f_code
+                frames.append({"index": index, "file": code.co_filename, "line": line, "name": code.co_name})
+        return {"frames": frames}
+
+    def _list_variables(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        """Return the variables of a scope ("locals", "globals"), or what the value of `text` consists of."""
+        index, text = int(frame["index"]), frame.get("text")
+        if isinstance(text, str):
+            found = variables.describe_children(text, variables.evaluate_in(debugger, index, text))
+        else:
+            names = variables.find_names(debugger, index)
+            found = variables.describe_names(names[frame.get("scope") != "globals"])
+        return {"variables": found}
+
+    def _inspect(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        """Return one value as a line of text."""
+        text = str(frame["text"])
+        return {
+            "value": variables.describe(
+                text, text, variables.evaluate_in(debugger, int(frame["index"]), text)
+            )
+        }

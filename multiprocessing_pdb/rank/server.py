@@ -211,11 +211,18 @@ class Server(threading.Thread):
                     if connection.challenge is not None:
                         connection.authenticate(frame)
                     else:
-                        self._receive(connection.number, frame)
+                        self._receive_safely(connection.number, frame)
         except BlockingIOError:
             pass
         except (OSError, FrameError):
             self._disconnect(connection)
+
+    def _receive_safely(self, number: int, frame: Frame) -> None:
+        """Let a request fail alone: without this thread no console would reach the rank again."""
+        try:
+            self._receive(number, frame)
+        except Exception as error:  # for example in a walk over the frames of threads that run meanwhile
+            self.send(number, {"id": frame.get("id"), "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def _set_interests(self) -> None:
         now = time.monotonic()

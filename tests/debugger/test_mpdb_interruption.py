@@ -1,12 +1,15 @@
-"""Interrupting a thread that is not the main one, and ending one that is stepped: harmless to all others."""
+"""What must not cost a rank its way in: interruptions, the end of a stepped thread, requests that fail."""
 
+import socket
 import sys
 import threading
 
 import pytest
 
 from multiprocessing_pdb.rank.interruption import Interrupted, Interruption
+from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.stop import _ThreadEnd
+from multiprocessing_pdb.wire.framing import Decoder, encode
 
 PATIENCE = 60.0
 
@@ -125,3 +128,21 @@ def test_a_step_past_the_end_of_a_thread_does_not_stop_in_what_closes_its_endpoi
     finally:
         sys.settrace(before)
     assert traced == [None], "a stop there would hold the endpoint's lock, and its server would wait for it"
+
+
+def test_a_request_that_fails_leaves_the_server_alive(tmp_path):
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "socket"))
+    listener.listen()
+    server = Server([listener], lambda number, frame: frame["nothing"], lambda number: None, lambda: None)
+    server.start()
+    try:
+        client.settimeout(PATIENCE)
+        client.connect(str(tmp_path / "socket"))
+        for number in (1, 2):
+            client.sendall(encode({"id": number, "do": "stacks"}))
+            (answer,) = Decoder().feed(client.recv(4096))
+            assert answer == {"id": number, "error": "KeyError: 'nothing'"}
+    finally:
+        client.close()
+        server.shut(1.0)

@@ -31,7 +31,7 @@ from multiprocessing_pdb.rank.process_state import PROCESS
 SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "500"))  # for each of pdb and pdbpp
 PATIENCE = float(os.environ.get("MPDB_TEST_PATIENCE", "60"))
 MOMENT = 0.002
-READ_LINE = session.Session._read_line.__code__
+PROMPTS = []
 LINES = [
     number for number, line in enumerate(Path(maze.__file__).read_text().splitlines(), 1) if "Tra(" in line
 ]
@@ -61,17 +61,28 @@ class Program(threading.Thread):
             self.result = error
 
 
-def find_prompts():
-    """Return the session of every thread of this process that waits at a prompt, however it got there."""
-    found = []
-    for frame in sys._current_frames().values():
-        at = frame
-        while at is not None:
-            if at.f_code is READ_LINE:
-                found.append(at.f_locals["self"])
-                break
-            at = at.f_back
-    return found
+# Sessions whose thread waits at a prompt, whatever the debugger itself believes. The frames of running threads are
+# not walked for it: that is not safe in CPython. The name makes steps pass over it, as over the debugger's own code.
+_WATCH_PROMPTS = """
+def read_line(self):
+    prompts.append(self)
+    try:
+        return original(self)
+    finally:
+        prompts.remove(self)
+"""
+
+
+def watch_prompts(monkeypatch):
+    """Keep the list of prompts from now on."""
+    names = {
+        "__name__": "multiprocessing_pdb.watch",
+        "prompts": PROMPTS,
+        "original": session.Session._read_line,
+    }
+    exec(_WATCH_PROMPTS, names)
+    PROMPTS.clear()
+    monkeypatch.setattr(session.Session, "_read_line", names["read_line"])
 
 
 class Debugging(RuleBasedStateMachine):
@@ -129,7 +140,7 @@ class Debugging(RuleBasedStateMachine):
         while not collect(answer, number, None) and idle < 3:
             assert time.monotonic() < deadline, f"no answer to {request}; {self._explain()}"
             wait([target.link.channel], MOMENT)
-            others = any(found._state == "stopped" and found._requests.empty() for found in find_prompts())
+            others = any(found._state == "stopped" and found._requests.empty() for found in tuple(PROMPTS))
             idle = idle + 1 if others else 0
         if idle:
             target.give_up(number, str(request))
@@ -177,17 +188,20 @@ class Debugging(RuleBasedStateMachine):
         """A thread that waits at a prompt has a socket file, and its server answers."""
         if self.program is None:
             return
-        for found in find_prompts():
+        for found in tuple(PROMPTS):
             name = f"{found.rank.file_stem()}.sock"
             stem = name.removesuffix(".sock")
             self._await(
-                lambda found=found, name=name: (
-                    found not in find_prompts() or (Path(self.directory) / name).exists()
-                ),
+                lambda found=found, name=name: found not in PROMPTS or (Path(self.directory) / name).exists(),
                 f"a prompt of {name} without a way in",
             )
-            links = self.consoles[0].sources[0].refresh()
-            assert stem in links or found not in find_prompts(), f"{name} cannot be connected to"
+            # Again and again: it may go on and stop anew while the console looks.
+            self._await(
+                lambda found=found, stem=stem: (
+                    stem in self.consoles[0].sources[0].refresh() or found not in PROMPTS
+                ),
+                f"{name} cannot be connected to",
+            )
 
     def teardown(self):
         """Let everything run on; the program must end with its result, and leave nothing."""
@@ -240,6 +254,7 @@ def test_no_sequence_loses_a_rank_or_changes_the_result(flavour, monkeypatch):
     for module in (endpoint, session, debugger):
         monkeypatch.setattr(module, "write_stderr", lambda text: None)
     monkeypatch.setattr(Debugging, "directory", directory)
+    watch_prompts(monkeypatch)
     debugger._load_class.cache_clear()
     limits = settings(
         max_examples=SEQUENCES,
