@@ -121,8 +121,8 @@ class Refusal(Record):
 class VerifyResult(Record):
     """What the checks of a case say.
 
-    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients likewise, `load`
-    what each expert has computed.
+    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients likewise, and
+    `load` what each expert has computed.
     """
 
     kind: Literal["verify"] = "verify"

@@ -122,7 +122,7 @@ def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> No
 
     DDP orders its buckets anew after its first backward pass, by when gradients were ready. A sum over more than
     two ranks adds in an order that depends on the place in the bucket: a run that goes on and a run that has just
-    been started differ in the last bits. Source: `Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp.
+    been started differ in the last bits. Source: `rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp.
     """
     _step(case, state, golden, BitRecorder())
     state.step = state.position = 0
