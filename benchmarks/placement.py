@@ -30,6 +30,7 @@ from moeverify.placement.exact import solve_exactly
 from moeverify.placement.heuristic import mark_slots, solve
 from moeverify.placement.incremental import improve
 from moeverify.placement.load_trace import LoadTrace, sum_steps
+from moeverify.placement.marks import mark
 from moeverify.placement.placement import place_in_blocks
 from moeverify.placement.sharing import share_load
 from moeverify.placement.synthetic import KINDS, make_trace
@@ -82,7 +83,7 @@ def place_hottest_everywhere(load, cluster, num_slots):
         hot, rest = order[:number], np.sort(order[number:])
         marks[layer, hot] = True
         if len(rest):
-            blocks = place_in_blocks(len(rest), cluster.num_ranks, [0]).mark()[0]
+            blocks = mark(place_in_blocks(len(rest), cluster.num_ranks, [0]))[0]
             marks[layer, rest] = blocks
     return marks
 
@@ -135,7 +136,7 @@ def compare_flat(eplb, num_layers, tally):
             )
             first, second = (sum_steps(part, cluster) for part in split_trace(trace))
             load = sum_steps(trace, cluster)
-            blocks = place_in_blocks(num_experts, num_ranks, trace.header.layers).mark()
+            blocks = mark(place_in_blocks(num_experts, num_ranks, trace.header.layers))
             hottest = place_hottest_everywhere(load, cluster, num_slots)
             theirs, own = run_eplb(eplb, load, cluster, num_slots, 1)
             fast = solve(load, cluster, num_slots)
@@ -253,7 +254,7 @@ def compare_moves(num_layers):
             cluster = Cluster(num_ranks)
             trace = make_trace(kind, seed=0, num_layers=num_layers, num_experts=num_experts, num_steps=8)
             first, second = (sum_steps(part, cluster) for part in split_trace(trace))
-            current = place_in_blocks(num_experts, num_ranks, trace.header.layers).mark()
+            current = mark(place_in_blocks(num_experts, num_ranks, trace.header.layers))
             if kind == "drifting":
                 current = solve(first, cluster, num_slots)
             best = solve(second, cluster, num_slots)

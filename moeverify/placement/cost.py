@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.load_trace import LoadTrace, TokenLoad, iterate_steps
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
 
 

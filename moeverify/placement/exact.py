@@ -19,8 +19,8 @@ import numpy as np
 from moeverify.errors import MachineError
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.load_trace import TokenLoad
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.patterns import PatternSearch
-from moeverify.placement.placement import BoolArray
 from moeverify.placement.program import Limit, Program
 from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
 

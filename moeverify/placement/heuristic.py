@@ -17,6 +17,7 @@ import numpy as np
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.load_trace import TokenLoad
 from moeverify.placement.local_search import search as search_layer
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.packing import (
     EMPTY,
     Packing,
@@ -27,7 +28,6 @@ from moeverify.placement.packing import (
     pack,
     swap_pairs,
 )
-from moeverify.placement.placement import BoolArray
 from moeverify.placement.relabel import move_to_sources
 from moeverify.placement.sharing import FloatArray, IntArray, measure_traffic, share_load
 

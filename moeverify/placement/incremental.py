@@ -17,7 +17,7 @@ import numpy as np
 from moeverify.placement.cluster import Cluster
 from moeverify.placement.load_trace import TokenLoad
 from moeverify.placement.local_search import search
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.relabel import move_to_current
 from moeverify.placement.sharing import FloatArray, IntArray, share_load
 

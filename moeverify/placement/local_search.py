@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray, share_load
 
 _DROP_COST = 0.25  # of a send: giving a replica up costs nothing but what may have to be copied again

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import BoolArray, Placement
+from moeverify.placement.marks import BoolArray, mark
+from moeverify.placement.placement import Placement
 
 MoveKind = Literal["move", "copy", "drop"]
 
@@ -41,7 +42,7 @@ def list_moves(before: Placement, after: Placement, cluster: Cluster) -> tuple[M
     before = before.spell_out(after.layers)
     sent = np.zeros(cluster.num_ranks, dtype=np.int64)
     moves: list[Move] = []
-    for layer, old, new in zip(after.layers, before.mark(), after.mark(), strict=True):
+    for layer, old, new in zip(after.layers, mark(before), mark(after), strict=True):
         for expert in np.flatnonzero((old != new).any(1)):
             moves += _list_expert(layer, int(expert), old[expert], new[expert], cluster, sent)
     return tuple(moves)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray
 
 EMPTY = -1

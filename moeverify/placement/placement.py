@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from moeverify.errors import CaseError, Problem
 
 Matrix = tuple[tuple[int, ...], ...]
 """A row for each rank: the experts in its slots. `((0, 3), (1, 2))` puts experts 0 and 3 on rank 0."""
-
-BoolArray = npt.NDArray[np.bool_]
 
 _MOST_LISTED = 8  # experts or ranks that a message names one by one
 
@@ -86,52 +81,22 @@ class Placement:
         matrices = self.matrices if self.layers else self.matrices * len(layers)
         return Placement(self.num_experts, matrices, tuple(layers))
 
-    def mark(self) -> BoolArray:
-        """Return which rank holds which expert: bool (L, E, R)."""
-        marks = np.zeros((len(self.matrices), self.num_experts, self.num_ranks), dtype=np.bool_)
-        for position, matrix in enumerate(self.matrices):
-            for rank, row in enumerate(matrix):
-                marks[position, list(row), rank] = True
-        return marks
-
-
-def from_marks(marks: BoolArray, layers: Sequence[int], *, previous: Placement | None = None) -> Placement:
-    """Return the placement of marks (L, E, R).
-
-    An expert that stays on its rank keeps its slot of `previous` as far as the row is long enough; experts
-    that arrive take the slots of those that leave.
-    """
-    matrices = []
-    for position, layer_marks in enumerate(marks):
-        rows = [np.flatnonzero(layer_marks[:, rank]).tolist() for rank in range(layer_marks.shape[1])]
-        if previous is not None:
-            rows = [_keep_slots(old, row) for old, row in zip(previous.matrices[position], rows, strict=True)]
-        matrices.append(tuple(tuple(row) for row in rows))
-    return Placement(marks.shape[1], tuple(matrices), tuple(layers))
-
-
-def _keep_slots(old: Sequence[int], new: list[int]) -> list[int]:
-    """Return the experts of `new`, those of `old` in their slots."""
-    arriving = iter([expert for expert in new if expert not in old])
-    row = [expert if expert in new else next(arriving, None) for expert in old]
-    return [expert for expert in row if expert is not None] + list(arriving)
-
 
 def place_in_blocks(num_experts: int, num_ranks: int, layers: Sequence[int]) -> Placement:
     """Return the placement of plain expert parallelism: equal consecutive blocks, in rank order.
 
     With more ranks than experts, consecutive ranks hold the same expert.
     """
-    marks = np.zeros((num_experts, num_ranks), dtype=np.bool_)
+    rows: list[tuple[int, ...]] = []
     if num_ranks <= num_experts:
-        experts = np.arange(num_experts)
         # The first `num_experts % num_ranks` ranks take one more, so that no rank is left without.
         size, longer = divmod(num_experts, num_ranks)
-        starts = np.arange(num_ranks) * size + np.minimum(np.arange(num_ranks), longer)
-        marks[experts, np.searchsorted(starts, experts, side="right") - 1] = True
+        for rank in range(num_ranks):
+            start = rank * size + min(rank, longer)
+            rows.append(tuple(range(start, start + size + (rank < longer))))
     else:
-        marks[np.arange(num_ranks) * num_experts // num_ranks, np.arange(num_ranks)] = True
-    return from_marks(np.broadcast_to(marks, (len(layers), *marks.shape)), layers)
+        rows = [(rank * num_experts // num_ranks,) for rank in range(num_ranks)]
+    return Placement(num_experts, (tuple(rows),) * len(layers), tuple(layers))
 
 
 def check_matrix(matrix: Sequence[Sequence[int]], num_experts: int, *, path: str) -> Iterator[Problem]:

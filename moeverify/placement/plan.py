@@ -21,8 +21,9 @@ from moeverify.placement.exact import ExactAnswer, Status, solve_exactly
 from moeverify.placement.heuristic import solve
 from moeverify.placement.incremental import improve
 from moeverify.placement.load_trace import LoadTrace, TokenLoad, sum_steps
+from moeverify.placement.marks import BoolArray, from_marks, mark
 from moeverify.placement.moves import Move, list_moves
-from moeverify.placement.placement import BoolArray, Placement, check_fit, from_marks, place_in_blocks
+from moeverify.placement.placement import Placement, check_fit, place_in_blocks
 from moeverify.placement.placement_file import placement_to_dict
 from moeverify.placement.relabel import move_to_current
 from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
@@ -100,7 +101,7 @@ def make_plan(
     current = current.spell_out(header.layers)
     load = sum_steps(trace, cluster)
     started = time.monotonic()
-    old = current.mark()
+    old = mark(current)
     answer = _search(load, cluster, num_slots, old, exact_seconds)
     marks = _keep_better(old, answer.marks, load, cluster)
     gain_share = best_moves = None

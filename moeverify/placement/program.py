@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import BoolArray
+from moeverify.placement.marks import BoolArray
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
+from moeverify.placement.marks import mark
 from moeverify.placement.placement import place_in_blocks
 from moeverify.placement.placement_file import format_placement, read_placement
 from moeverify.placement.synthetic import make_trace
@@ -59,7 +60,7 @@ def test_a_placement_in_use_is_improved_within_a_budget(invoke: Invoke, trace: P
         "place", trace, "--ranks", 4, "--slots", 6, "--current", current, "--max-moves", 2, "--out", out
     )
     assert done.exit_code == 0, done.stderr
-    before, after = (read_placement(path).mark() for path in (current, out))
+    before, after = (mark(read_placement(path)) for path in (current, out))
     assert (after & ~before).sum() <= 2
     assert "at most 2: " in done.stdout
 

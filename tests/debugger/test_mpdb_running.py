@@ -87,7 +87,7 @@ def test_a_stopped_rank_answers_for_its_own_stacks_and_others_name_the_remedy(si
 def test_a_process_that_got_the_pid_of_a_dead_rank_is_left_alone(site, action):
     ranks, _ = start_steady(site, 1)
     (record,) = site.runtime.glob("*.armed")
-    content = json.loads(record.read_text())
+    content = json.loads(poll(record.read_text, "a record that is written"))
     ranks[0].kill()
     ranks[0].wait()
     innocent = subprocess.Popen(["sleep", "300"])

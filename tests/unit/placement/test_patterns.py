@@ -10,6 +10,7 @@ from moeverify.placement.cluster import Cluster
 from moeverify.placement.exact import solve_exactly
 from moeverify.placement.heuristic import solve
 from moeverify.placement.load_trace import spread_evenly
+from moeverify.placement.marks import mark
 from moeverify.placement.patterns import PatternSearch, _list_patterns, _list_replicas
 from moeverify.placement.placement import place_in_blocks
 from moeverify.placement.program import Program
@@ -21,7 +22,7 @@ def test_both_programs_have_the_same_optimum(seed: int) -> None:
     num_experts, num_ranks, num_slots = 7, 3 + seed % 2, 3
     by_expert = (random.random(num_experts) ** 3 * 1000).round() + 1
     load, cluster = spread_evenly(by_expert[None], num_ranks), Cluster(num_ranks)
-    blocks = place_in_blocks(num_experts, num_ranks, [0]).mark()[0]
+    blocks = mark(place_in_blocks(num_experts, num_ranks, [0]))[0]
     start = float((blocks * by_expert[:, None]).sum(0).max())
     search = PatternSearch(
         by_expert, num_ranks, num_slots, float(bound_load(load, cluster, num_slots)[0]), start, blocks
@@ -41,7 +42,7 @@ def test_both_programs_have_the_same_optimum(seed: int) -> None:
 
 def test_a_placement_that_reaches_the_bound_is_optimal_without_any_time() -> None:
     load, cluster = spread_evenly(np.full((1, 8), 10.0), 4), Cluster(4)
-    blocks = place_in_blocks(8, 4, [0]).mark()
+    blocks = mark(place_in_blocks(8, 4, [0]))
     answer = solve_exactly(load, cluster, 4, blocks, seconds=0, bound=bound_load(load, cluster, 4))
     assert answer.statuses == ("optimal",)
     assert answer.bound[0] == pytest.approx(20)

@@ -15,8 +15,9 @@ from moeverify.placement.exact import solve_exactly
 from moeverify.placement.heuristic import list_slots, mark_slots, solve
 from moeverify.placement.incremental import improve
 from moeverify.placement.load_trace import TokenLoad, spread_evenly, sum_steps
+from moeverify.placement.marks import from_marks, mark
 from moeverify.placement.moves import list_moves
-from moeverify.placement.placement import Placement, from_marks, place_in_blocks
+from moeverify.placement.placement import Placement, place_in_blocks
 from moeverify.placement.plan import make_plan
 from moeverify.placement.sharing import share_load
 from moeverify.placement.synthetic import KINDS, make_trace
@@ -133,7 +134,7 @@ def test_the_exact_solver_finds_the_optimum(seed: int) -> None:
     num_ranks, num_experts, num_slots = 3, 5, 2 + seed % 2
     by_expert = (random.random(num_experts) ** 3 * 1000).round() + 1
     load, cluster = spread_evenly(by_expert[None], num_ranks), Cluster(num_ranks)
-    incumbent = place_in_blocks(num_experts, num_ranks, [0]).mark()
+    incumbent = mark(place_in_blocks(num_experts, num_ranks, [0]))
     answer = solve_exactly(
         load, cluster, num_slots, incumbent, seconds=60, bound=bound_load(load, cluster, num_slots)
     )
@@ -152,7 +153,7 @@ def test_the_exact_solver_knows_the_true_shares(num_nodes: int) -> None:
     cluster = Cluster(4, num_nodes)
     trace = make_trace("zipf", seed=3, num_experts=6, num_sources=4, source_skew=1.0)
     load = sum_steps(trace, cluster)
-    incumbent = place_in_blocks(6, 4, [0]).mark()
+    incumbent = mark(place_in_blocks(6, 4, [0]))
     bound = bound_load(load, cluster, 2)
     answer = solve_exactly(load, cluster, 2, incumbent, seconds=60, bound=bound)
     assert_valid(answer.marks, 2)
@@ -211,9 +212,9 @@ def test_the_exact_solver_never_loses_what_it_was_given() -> None:
 
 def test_among_equal_loads_the_exact_solver_takes_the_fewest_moves() -> None:
     """Two experts on each of two ranks, equal loads: the optimum is where they are."""
-    current = Placement(4, (((1, 2), (0, 3)),), (0,)).mark()
+    current = mark(Placement(4, (((1, 2), (0, 3)),), (0,)))
     load = spread_evenly(np.full((1, 4), 10.0), 2)
-    incumbent = Placement(4, (((0, 1), (2, 3)),), (0,)).mark()
+    incumbent = mark(Placement(4, (((0, 1), (2, 3)),), (0,)))
     answer = solve_exactly(
         load, Cluster(2), 2, incumbent, seconds=20, bound=bound_load(load, Cluster(2), 2), current=current
     )
@@ -225,7 +226,7 @@ def test_among_equal_loads_the_exact_solver_takes_the_fewest_moves() -> None:
 def test_few_moves_make_most_of_the_gain(kind: str, num_nodes: int) -> None:
     cluster, num_slots = Cluster(8, num_nodes), 5
     load = sum_steps(make_trace(kind, seed=1, num_layers=3, num_experts=32), cluster)
-    current = place_in_blocks(32, 8, range(3)).mark()
+    current = mark(place_in_blocks(32, 8, range(3)))
     best = solve(load, cluster, num_slots)
     before, possible = find_largest(current, load, cluster).sum(), find_largest(best, load, cluster).sum()
     result = improve(current, best, load, cluster, num_slots)
@@ -250,7 +251,7 @@ def test_moves_are_close_to_the_fewest_that_reach_the_same(seed: int) -> None:
     by_expert = (random.random(5) ** 2 * 100).round() + 1
     cluster, num_slots = Cluster(3), 2
     load = spread_evenly(by_expert[None], 3)
-    current = Placement(5, (((0, 1), (2, 3), (4,)),), (0,)).mark()
+    current = mark(Placement(5, (((0, 1), (2, 3), (4,)),), (0,)))
     best = solve(load, cluster, num_slots, effort="thorough")
     result = improve(current, best, load, cluster, num_slots)
     reached = find_largest(result.marks, load, cluster)[0]
@@ -268,18 +269,18 @@ def test_moves_lead_from_one_placement_to_the_other(seed: int) -> None:
     cluster = Cluster(6, 2)
     loads = [spread_evenly(random.random((2, 10)) ** 4, 6) for _ in range(2)]
     before, after = (from_marks(solve(load, cluster, 3), [1, 4]) for load in loads)
-    marks = {layer: row.copy() for layer, row in zip((1, 4), before.mark(), strict=True)}
+    marks = {layer: row.copy() for layer, row in zip((1, 4), mark(before), strict=True)}
     moves = list_moves(before, after, cluster)
     for move in moves:
-        assert before.mark()[(1, 4).index(move.layer), move.expert, move.source], "a source that has it not"
+        assert mark(before)[(1, 4).index(move.layer), move.expert, move.source], "a source that has it not"
     for move in moves:
         if move.kind != "drop":
             assert not marks[move.layer][move.expert, move.target]
             marks[move.layer][move.expert, move.target] = True
         if move.kind != "copy":
             marks[move.layer][move.expert, move.source] = False
-    assert (np.stack([marks[1], marks[4]]) == after.mark()).all()
-    assert sum(move.kind != "drop" for move in moves) == (after.mark() & ~before.mark()).sum()
+    assert (np.stack([marks[1], marks[4]]) == mark(after)).all()
+    assert sum(move.kind != "drop" for move in moves) == (mark(after) & ~mark(before)).sum()
     assert not list_moves(after, after, cluster)
 
 
@@ -326,7 +327,7 @@ def test_what_does_not_fit_together_is_said() -> None:
 
 
 def test_slots_and_marks_are_the_same_thing() -> None:
-    marks = Placement(5, (((0, 1, 4), (2, 3), (0, 3)),), (0,)).mark()
+    marks = mark(Placement(5, (((0, 1, 4), (2, 3), (0, 3)),), (0,)))
     slots = list_slots(marks, 4)
     assert slots[0].tolist() == [[0, 1, 4, -1], [2, 3, -1, -1], [0, 3, -1, -1]]
     assert (mark_slots(slots, 5) == marks).all()
