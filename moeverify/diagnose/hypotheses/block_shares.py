@@ -23,6 +23,8 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Block, Contribution, Part
 from moeverify.results.trial import Reason
 
+_SAME = 1e-6  # relative, of weights that are one
+
 
 class BlockShares(Hypothesis):
     """A sum over ranks leaves one out for a part of a tensor: an expert that it holds too, some heads, some rows.
@@ -50,7 +52,7 @@ class BlockShares(Hypothesis):
             columns = list_shares(components, block)
             fit = fit_columns([narrow(tensor, block)], columns)
             tried = tried or fit is not None
-            if fit is None or not fit.explains:
+            if fit is None or not fit.explains or _is_one_factor(fit.coefficients):
                 continue
             # A weight of one share that equals the size of an axis does so by chance.
             contributions = tuple(
@@ -67,6 +69,11 @@ class BlockShares(Hypothesis):
                 contributions=contributions,
             )
         return self.refuse() if tried else self.untried(Reason.TOO_FEW_NUMBERS)
+
+
+def _is_one_factor(coefficients: Sequence[float]) -> bool:
+    """Return whether all shares have one weight: the slices are scaled, and no share is missing."""
+    return max(coefficients) - min(coefficients) <= _SAME * max(map(abs, coefficients))
 
 
 def list_shares(components: Components, block: Block) -> list[Column]:

@@ -244,6 +244,9 @@ def test_rows_that_no_weights_of_shares_give_are_refused() -> None:
     (tensor, *_) = combine(components, lambda term, cell: 1.0)
     wrong = tensor.whole.clone()
     wrong[25:] += draw(15, seed=9)
-    for actual in (wrong, tensor.whole * 2.0):  # noise in some rows; every row is off
+    scaled = tensor.whole.clone()
+    scaled[25:] *= 2.0
+    # Noise in some rows; every row is off; some rows are scaled, which lack no share.
+    for actual in (wrong, tensor.whole * 2.0, scaled):
         found = make_tensor(tensor.expected, actual, name=tensor.name)
         assert fit("block_shares", [found], components).explanation is None
