@@ -28,7 +28,7 @@ from multiprocessing_pdb.console.source import LocalSource
 from multiprocessing_pdb.rank import debugger, endpoint, server, session
 from multiprocessing_pdb.rank.process_state import PROCESS
 
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "100"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "75"))  # for each of pdb and pdbpp
 PATIENCE = float(os.environ.get("MPDB_TEST_PATIENCE", "60"))
 MOMENT = 0.002
 PROMPTS = []
