@@ -169,7 +169,7 @@ def clean(
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])
         environment = describe_environment(choose_device(device.value))
-        kept = KeptRows(keep, environment, CleanRow) if keep is not None else None
+        kept = KeptRows(keep, environment, CleanRow)
         with open_progress(context.out, quiet=quiet) as progress:
             rows = run_clean(runs, _options(device, cache), progress.on_event, kept)
         for line in summarize_clean(rows):

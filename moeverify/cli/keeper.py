@@ -26,17 +26,19 @@ class Keeper:
 
     def watch(self, show: Callable[[Event], None]) -> Callable[[Event], None]:
         """Return a function that takes an event in and passes it on."""
+        from moeverify.controller.run import pass_results
 
-        def on_event(event: Event) -> None:
-            if event.kind == "case-end" and event.result is not None:
-                self.results[event.result.name] = event.result
-            elif event.kind == "case-start":
+        def note(event: Event) -> None:
+            if event.kind == "case-start":
                 self._running = event.case
             elif event.kind == "launch":
                 self._launches += 1
             show(event)
 
-        return on_event
+        return pass_results(self._take, note)
+
+    def _take(self, result: CaseResult) -> None:
+        self.results[result.name] = result
 
     def make_partial(self, cases: Sequence[Case], error: BaseException) -> RunResult:
         """Return the run as far as it came; the cases that did not finish are skipped, with the reason."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,11 @@ from moeverify.case.schema import Case
 from moeverify.case.select import PatternError, compile_pattern
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.controller.run import OnEvent, pass_results, run_cases
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.setting import make_case
 from moeverify.results.benchmark import CleanRow
-from moeverify.results.run import CaseResult, Event
+from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 
 _STAGES: Mapping[str, Any] = {"pp": 2, "micro_batches": 4, "stage_layers": (2, 1)}
@@ -143,28 +143,25 @@ def choose_clean(num_seeds: int, pattern: str | None = None) -> list[CleanRun]:
 def run_clean(
     runs: Sequence[CleanRun],
     options: RunOptions,
-    on_event: Callable[[Event], None],
-    kept: KeptRows[CleanRow] | None = None,
+    on_event: OnEvent,
+    kept: KeptRows[CleanRow],
 ) -> list[CleanRow]:
     """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end.
 
     What is in `kept` is not run again, and what comes is added to it.
     """
-    rows = dict(kept.rows) if kept is not None else {}
     groups = {case.name: group for group, case, _ in runs}
-    left = [(case, null) for _, case, null in runs if case.name not in rows]
+    left = [(case, null) for _, case, null in runs if case.name not in kept.rows]
 
-    def watch(event: Event) -> None:
-        if event.kind == "case-end" and event.result is not None:
-            rows[event.case] = _row(groups[event.case], event.result)
-            if kept is not None:
-                kept.add(rows[event.case])
-        on_event(event)
+    def take(result: CaseResult) -> None:
+        kept.add(_row(groups[result.name], result))
 
     if left:
         nulls = {case.name: null for case, null in left if null is not None}
-        run_cases([case for case, _ in left], replace(options, case_faults=nulls), watch)
-    return [rows[case.name] for _, case, _ in runs if case.name in rows]
+        run_cases(
+            [case for case, _ in left], replace(options, case_faults=nulls), pass_results(take, on_event)
+        )
+    return [kept.rows[case.name] for _, case, _ in runs if case.name in kept.rows]
 
 
 def _row(group: str, case: CaseResult) -> CleanRow:

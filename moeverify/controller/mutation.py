@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_c
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.machine import choose_device, describe_environment
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import CaseTask, run_case_tasks, run_cases
+from moeverify.controller.run import CaseTask, OnEvent, pass_results, run_case_tasks, run_cases
 from moeverify.controller.scratch import scratch_folder
 from moeverify.faults.mutation.coverage import read_lines
 from moeverify.faults.mutation.judgement import judge
@@ -26,7 +26,7 @@ from moeverify.faults.setting import make_case
 from moeverify.jobs import LinesJob
 from moeverify.report.words.cause import describe_cause
 from moeverify.results.mutation import CoveredLines, Judgement, MutantRow, Outcome
-from moeverify.results.run import CaseResult, Event
+from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 
 # What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches.
@@ -74,19 +74,17 @@ class RanMutants:
     num_unreached: int
 
 
-def run_mutants(how: MutationOptions, options: RunOptions, on_event: Callable[[Event], None]) -> RanMutants:
+def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) -> RanMutants:
     """Measure what layouts execute, run each mutant, and judge what is said of it.
 
     Raises: CaseError where a name is that of no mutant, or what is kept is of other code or another machine.
     """
     named = [find_mutant(name) for name in how.names]
     environment = describe_environment(choose_device(options.device))
-    lines: KeptRows[CoveredLines] | None = None
-    rows: KeptRows[MutantRow] | None = None
     if how.keep is not None:
         how.keep.mkdir(parents=True, exist_ok=True)
-        lines = KeptRows(how.keep / "lines.jsonl", environment, CoveredLines)
-        rows = KeptRows(how.keep / "mutants.jsonl", environment, MutantRow)
+    lines = KeptRows(how.keep and how.keep / "lines.jsonl", environment, CoveredLines)
+    rows = KeptRows(how.keep and how.keep / "mutants.jsonl", environment, MutantRow)
     covered = measure_lines(list(list_cases().values()), options, on_event, lines)
     everything = list_mutants()
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]
@@ -106,35 +104,28 @@ def list_cases() -> Mapping[str, Case]:
 def measure_lines(
     cases: Sequence[Case],
     options: RunOptions,
-    on_event: Callable[[Event], None],
-    kept: KeptRows[CoveredLines] | None = None,
+    on_event: OnEvent,
+    kept: KeptRows[CoveredLines],
 ) -> list[CoveredLines]:
     """Return which lines of the parallel code each case executes; a case that does not pass has none.
 
     What is in `kept` is not run again, and what comes is added to it.
     """
-    rows = dict(kept.rows) if kept is not None else {}
     files = tuple(dict.fromkeys(mutant.file for mutant in list_mutants()))
-    left = [case for case in cases if case.name not in rows]
+    left = [case for case in cases if case.name not in kept.rows]
     with scratch_folder() as folder:
         tasks = [_make_lines_task(case, files, folder / str(number)) for number, case in enumerate(left)]
         folders = {task.case.name: folder / str(number) for number, task in enumerate(tasks)}
 
-        def watch(event: Event) -> None:
-            if event.kind == "case-end" and event.result is not None:
-                row = _read_row(event.result, folders[event.case])
-                rows[row.name] = row
-                if kept is not None:
-                    kept.add(row)
-            on_event(event)
+        def take(result: CaseResult) -> None:
+            kept.add(_read_row(result, folders[result.name]))
 
         if tasks:
             logs = folder / "logs"
             logs.mkdir()
-            run_case_tasks(
-                tasks, replace(options, require_goldens=False), choose_device(options.device), logs, watch
-            )
-    return [rows[case.name] for case in cases if case.name in rows]
+            plain, device = replace(options, require_goldens=False), choose_device(options.device)
+            run_case_tasks(tasks, plain, device, logs, pass_results(take, on_event))
+    return [kept.rows[case.name] for case in cases if case.name in kept.rows]
 
 
 def _make_lines_task(case: Case, files: tuple[str, ...], folder: Path) -> CaseTask:
@@ -194,40 +185,33 @@ class MutationRun:
         mutants: Sequence[Mutant],
         covered: Sequence[CoveredLines],
         seed: int,
-        kept: KeptRows[MutantRow] | None = None,
+        kept: KeptRows[MutantRow],
     ) -> None:
         self._mutants = {mutant.name: mutant for mutant in mutants}
         self._cases = list_cases()
         self._seed = seed
         self._kept = kept
         self._tried: dict[str, list[str]] = {name: [] for name in self._mutants}
-        self.rows: dict[str, MutantRow] = {}
-        if kept is not None:
-            # What is said of a mutant is judged anew: rules and reviews may have changed.
-            self.rows = {name: row for name, row in kept.rows.items() if name in self._mutants}
         self._layouts = {name: choose_layouts(mutant, covered) for name, mutant in self._mutants.items()}
 
-    def execute(self, options: RunOptions, on_event: Callable[[Event], None]) -> list[MutantRow]:
+    def execute(self, options: RunOptions, on_event: OnEvent) -> list[MutantRow]:
         """Run until every mutant is decided, and return one row each, in order.
 
         A launch serves many mutants; one that crashes or hangs costs the launch, and the rest go on in another.
         """
+        rows = self._kept.rows
         for name in self._mutants:
-            if name not in self.rows and not self._layouts[name]:
-                self._add(self._make_row(name, "not executed"))
+            if name not in rows and not self._layouts[name]:
+                self._kept.add(self._make_row(name, "not executed"))
         for turn in range(MOST_LAYOUTS):
-            waiting = [
-                name for name in self._mutants if name not in self.rows and len(self._layouts[name]) > turn
-            ]
+            waiting = [name for name in self._mutants if name not in rows and len(self._layouts[name]) > turn]
             # Of one size after the other: a launch has as many ranks as its largest case.
             waiting.sort(key=lambda name: self._cases[self._layouts[name][turn]].layout.world_size)
             if waiting:
                 self._run_turn(waiting, turn, options, on_event)
-        return [self.rows[name] for name in self._mutants if name in self.rows]
+        return [rows[name] for name in self._mutants if name in rows]
 
-    def _run_turn(
-        self, names: Sequence[str], turn: int, options: RunOptions, on_event: Callable[[Event], None]
-    ) -> None:
+    def _run_turn(self, names: Sequence[str], turn: int, options: RunOptions, on_event: OnEvent) -> None:
         cases = {f"{name} @ {self._layouts[name][turn]}": name for name in names}
         made = [
             self._cases[self._layouts[name][turn]].model_copy(update={"name": title})
@@ -235,20 +219,19 @@ class MutationRun:
         ]
         faults = {title: self._mutants[name].target for title, name in cases.items()}
 
-        def watch(event: Event) -> None:
-            if event.kind == "case-end" and event.result is not None:
-                name = cases[event.case]
-                self._tried[name].append(self._layouts[name][turn])
-                self._take(name, event.result)
-            on_event(event)
+        def take(result: CaseResult) -> None:
+            name = cases[result.name]
+            self._tried[name].append(self._layouts[name][turn])
+            self._take(name, result)
 
-        run_cases(made, replace(options, require_goldens=False, case_faults=faults), watch)
+        options = replace(options, require_goldens=False, case_faults=faults)
+        run_cases(made, options, pass_results(take, on_event))
 
     def _take(self, name: str, result: CaseResult) -> None:
         """Note what came of a mutant under one layout; a pass is final only where no other layout is left."""
         if result.verdict == "pass" and len(self._tried[name]) < len(self._layouts[name]):
             return
-        self._add(self._make_row(name, _decide(name, result), result))
+        self._kept.add(self._make_row(name, _decide(name, result), result))
 
     def _make_row(self, name: str, outcome: Outcome, result: CaseResult | None = None) -> MutantRow:
         mutant = self._mutants[name]
@@ -277,18 +260,13 @@ class MutationRun:
             }
         )
 
-    def _add(self, row: MutantRow) -> None:
-        self.rows[row.name] = row
-        if self._kept is not None:
-            self._kept.add(row)
-
     def judge_rows(self) -> list[MutantRow]:
-        """Return the rows of all decided mutants, each with what is to be thought of what was said of it."""
-        return [
-            self.rows[name].model_copy(update={"judgement": self._judge(self.rows[name])})
-            for name in self._mutants
-            if name in self.rows
-        ]
+        """Return the rows of all decided mutants, each with what is to be thought of what was said of it.
+
+        What is kept is judged anew, since rules and reviews may have changed.
+        """
+        rows = [self._kept.rows[name] for name in self._mutants if name in self._kept.rows]
+        return [row.model_copy(update={"judgement": self._judge(row)}) for row in rows]
 
     def _judge(self, row: MutantRow) -> Judgement:
         if row.outcome != "detected" or row.finding is None:

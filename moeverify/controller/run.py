@@ -46,6 +46,17 @@ from moeverify.results.run import CaseResult, Event, RankReport, RunResult
 OnEvent = Callable[[Event], None]
 
 
+def pass_results(take: Callable[[CaseResult], None], on_event: OnEvent) -> OnEvent:
+    """Return a handler of events that gives each result of a case to `take`, then every event to `on_event`."""
+
+    def handle(event: Event) -> None:
+        if event.kind == "case-end" and event.result is not None:
+            take(event.result)
+        on_event(event)
+
+    return handle
+
+
 @dataclass(frozen=True)
 class CaseTask:
     """A case, and what its ranks do with it: `make` gives the job, from the fields that all jobs of cases have.

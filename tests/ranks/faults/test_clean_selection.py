@@ -3,13 +3,19 @@
 from pathlib import Path
 
 from moeverify.controller import clean_matrix as clean
+from moeverify.controller.kept import KeptRows
 from moeverify.controller.options import RunOptions
+from moeverify.results.benchmark import CleanRow
+
+
+def run_clean(chosen, folder):
+    options = RunOptions(device="cpu", cache_folder=folder, golden_folder=Path("no", "goldens"))
+    return clean.run_clean(chosen, options, lambda event: None, KeptRows(None, {}, CleanRow))
 
 
 def test_clean_runs_raise_no_alarm(tmp_path):
     chosen = [run for run in clean.choose_clean(1) if run[1].layout.world_size == 2][::18]
-    options = RunOptions(device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"))
-    rows = clean.run_clean(chosen, options, lambda event: None)
+    rows = run_clean(chosen, tmp_path)
     assert len(rows) == len(chosen) > 8
     assert [(row.name, row.detail) for row in rows if row.verdict != "pass"] == []
     assert all(row.worst < 1 for row in rows)
@@ -19,8 +25,7 @@ def test_a_sign_that_rounding_turns_under_adamw_is_no_alarm(tmp_path):
     # One of the 8 elements of a norm's first update has the other sign here, which no run of calibration showed.
     name = "mixed, seed 0, stress adamw, fsdp2-tp"
     chosen = [run for run in clean.choose_clean(1) if run[1].name == name]
-    options = RunOptions(device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"))
-    (row,) = clean.run_clean(chosen, options, lambda event: None)
+    (row,) = run_clean(chosen, tmp_path)
     assert (row.verdict, row.detail) == ("pass", "")
     assert row.worst < 1.0
     assert row.blind < 75, "what has a bound above 0.5 in both steps is less than the updates of the first"

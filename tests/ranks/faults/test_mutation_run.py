@@ -25,7 +25,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def covered(options):
-    return measure_lines([list_cases()["pp"]], options, ignore)
+    return measure_lines([list_cases()["pp"]], options, ignore, KeptRows(None, {}, CoveredLines))
 
 
 def test_the_lines_of_a_layout_are_those_that_its_ranks_execute(covered):
@@ -58,7 +58,8 @@ def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, 
 
 
 def test_a_line_that_no_layout_executes_runs_no_mutant(options):
-    (row,) = MutationRun([find_mutant(NORM)], [], 0).execute(options, ignore)
+    run = MutationRun([find_mutant(NORM)], [], 0, KeptRows(None, {}, MutantRow))
+    (row,) = run.execute(options, ignore)
     assert (row.outcome, row.cases) == ("not executed", ())
 
 

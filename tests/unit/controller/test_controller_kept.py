@@ -39,6 +39,14 @@ def test_rows_of_other_code_or_another_machine_are_refused(tmp_path, monkeypatch
         KeptRows(path, HERE, CleanRow)
 
 
+def test_without_a_file_rows_are_kept_in_memory_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = KeptRows(None, HERE, CleanRow)
+    rows.add(row("a"))
+    assert rows.rows == {"a": row("a")}
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["no JSON\n", "{}\n{}\n"])
 def test_a_file_of_somebody_else_is_refused(tmp_path, text):
     path = tmp_path / "rows"

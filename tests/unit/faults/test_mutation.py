@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moeverify.controller import mutation as controller
+from moeverify.controller.kept import KeptRows
 from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault, injected
 from moeverify.faults.mutation import mutant as mutants
@@ -258,8 +259,9 @@ def test_a_hand_judgement_holds_for_the_words_that_it_was_made_for(monkeypatch):
     mutant = pick("Pipeline.run", "skip-statement")
     finding = find(Cause.STATE, Altered(), quantity=Quantity.BUFFER)
     said = row(mutant.name, "detected", cases=("pp",), finding=finding, said="it is so")
-    run = controller.MutationRun([mutant], [], seed=0)
-    run.rows = {mutant.name: said}
+    kept = KeptRows(None, {}, MutantRow)
+    kept.add(said)
+    run = controller.MutationRun([mutant], [], 0, kept)
     assert run.judge_rows()[0].judgement.cause == "open"
     monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it is so"): ("wrong", "it is not")})
     judged = run.judge_rows()[0].judgement
