@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +22,10 @@ class NamedRecord(Protocol):
 
     def model_dump_json(self) -> str:
         """Return the record as one line."""
+
+    @classmethod
+    def model_validate_json(cls, line: str, /) -> Self:
+        """Return the record of a line; ValidationError where it is none."""
 
 
 R = TypeVar("R", bound=NamedRecord)
@@ -60,7 +64,7 @@ class KeptRows(Generic[R]):
         lines = rest.split("\n")[:-1]  # without the last line's end the last line is cut off: run that again
         try:
             known = json.loads(first)
-            rows: list[R] = [self._record.model_validate_json(line) for line in lines]  # type: ignore[attr-defined]
+            rows = [self._record.model_validate_json(line) for line in lines]
         except (ValueError, ValidationError) as error:
             raise FormatError(f"{path}: not a file of kept runs") from error
         if known != header:
