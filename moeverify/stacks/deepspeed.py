@@ -23,6 +23,7 @@ from moeverify.errors import CaseError, Problem
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.stacks.framework import import_framework, refuse_axes
+from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
@@ -70,7 +71,7 @@ class DeepSpeedLoop(PreparedEngine):
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
         """Return the coefficient by which the engine will scale the gradients in its step, ()."""
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return clip_coefficient(norm, max_norm)
 
     def step(self) -> None:
         """Clip, and take the engine's step; it forgets the gradients."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
 from moeverify.layout.local_shard import LocalShard
+from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 
 
@@ -53,9 +54,7 @@ class FrameworkLoop(PreparedEngine):
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
         """Clip by the framework's own norm, and return the coefficient of torch's formula for it, ()."""
-        own = _whole(self._clip_by_norm(max_norm))
-        # torch.nn.utils.clip_grads_with_norm_ has the same 1e-6; the frameworks return the norm and no coefficient.
-        return torch.clamp(max_norm / (own + 1e-6), max=1.0)
+        return clip_coefficient(_whole(self._clip_by_norm(max_norm)), max_norm)
 
     def step(self) -> None:
         """Take a step of the wrapped optimizer."""

@@ -124,12 +124,20 @@ def missing_gradients() -> CaseError:
     return CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
 
 
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return by what a clip scales gradients of this norm, (): min(1, max_norm / (norm + 1e-6)).
+
+    A framework that clips as torch does returns the norm alone, and has scaled by this.
+    """
+    # As torch.nn.utils.clip_grads_with_norm_ has it; 1e-6 keeps a norm of zero from dividing by it.
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 @seam
 @torch.no_grad()
 def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""
-    # As torch.nn.utils.clip_grads_with_norm_ has it; 1e-6 keeps a norm of zero from dividing by it.
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    """Scale all gradients by the coefficient of the clip, and return it, ()."""
+    coefficient = clip_coefficient(norm, max_norm)
     for shard in shards:
         if shard.tensor.grad is not None:
             shard.local(shard.tensor.grad).mul_(coefficient.to(shard.tensor.grad.dtype))

@@ -58,7 +58,7 @@ AREAS: tuple[Area, ...] = (
         stages=(Stage.GRADIENT_NORM, Stage.CLIP),
         modules=("total", "clip_coefficient"),
     ),
-    Area("train/clipping.py", "clip_gradients", stages=(Stage.CLIP,), modules=("clip_coefficient",)),
+    Area("train/clipping.py", "clip_*", stages=(Stage.CLIP,), modules=("clip_coefficient",)),
     Area("train/objective.py", "_balance", terms=("balance",), modules=("balance", "total")),
     Area("train/objective.py", "router_losses", terms=("balance", "z"), modules=("balance", "z", "total")),
     Area(

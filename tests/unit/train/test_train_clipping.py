@@ -5,7 +5,7 @@ import torch
 
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
-from moeverify.train.clipping import clip_gradients, gradient_norm
+from moeverify.train.clipping import clip_coefficient, clip_gradients, gradient_norm
 
 
 def hold(gradient):
@@ -30,3 +30,12 @@ def test_float64_stays_and_the_clip_has_the_dtype_of_the_gradients():
     assert coefficient.item() == pytest.approx(0.25, rel=1e-5)
     assert held.tensor.grad.dtype is torch.bfloat16
     assert held.tensor.grad.norm().item() == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("norm", [0.0, 3e-7, 0.5, 0.9999995, 1.0, 7.0])
+def test_the_coefficient_is_the_one_by_which_torch_clips(norm):
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.ones(1, dtype=torch.float64)
+    norm = torch.tensor(norm, dtype=torch.float64)
+    torch.nn.utils.clip_grads_with_norm_([parameter], max_norm=1.0, total_norm=norm)
+    assert clip_coefficient(norm, 1.0) == parameter.grad.item()
