@@ -41,6 +41,12 @@ def make_exchange_case(name: str, after: Any = AFTER, **options: Any) -> Case:
     )
 
 
+def list_arrivals(journey: Journey, rank: int) -> list[tuple[int, int]]:
+    """Return (row, expert) of each expert that a rank has after the exchange and did not have before."""
+    before = journey.before[rank]
+    return [(row, expert) for row, expert in enumerate(journey.after[rank]) if expert not in before]
+
+
 def change_moves(
     patch: Patch,
     change: Callable[[Sequence[Tensor], list[Tensor], Journey, ProcessGroup], list[Tensor]],

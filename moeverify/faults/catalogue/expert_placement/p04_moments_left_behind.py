@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moeverify.faults.catalogue.expert_placement.moves import change_moves, make_exchange_case
+from moeverify.faults.catalogue.expert_placement.moves import (
+    change_moves,
+    list_arrivals,
+    make_exchange_case,
+)
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
@@ -24,11 +28,9 @@ def inject(patch: Patch) -> None:
     def without_moments(
         before: Sequence[Tensor], after: list[Tensor], journey: Journey, group: ProcessGroup
     ) -> list[Tensor]:
-        rank = group.rank()
         for moment in after[1:]:
-            for row, expert in enumerate(journey.after[rank]):
-                if expert not in journey.before[rank]:
-                    moment[row] = 0
+            for row, _ in list_arrivals(journey, group.rank()):
+                moment[row] = 0
         return after
 
     change_moves(patch, without_moments)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moeverify.faults.catalogue.expert_placement.moves import REPLICAS, change_moves, make_exchange_case
+from moeverify.faults.catalogue.expert_placement.moves import (
+    REPLICAS,
+    change_moves,
+    list_arrivals,
+    make_exchange_case,
+)
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
@@ -26,13 +31,13 @@ def inject(patch: Patch) -> None:
     ) -> list[Tensor]:
         rank = group.rank()
         for old, new in zip(before, after, strict=True):
-            for row, expert in enumerate(journey.after[rank]):
+            for row, expert in list_arrivals(journey, rank):
                 stays = any(
                     expert in journey.before[other] and expert in journey.after[other]
                     for other in range(group.size())
                     if other != rank
                 )
-                if stays and expert not in journey.before[rank]:
+                if stays:
                     new[row] = old[0]
         return after
 
