@@ -6,15 +6,11 @@ from typing import Any, get_args
 
 import pytest
 
-from moeverify.report.words.cause import describe_cause, describe_explanation, describe_where
-from moeverify.report.words.factor import describe_factor, format_factor, name_product
-from moeverify.report.words.part import name_part
+from moeverify.report.words.cause import describe_explanation
 from moeverify.report.words.place import describe_place
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
-from moeverify.results.finding import Finding
-from moeverify.results.observation import ScalarValues
 from moeverify.results.operation import (
     Altered,
     Miscounted,
@@ -33,7 +29,7 @@ from moeverify.results.operation import (
     Unreduced,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Block, Contribution, Group, Part, Tokens
+from moeverify.results.part import WHOLE, Contribution, Group, Part, Tokens
 
 EP, EFSDP, TP = (Product(times=(name,)) for name in ("ep", "efsdp", "tp"))
 EXPERTS = {"tensors": tuple(f"layers.{n}.moe.experts.up" for n in range(12)), "family": "expert"}
@@ -469,90 +465,3 @@ def test_a_cause_and_its_place_are_each_one_sentence(
 def test_every_operation_has_words() -> None:
     union, _ = get_args(Operation)
     assert {type(explanation.operation) for explanation, *_ in SENTENCES} == set(get_args(union))
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (2.0, "2"),
-        (2.0000000001, "2"),
-        (1.0000001, "1.0000001"),
-        (0.99999999, "0.99999999"),
-        (1.0 + 2**-52, "1.0000000000000002"),
-        (1.0, "1"),
-        (1 / 3, "0.333333"),
-    ],
-)
-def test_a_wrong_factor_is_never_printed_as_1(value: float, text: str) -> None:
-    assert format_factor(value) == text
-
-
-def test_factors() -> None:
-    assert describe_factor(Factor(value=1.0 + 3e-8)) == "1.00000003x too large"
-    assert describe_factor(Factor(value=-1.0)) == "-1x the expected value"
-    assert (
-        describe_factor(Factor(value=4.0, equals=(Product(times=("ep", "cp")),)))
-        == "4x too large; 4 = ep * cp"
-    )
-
-
-@pytest.mark.parametrize(
-    ("product", "name"),
-    [
-        (Product(times=("ep", "cp")), "ep * cp"),
-        (Product(over=("ep",)), "1/ep"),
-        (Product(times=("ep",), over=("cp",)), "ep/cp"),
-        (Product(over=("ep", "cp")), "1/(ep * cp)"),
-    ],
-)
-def test_products(product: Product, name: str) -> None:
-    assert name_product(product) == name
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        (WHOLE, "golden"),
-        (Part(term="lm"), "lm"),
-        (Part(tokens=Tokens()), "the whole batch"),
-        (Part(tokens=Tokens(data_rank=0, context_rank=1, micro_batch=2)), "dp 0, cp 1, micro-batch 2"),
-        (Part(term="lm", tokens=Tokens(padding=True)), "lm of padding"),
-        (Part(block=Block(dim=0, indices=(4, 5, 6, 7), unit="row")), "rows 4-7 of dim 0"),
-        (Part(term="z", block=Block(dim=1, indices=(3,), unit="head")), "z of head 3 of dim 1"),
-    ],
-)
-def test_parts(part: Part, name: str) -> None:
-    assert name_part(part) == name
-
-
-def find(**fields: Any) -> Finding:
-    content = {"check": "loaded", "tensor": "w", "step": 0, "rank": 1, "error": 1.0, "bound": 0.0}
-    return Finding.model_validate(content | fields)
-
-
-def test_a_number_that_was_loaded_wrong_is_told_by_both_values() -> None:
-    finding = find(
-        explanation=explain(Cause.STATE, Quantity.LOADED, Altered()),
-        observations=(ScalarValues(expected=0.1, actual=0.0, rank=1),),
-    )
-    assert describe_cause(finding) == "it is 0, and 0.1 was saved"
-
-
-@pytest.mark.parametrize(
-    ("unexplained", "cause"),
-    [
-        (("a", "b", "c"), "unknown: no hypothesis explains these 3 tensors"),
-        (("a",), "unknown: no hypothesis explains it"),
-        ((), ""),
-    ],
-)
-def test_what_nothing_explains_is_unknown(unexplained: tuple[str, ...], cause: str) -> None:
-    assert describe_cause(find(unexplained=unexplained)) == cause
-
-
-def test_a_finding_of_an_older_file_keeps_its_words() -> None:
-    finding = find(cause="every value is twice the right one", where="axis tp")
-    assert (describe_cause(finding), describe_where(finding)) == (
-        "every value is twice the right one",
-        "axis tp",
-    )

@@ -1,0 +1,64 @@
+"""Names of factors, of the products that equal them, and of the parts that they are factors of."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeverify.report.words.factor import describe_factor, format_factor, name_product
+from moeverify.report.words.part import name_part
+from moeverify.results.factor import Factor, Product
+from moeverify.results.part import WHOLE, Block, Part, Tokens
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.0, "2"),
+        (2.0000000001, "2"),
+        (1.0000001, "1.0000001"),
+        (0.99999999, "0.99999999"),
+        (1.0 + 2**-52, "1.0000000000000002"),
+        (1.0, "1"),
+        (1 / 3, "0.333333"),
+    ],
+)
+def test_a_wrong_factor_is_never_printed_as_1(value: float, text: str) -> None:
+    assert format_factor(value) == text
+
+
+def test_factors() -> None:
+    assert describe_factor(Factor(value=1.0 + 3e-8)) == "1.00000003x too large"
+    assert describe_factor(Factor(value=-1.0)) == "-1x the expected value"
+    assert (
+        describe_factor(Factor(value=4.0, equals=(Product(times=("ep", "cp")),)))
+        == "4x too large; 4 = ep * cp"
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        (Product(times=("ep", "cp")), "ep * cp"),
+        (Product(over=("ep",)), "1/ep"),
+        (Product(times=("ep",), over=("cp",)), "ep/cp"),
+        (Product(over=("ep", "cp")), "1/(ep * cp)"),
+    ],
+)
+def test_products(product: Product, name: str) -> None:
+    assert name_product(product) == name
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (WHOLE, "golden"),
+        (Part(term="lm"), "lm"),
+        (Part(tokens=Tokens()), "the whole batch"),
+        (Part(tokens=Tokens(data_rank=0, context_rank=1, micro_batch=2)), "dp 0, cp 1, micro-batch 2"),
+        (Part(term="lm", tokens=Tokens(padding=True)), "lm of padding"),
+        (Part(block=Block(dim=0, indices=(4, 5, 6, 7), unit="row")), "rows 4-7 of dim 0"),
+        (Part(term="z", block=Block(dim=1, indices=(3,), unit="head")), "z of head 3 of dim 1"),
+    ],
+)
+def test_parts(part: Part, name: str) -> None:
+    assert name_part(part) == name
