@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.validation.load import load_cases
-
 # Each row: fields put into the layout, fields put into the recipe, the path blamed, parts of the message and
 # of the remedy. The recipe is `stress` with 8 rows of 16 tokens: 3 layers (1 dense), 8 heads, 4 kv heads,
 # 16 experts in 4 groups of which 2 are kept, k = 3, one idle expert.
@@ -239,70 +237,6 @@ BROKEN = [
         "with tp and cp and ep",
         "fsdp2",
     ),
-    ("placement: striped", "", "layout.placement", "placement needs ep above 1", "set ep"),
-    (
-        "dp_shard: 2, ep: 2, placement: spread",
-        "",
-        "layout.placement",
-        "there is no strategy `spread`",
-        "`striped`",
-    ),
-    (
-        "dp_shard: 2, ep: 2, placement: [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]",
-        "",
-        "layout.placement",
-        "no rank holds expert 15",
-        "put each expert on at least one rank",
-    ),
-    (
-        "dp_shard: 2, ep: 2, placement: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1]]",
-        "",
-        "layout.placement[0]",
-        "expert 16 is not one of the 16 experts",
-        "0 to 15",
-    ),
-    (
-        "dp_shard: 2, ep: 2, placement: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], []]",
-        "",
-        "layout.placement[1]",
-        "rank 1 holds no expert",
-        "at least one",
-    ),
-    (
-        "dp_shard: 4, ep: 4, placement: {1: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
-        "",
-        "layout.placement.1",
-        "2 rows for the 4 ranks of ep",
-        "write 4 rows, or `ep: 2`",
-    ),
-    (
-        "dp_shard: 2, ep: 2, placement: {0: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
-        "",
-        "layout.placement",
-        "there is no matrix for MoE layer 1, 2",
-        "one for all",
-    ),
-    (
-        "dp_shard: 2, ep: 2, placement: {0: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
-        "",
-        "layout.placement.0",
-        "the model has no MoE layer `0`",
-        "1, 2",
-    ),
-    (
-        "dp_shard: 2, tp: 2, ep: 2, etp: 2, placement: striped",
-        "",
-        "layout.placement",
-        "placement together with etp 2 is not supported",
-        "write `etp: 1`",
-    ),
-    (
-        "dp_shard: 2, ep: 2, experts: megablocks, placement: striped",
-        "",
-        "layout.placement",
-        "placement together with `experts: megablocks` is not supported",
-        "`experts: loop`",
-    ),
     ("experts: grouped_mm", "", "layout.experts", "grouped_mm cannot compute in float64", "`experts: loop`"),
     (
         "experts: grouped_mm",
@@ -469,39 +403,3 @@ def test_a_rule_on_a_default_names_its_section_or_only_the_file(write, find_prob
     text = "recipe: {model: {preset: stress}, data: {batch: 7}}\nlayout:\n  dp_shard: 2\n"
     [problem] = find_problems(write("case.yaml", text))
     assert (problem.line, problem.path) == (3, "layout.dp_shard")
-
-
-PLACED = """
-recipe: {model: {preset: stress}}
-layout:
-  dp_shard: 2
-  ep: 2
-  placement: %s
-"""
-ALL_BUT_15 = list(range(15))
-
-
-def test_a_row_of_a_placement_is_blamed_at_its_line(write, find_problems):
-    rows = f"\n  - {ALL_BUT_15}\n  - [15, 16]\n"
-    [problem] = find_problems(write("case.yaml", PLACED % rows))
-    assert (problem.path, problem.line) == ("layout.placement[1]", 7)
-
-
-def test_a_placement_file_stands_beside_the_case(write):
-    write(
-        "where/placed.yaml",
-        f"num_experts: 16\nlayers:\n  1: [{ALL_BUT_15}, [15]]\n  2: [[15], {ALL_BUT_15}]\n",
-    )
-    [case] = load_cases([write("where/case.yaml", PLACED % "placed.yaml")])
-    assert case.layout.placement == {"1": (tuple(ALL_BUT_15), (15,)), "2": ((15,), tuple(ALL_BUT_15))}
-
-
-def test_what_is_wrong_with_a_placement_file_is_blamed_there(write, find_problems):
-    file = write("placed.yaml", "num_experts: 16\nlayers:\n  1:\n  - [0, 1]\n  - []\n")
-    problems = find_problems(write("case.yaml", PLACED % "placed.yaml"))
-    assert {(problem.file, problem.line) for problem in problems} == {(str(file), 3), (str(file), 5)}
-
-
-def test_a_placement_file_that_is_not_there(write, find_problems):
-    [problem] = find_problems(write("case.yaml", PLACED % "placed.yaml"))
-    assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")

@@ -1,0 +1,116 @@
+"""Rules on where experts are, at first and during training: matrices, files of them, and what they go with."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeverify.validation.load import load_cases
+
+# The rows are those of test_rules.py.
+BROKEN = [
+    ("placement: striped", "", "layout.placement", "placement needs ep above 1", "set ep"),
+    (
+        "dp_shard: 2, ep: 2, placement: spread",
+        "",
+        "layout.placement",
+        "there is no strategy `spread`",
+        "`striped`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]",
+        "",
+        "layout.placement",
+        "no rank holds expert 15",
+        "put each expert on at least one rank",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1]]",
+        "",
+        "layout.placement[0]",
+        "expert 16 is not one of the 16 experts",
+        "0 to 15",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], []]",
+        "",
+        "layout.placement[1]",
+        "rank 1 holds no expert",
+        "at least one",
+    ),
+    (
+        "dp_shard: 4, ep: 4, placement: {1: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
+        "",
+        "layout.placement.1",
+        "2 rows for the 4 ranks of ep",
+        "write 4 rows, or `ep: 2`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: {0: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
+        "",
+        "layout.placement",
+        "there is no matrix for MoE layer 1, 2",
+        "one for all",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: {0: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
+        "",
+        "layout.placement.0",
+        "the model has no MoE layer `0`",
+        "1, 2",
+    ),
+    (
+        "dp_shard: 2, tp: 2, ep: 2, etp: 2, placement: striped",
+        "",
+        "layout.placement",
+        "placement together with etp 2 is not supported",
+        "write `etp: 1`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, experts: megablocks, placement: striped",
+        "",
+        "layout.placement",
+        "placement together with `experts: megablocks` is not supported",
+        "`experts: loop`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN)
+def test_broken_rule(check_broken, layout, recipe, path, message, remedy):
+    check_broken(layout, recipe, path, message, remedy)
+
+
+PLACED = """
+recipe: {model: {preset: stress}}
+layout:
+  dp_shard: 2
+  ep: 2
+  placement: %s
+"""
+ALL_BUT_15 = list(range(15))
+
+
+def test_a_row_of_a_placement_is_blamed_at_its_line(write, find_problems):
+    rows = f"\n  - {ALL_BUT_15}\n  - [15, 16]\n"
+    [problem] = find_problems(write("case.yaml", PLACED % rows))
+    assert (problem.path, problem.line) == ("layout.placement[1]", 7)
+
+
+def test_a_placement_file_stands_beside_the_case(write):
+    write(
+        "where/placed.yaml",
+        f"num_experts: 16\nlayers:\n  1: [{ALL_BUT_15}, [15]]\n  2: [[15], {ALL_BUT_15}]\n",
+    )
+    [case] = load_cases([write("where/case.yaml", PLACED % "placed.yaml")])
+    assert case.layout.placement == {"1": (tuple(ALL_BUT_15), (15,)), "2": ((15,), tuple(ALL_BUT_15))}
+
+
+def test_what_is_wrong_with_a_placement_file_is_blamed_there(write, find_problems):
+    file = write("placed.yaml", "num_experts: 16\nlayers:\n  1:\n  - [0, 1]\n  - []\n")
+    problems = find_problems(write("case.yaml", PLACED % "placed.yaml"))
+    assert {(problem.file, problem.line) for problem in problems} == {(str(file), 3), (str(file), 5)}
+
+
+def test_a_placement_file_that_is_not_there(write, find_problems):
+    [problem] = find_problems(write("case.yaml", PLACED % "placed.yaml"))
+    assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")
