@@ -58,8 +58,7 @@ def fitting_placement(case: Case) -> Iterator[Problem]:
     layout, model = case.layout, own_model(case)
     if not is_placed(layout):
         return
-    field = FIELD if layout.placement is not None else EXCHANGE
-    name = field.removeprefix("layout.")
+    field, name = _find_field(layout)
     if model is None or experts(case) is None:
         remedy = "remove it, or use a model with `moe`"
         yield blame(field, f"{name} needs experts that moeverify divides", remedy)
@@ -73,8 +72,17 @@ def fitting_placement(case: Case) -> Iterator[Problem]:
             yield from check_given(given, f"{EXCHANGE}.{after}", layout.ep, model)
 
 
+def _find_field(layout: Layout) -> tuple[str, str]:
+    """Return the path and the name of the field to blame for placed experts."""
+    field = FIELD if layout.placement is not None else EXCHANGE
+    return field, field.removeprefix("layout.")
+
+
 def _check_after(after: str, num_steps: int) -> Iterator[Problem]:
-    if not after.isdecimal() or not 1 <= int(after) < num_steps:
+    if num_steps < 2:
+        message = f"an exchange is between two steps, and the recipe trains {num_steps}"
+        yield blame(f"{EXCHANGE}.{after}", message, "set recipe.steps to 2 or more, or remove exchange")
+    elif after not in map(str, range(1, num_steps)):
         message = f"expected a number of steps from 1 to {num_steps - 1}, got `{after}`"
         remedy = f"the recipe trains {num_steps} steps, and what moves after the last one is not seen"
         yield blame(f"{EXCHANGE}.{after}", message, remedy)
@@ -121,14 +129,15 @@ def supported_placement(case: Case) -> Iterator[Problem]:
     layout = case.layout
     if not is_placed(layout):
         return
+    field, name = _find_field(layout)
     if layout.expert_tp > 1:
-        message = f"placement together with etp {layout.expert_tp} is not supported: each expert is whole"
-        yield blame(FIELD, message, "write `etp: 1`, or remove placement")
+        message = f"{name} together with etp {layout.expert_tp} is not supported: each expert is whole"
+        yield blame(field, message, f"write `etp: 1`, or remove {name}")
     if layout.experts == "megablocks":
         message = (
-            "placement together with `experts: megablocks` is not supported: the package cuts equal blocks"
+            f"{name} together with `experts: megablocks` is not supported: the package cuts equal blocks"
         )
-        yield blame(FIELD, message, "write `experts: loop`, or remove placement")
+        yield blame(field, message, f"write `experts: loop`, or remove {name}")
 
 
 PLACEMENT_RULES = (fitting_placement, supported_placement)

@@ -72,7 +72,7 @@ def _compose(layout: str, recipe: str) -> str:
     model, data, other, checks = [], [], [], []
     for field in _split(recipe):
         name = field.partition(":")[0]
-        if name in {"optimizer", "precision"}:
+        if name in {"optimizer", "precision", "steps"}:
             other.append(f"  {field}\n")
         elif name == "seq_len":
             data.append(field)

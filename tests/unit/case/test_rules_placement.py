@@ -74,10 +74,119 @@ BROKEN = [
     ),
 ]
 
+EXCHANGED = [
+    ("exchange: {1: striped}", "", "layout.exchange", "exchange needs ep above 1", "set ep"),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: striped}",
+        "moe: null",
+        "layout.exchange",
+        "exchange needs experts that moeverify divides",
+        "use a model with `moe`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: striped}, parallelize: 'mine:divide'",
+        "",
+        "layout.exchange",
+        "exchange needs experts that moeverify divides",
+        "remove it",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {0: striped}",
+        "",
+        "layout.exchange.0",
+        "expected a number of steps from 1 to 1, got `0`",
+        "the recipe trains 2 steps, and what moves after the last one is not seen",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {3: striped}",
+        "steps: 3",
+        "layout.exchange.3",
+        "expected a number of steps from 1 to 2, got `3`",
+        "the recipe trains 3 steps",
+    ),
+    ("dp_shard: 2, ep: 2, exchange: {all: striped}", "", "layout.exchange.all", "1 to 1, got `all`", ""),
+    ("dp_shard: 2, ep: 2, exchange: {'01': striped}", "", "layout.exchange.01", "1 to 1, got `01`", ""),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: striped}",
+        "steps: 1",
+        "layout.exchange.1",
+        "an exchange is between two steps, and the recipe trains 1",
+        "set recipe.steps to 2 or more, or remove exchange",
+    ),
+    (
+        "dp_shard: 2, ep: 2, placement: striped, exchange: {1: spread}",
+        "",
+        "layout.exchange.1",
+        "there is no strategy `spread`",
+        "`striped`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]}",
+        "",
+        "layout.exchange.1",
+        "no rank holds expert 15",
+        "put each expert on at least one rank",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [16]]}",
+        "",
+        "layout.exchange.1[1]",
+        "expert 16 is not one of the 16 experts",
+        "0 to 15",
+    ),
+    (
+        "dp_shard: 4, ep: 4, exchange: {1: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}",
+        "",
+        "layout.exchange.1",
+        "2 rows for the 4 ranks of ep",
+        "write 4 rows, or `ep: 2`",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: {1: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}}",
+        "",
+        "layout.exchange.1",
+        "there is no matrix for MoE layer 2",
+        "one for all",
+    ),
+    (
+        "dp_shard: 2, ep: 2, exchange: {1: {0: [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]}}",
+        "",
+        "layout.exchange.1.0",
+        "the model has no MoE layer `0`",
+        "1, 2",
+    ),
+    (
+        "dp_shard: 2, tp: 2, ep: 2, etp: 2, exchange: {1: striped}",
+        "",
+        "layout.exchange",
+        "exchange together with etp 2 is not supported",
+        "write `etp: 1`, or remove exchange",
+    ),
+    (
+        "dp_shard: 2, ep: 2, experts: megablocks, exchange: {1: striped}",
+        "",
+        "layout.exchange",
+        "exchange together with `experts: megablocks` is not supported",
+        "or remove exchange",
+    ),
+]
 
-@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN)
+KEPT = [
+    ("dp_shard: 2, ep: 2, placement: everywhere", ""),
+    ("dp_shard: 2, ep: 2, exchange: {1: striped}", ""),
+    ("dp_shard: 2, ep: 2, placement: striped, exchange: {1: blocks, 2: everywhere}", "steps: 3"),
+    ("dp_shard: 2, tp: 2, ep: 4, exchange: {1: striped}", ""),
+]
+
+
+@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN + EXCHANGED)
 def test_broken_rule(check_broken, layout, recipe, path, message, remedy):
     check_broken(layout, recipe, path, message, remedy)
+
+
+@pytest.mark.parametrize(("layout", "recipe"), KEPT)
+def test_kept_rule(write, find_problems, compose, layout, recipe):
+    assert find_problems(write("case.yaml", compose(layout, recipe))) == []
 
 
 PLACED = """
@@ -113,4 +222,15 @@ def test_what_is_wrong_with_a_placement_file_is_blamed_there(write, find_problem
 
 def test_a_placement_file_that_is_not_there(write, find_problems):
     [problem] = find_problems(write("case.yaml", PLACED % "placed.yaml"))
+    assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")
+
+
+def test_an_exchange_is_read_from_a_file_beside_the_case(write):
+    write("placed.yaml", f"num_experts: 16\nlayers:\n  1: [{ALL_BUT_15}, [15]]\n  2: [[15], {ALL_BUT_15}]\n")
+    [case] = load_cases([write("case.yaml", PLACED % "striped\n  exchange: {1: placed.yaml}")])
+    assert case.layout.exchange == {"1": {"1": (tuple(ALL_BUT_15), (15,)), "2": ((15,), tuple(ALL_BUT_15))}}
+
+
+def test_a_file_of_an_exchange_that_is_not_there(write, find_problems):
+    [problem] = find_problems(write("case.yaml", PLACED % "striped\n  exchange: {1: placed.yaml}"))
     assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")
