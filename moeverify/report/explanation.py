@@ -17,6 +17,7 @@ from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import order_findings
 from moeverify.report.words.cause import describe_cause, describe_explanation, describe_where
+from moeverify.report.words.factor import part_sources
 from moeverify.report.words.issued import describe_issued
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.trial import describe_trial, name_trial
@@ -145,7 +146,8 @@ def _print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
 def _describe_place(place: Place, facts: Facts | None) -> list[tuple[str, str]]:
     rows = [("module", place.module)] if place.module else []
     rows += [("wrong on", format_ranks(place.ranks))] if place.ranks else []
-    rows += [("axes", ", ".join(place.axes))] if place.axes else []
+    axes, others = part_sources(place.axes)
+    rows += [(label, ", ".join(names)) for label, names in (("axes", axes), ("counts", others)) if names]
     return rows + [("issued", line) for line in describe_issued(place, facts)]
 
 

@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
     place = Place(
         module="layers.1.moe",
         ranks=(0, 1),
-        axes=("efsdp", "ep"),
+        axes=("efsdp", "ep", "micro-batches"),
         issued=(issued,),
         issued_in="layers.1.moe",
     )
@@ -104,6 +104,7 @@ def test_one_finding_tells_every_test(invoke: Any, run: Path, words: tuple[str, 
         f"cause     {describe_explanation(EXPLANATION)}",
         "module    layers.1.moe",
         "axes      efsdp, ep",
+        "counts    number of micro-batches",
         f"issued    {describe_collective(IssuedCollective(**ISSUED))}",
         *(
             f"{mark:<9} {name_trial(trial)}: {describe_trial(trial)}"

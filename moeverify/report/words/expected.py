@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moeverify.report.words.factor import name_sources
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
@@ -23,7 +24,7 @@ def describe_place(place: At) -> str:
     """Return one place that is right: `*.moe.experts*, axis tp`."""
     words = [
         place.name,
-        f"axis {place.axis}" if place.axis else "",
+        name_sources([place.axis]) if place.axis else "",
         f"{place.term} loss" if place.term else "",
     ]
     words += [place.stage.value if place.stage is not None else "", _SHARES.get(place.share, "")]

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeverify.results.factor import Factor, Product
 
 AMBIGUOUS = "(ambiguous in this layout)"
 _MOST_DIGITS = 17
+
+# What a factor may come from and is no mesh axis: groups of ranks, and counts of what the ranks compute.
+_NO_AXES: Mapping[str, str] = {
+    "all ranks": "all ranks",
+    "ranks": "all ranks",
+    "loss ranks": "loss ranks",
+    "top_k": "top_k",
+    **{
+        count: f"number of {count}"
+        for count in (
+            "micro-batches",
+            "uses of the tied weight",
+            "rows of the batch",
+            "positions of a row",
+            "tokens of the batch",
+            "MoE layers",
+            "experts",
+        )
+    },
+}
 
 
 def format_factor(value: float) -> str:
@@ -34,6 +54,18 @@ def name_products(products: Sequence[Product]) -> str:
     """Return one product, or all of several that cannot be told apart: `tp or ep (ambiguous in this layout)`."""
     names = " or ".join(name_product(product) for product in products)
     return names if len(products) < 2 else f"{names} {AMBIGUOUS}"
+
+
+def part_sources(sources: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the mesh axes of what a factor may come from, and the names of all else."""
+    axes = [source for source in sources if source not in _NO_AXES]
+    return axes, [_NO_AXES[source] for source in sources if source in _NO_AXES]
+
+
+def name_sources(sources: Sequence[str]) -> str:
+    """Return what a factor may come from, mesh axes first: `axis pp, ep, number of micro-batches`."""
+    axes, others = part_sources(sources)
+    return ", ".join([f"axis {', '.join(axes)}", *others] if axes else others)
 
 
 def describe_amount(factor: Factor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import name_sources
 from moeverify.report.words.part import name_part, name_some, name_tokens
 from moeverify.report.words.subject import MODEL
 from moeverify.results.explanation import Explanation, Quantity
@@ -50,8 +51,8 @@ def describe_place(explanation: Explanation) -> str:
         words.append(format_ranks(operation.ranks))
     elif isinstance(operation, Shifted):
         words.append(format_ranks([operation.rank]))
-    axes = dict.fromkeys(source for product in explanation.candidates for source in product.sources)
-    words.append(f"axis {', '.join(axes)}" if axes else "")
+    sources = dict.fromkeys(source for product in explanation.candidates for source in product.sources)
+    words.append(name_sources(list(sources)))
     return ", ".join(filter(None, words))
 
 

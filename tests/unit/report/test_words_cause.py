@@ -32,6 +32,7 @@ from moeverify.results.operation import (
 from moeverify.results.part import WHOLE, Contribution, Group, Part, Tokens
 
 EP, EFSDP, TP = (Product(times=(name,)) for name in ("ep", "efsdp", "tp"))
+ROWS = Product(over=("rows of the batch",))
 EXPERTS = {"tensors": tuple(f"layers.{n}.moe.experts.up" for n in range(12)), "family": "expert"}
 DP_0, DP_2 = (Part(tokens=Tokens(data_rank=rank)) for rank in (0, 2))
 
@@ -89,6 +90,12 @@ SENTENCES = [
         explain(Cause.SCALE, GRADIENT, scaled(scale(0.5, Product(over=("tp",))))),
         "the gradient is 0.5x the expected value; 0.5 = 1/tp",
         "axis tp",
+    ),
+    (
+        explain(Cause.SCALE, GRADIENT, scaled(scale(0.125, Product(over=("micro-batches", "pp")), ROWS))),
+        "the gradient is 0.125x the expected value; 0.125 = 1/(micro-batches * pp) = 1/rows of the batch (ambiguous "
+        "in this layout)",
+        "axis pp, number of micro-batches, number of rows of the batch",
     ),
     (explain(Cause.SCALE, GRADIENT, scaled(scale(92.0))), "the gradient is 92x too large", ""),
     (

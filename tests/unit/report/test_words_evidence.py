@@ -294,8 +294,10 @@ def test_what_a_fault_should_be_found_as() -> None:
         At(term="z"),
         At(stage=Stage.CLIP),
         At(share="micro_batch"),
+        At(axis="micro-batches"),
         At(),
     )
     assert describe_expected(places, (Cause.SCALE, Cause.NORM)) == (
-        "scale or norm at *.moe.experts*, axis tp or z loss or clip or the shares of micro-batches or any place"
+        "scale or norm at *.moe.experts*, axis tp or z loss or clip or the shares of micro-batches or "
+        "number of micro-batches or any place"
     )

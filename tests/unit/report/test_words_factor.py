@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.report.words.factor import describe_factor, format_factor, name_product
+from moeverify.axes.groups import list_degrees, list_groups, list_loss_counts
+from moeverify.axes.registry import AXIS_OF
+from moeverify.captured import explain as captured
+from moeverify.faults.setting import make_case
+from moeverify.report.words.factor import describe_factor, format_factor, name_product, name_sources
 from moeverify.report.words.part import name_part
 from moeverify.results.factor import Factor, Product
 from moeverify.results.part import WHOLE, Block, Part, Tokens
@@ -62,3 +66,19 @@ def test_products(product: Product, name: str) -> None:
 )
 def test_parts(part: Part, name: str) -> None:
     assert name_part(part) == name
+
+
+def test_a_mesh_axis_alone_is_called_an_axis() -> None:
+    cases = [
+        make_case("tied", preset="stress-tied", dp_shard=2, cp=2, tp=2, ep=4, micro_batches=2),
+        make_case("placed", dp_replicate=3, dp_shard=2, cp=2, tp=2, ep=4, etp=2, micro_batches=2),
+        make_case("stages", pp=2, dp_shard=2, ep=2, micro_batches=4, stage_layers=(2, 1)),
+    ]
+    names = {captured.RANKS, captured.MICRO_BATCHES}
+    for case in cases:
+        names |= {*list_degrees(case), *list_groups(case), *list_loss_counts(case)}
+    axes = names & set(AXIS_OF)
+    assert axes == {"dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "efsdp", "fsdp"}
+    assert len(names - axes) == 11
+    assert {name for name in names if name_sources([name]).startswith("axis ")} == axes
+    assert name_sources(["micro-batches", "ep", "pp"]) == "axis ep, pp, number of micro-batches"
