@@ -18,6 +18,7 @@ from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.mesh import find_coordinates
 from multiprocessing_pdb.rank.pdb_loader import is_own_module
 from multiprocessing_pdb.rank.process_state import PROCESS
+from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.session import Stop
 from multiprocessing_pdb.rank.stacks import format_stacks
 from multiprocessing_pdb.rank.stop import trace_from
@@ -74,7 +75,7 @@ class Control:
         self._endpoint = Endpoint(name, self.receive, lambda connection: None)
         self._endpoint.start()
 
-    def receive(self, connection: int, frame: Frame) -> None:
+    def receive(self, server: Server, connection: int, frame: Frame) -> None:
         """Answer a request, in the server's thread."""
         do = frame.get("do")
         if do == "status":
@@ -89,7 +90,7 @@ class Control:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             answer = {"error": "the rank runs; it is not at a prompt"}
-        self._endpoint.server.send(connection, {"id": frame.get("id"), **answer})
+        server.send(connection, {"id": frame.get("id"), **answer})
 
     def _ask_main(self, what: str, function: Callable[[FrameType], None]) -> Frame:
         if PROCESS.has_open():

@@ -17,7 +17,7 @@ from multiprocessing_pdb.wire.handshake import read_token, token_path
 from multiprocessing_pdb.wire.identity import RankIdentity
 from multiprocessing_pdb.wire.runtime_directory import VARIABLE, RuntimeDirectory
 
-Receive = Callable[[int, Frame], None]
+Receive = Callable[[Server, int, Frame], None]
 Leave = Callable[[int], None]
 
 
@@ -49,11 +49,14 @@ class Endpoint:
         self.tcp_address = ":".join(str(part) for part in listeners[1].getsockname()[:2]) if tcp else ""
 
     def start(self) -> None:
-        """Answer from now on; consoles that came before wait. Raises RuntimeError when no thread can start."""
+        """Answer from now on; consoles that came before wait.
+
+        Raises RuntimeError when no thread can start, and OSError when no descriptor is left.
+        """
         try:
             with above_standard_streams():
                 self.server.start()
-        except RuntimeError:  # at the interpreter's end
+        except (RuntimeError, OSError):  # RuntimeError: at the interpreter's end
             self.hide()
             self.abandon()
             raise
@@ -64,7 +67,12 @@ class Endpoint:
             if self._is_hidden or self._directory.has(self._name):
                 return
             directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
-            self.server.replace_unix_listener(directory.listen(self._name))
+            try:
+                listener = directory.listen(self._name)
+            except BaseException:
+                directory.close()
+                raise
+            self.server.replace_unix_listener(listener)
             self._directory.close()
             self._directory = directory
 

@@ -18,10 +18,18 @@ _MISSING = object()
 # Frames of these are the debugger itself: no step stops in them. `threading` starts and ends every thread.
 _OWN_MODULES = frozenset({"bdb", "cmd", "pdb", "pdbpp", "code", "codeop", "threading", _PLAIN})
 
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
+
 
 def is_own_module(name: object) -> bool:
     """Return whether a module belongs to the debugger."""
     return name in _OWN_MODULES or (isinstance(name, str) and name.startswith("multiprocessing_pdb."))
+
+
+def is_own_file(path: str) -> bool:
+    """Return whether a file holds a module of the debugger."""
+    loaded = (getattr(sys.modules.get(name), "__file__", None) for name in _OWN_MODULES)
+    return path.startswith(_OWN_FOLDER) or path in loaded
 
 
 @contextmanager

@@ -23,6 +23,7 @@ _BACKLOG_LIMIT = 4 * LIMIT  # bytes that a console may leave unread before it is
 _MOST_CONNECTIONS = 64
 _MOST_UNAUTHENTICATED = 256
 _TICK_SECONDS = 2.0
+_NUMBERS = count(1)  # of connections, over all servers: a thread's next stop has another server
 
 
 class Connection:
@@ -50,14 +51,14 @@ class Connection:
 class Server(threading.Thread):
     """Serves the listening sockets, of which those that are not unix sockets ask for the token.
 
-    `receive` (a frame has come), `leave` (a connection has ended) and `tick` (every two seconds) run in this
-    thread and must not block.
+    `receive` (a frame has come to this server), `leave` (a connection has ended) and `tick` (every two seconds) run
+    in this thread and must not block. However the thread ends, its consoles learn that it has.
     """
 
     def __init__(
         self,
         listeners: list[socket.socket],
-        receive: Callable[[int, Frame], None],
+        receive: Callable[[Server, int, Frame], None],
         leave: Callable[[int], None],
         tick: Callable[[], None],
         token: bytes | None = None,
@@ -69,7 +70,6 @@ class Server(threading.Thread):
         self._tick = tick
         self._token = token
         self._connections: dict[int, Connection] = {}
-        self._numbers = count(1)
         self._lock = threading.Lock()
         self._closing_at: float | None = None
         self._wakeup, self._waker = socket.socketpair()
@@ -126,19 +126,23 @@ class Server(threading.Thread):
     def run(self) -> None:
         """Serve until shut."""
         next_tick = time.monotonic() + _TICK_SECONDS
-        while not self._is_done():
-            for key, events in self._selector.select(0.2 if self._closing_at is not None else _TICK_SECONDS):
-                if key.fileobj is self._wakeup:
-                    self._wakeup.recv(4096)
-                elif key.data is None:
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
-                elif key.data.number in self._connections:  # else evicted in this very round
-                    self._serve(key.data, events)
-            self._set_interests()
-            if time.monotonic() > next_tick and self._closing_at is None:
-                self._tick()
-                next_tick = time.monotonic() + _TICK_SECONDS
-        self.abandon()
+        try:
+            while not self._is_done():
+                for key, events in self._selector.select(
+                    0.2 if self._closing_at is not None else _TICK_SECONDS
+                ):
+                    if key.fileobj is self._wakeup:
+                        self._wakeup.recv(4096)
+                    elif key.data is None:
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
+                    elif key.data.number in self._connections:  # else evicted in this very round
+                        self._serve(key.data, events)
+                self._set_interests()
+                if time.monotonic() > next_tick and self._closing_at is None:
+                    next_tick = time.monotonic() + _TICK_SECONDS
+                    self._tick()
+        finally:
+            self.abandon()
 
     def _is_done(self) -> bool:
         if self._closing_at is None:
@@ -166,7 +170,7 @@ class Server(threading.Thread):
             return
         stream.setblocking(False)
         source = str(address[0]) if challenge is not None else ""
-        connection = Connection(next(self._numbers), stream, challenge, source)
+        connection = Connection(next(_NUMBERS), stream, challenge, source)
         if challenge is not None:
             connection.outgoing += encode(challenge.request())
         with self._lock:
@@ -220,7 +224,7 @@ class Server(threading.Thread):
     def _receive_safely(self, number: int, frame: Frame) -> None:
         """Let a request fail alone: without this thread no console would reach the rank again."""
         try:
-            self._receive(number, frame)
+            self._receive(self, number, frame)
         except Exception as error:  # for example in a walk over the frames of threads that run meanwhile
             self.send(number, {"id": frame.get("id"), "error": f"{type(error).__name__}: {error}"[:2000]})
 

@@ -19,6 +19,7 @@ from multiprocessing_pdb.rank.interruption import Interrupted, Interruption
 from multiprocessing_pdb.rank.mesh import find_coordinates
 from multiprocessing_pdb.rank.process_state import PROCESS
 from multiprocessing_pdb.rank.request_handler import RequestHandler
+from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.stacks import format_stacks
 from multiprocessing_pdb.rank.streams import CommandInput, CommandOutput
 from multiprocessing_pdb.wire.framing import Frame
@@ -37,8 +38,9 @@ class Stop:
 
 @dataclass
 class Request:
-    """A frame that the stopped thread itself must answer."""
+    """A frame that the stopped thread itself must answer, and the server that its console is connected to."""
 
+    server: Server
     connection: int
     frame: Frame
 
@@ -169,6 +171,8 @@ class Session:
             while True:
                 self._set_state("stopped")
                 request = self._requests.get()
+                if self._is_of_an_earlier_stop(request):
+                    continue
                 self._set_state("busy")
                 if self._handler.handles(request.frame["do"]):
                     self._answer(request)
@@ -180,6 +184,10 @@ class Session:
                     self._reply(request, {"error": self._refuse_line()})
         finally:
             self.accepts_stops = accepts
+
+    def _is_of_an_earlier_stop(self, request: Request) -> bool:
+        """Return whether a request came in while its endpoint was being closed: nobody means it for this stop."""
+        return self._endpoint is None or request.server is not self._endpoint.server
 
     def _refuse_line(self) -> str:
         if not self._is_question():
@@ -249,24 +257,21 @@ class Session:
         return self._current is not None
 
     def _reply(self, request: Request, frame: Frame) -> None:
-        endpoint = self._endpoint
-        if endpoint is None:
-            return
         # A command runs traced. A step that is still under way must not stop in json under the server's lock:
         # its thread would wait for the lock, and no console would be answered again.
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            endpoint.server.send(request.connection, {"id": request.frame.get("id"), **frame})
+            request.server.send(request.connection, {"id": request.frame.get("id"), **frame})
         finally:
             sys.settrace(trace)
 
     # Called by the server's thread.
 
-    def receive(self, connection: int, frame: Frame) -> None:
+    def receive(self, server: Server, connection: int, frame: Frame) -> None:
         """Answer at once what needs no stopped thread, and leave the rest to it."""
         do = frame.get("do")
-        request = Request(connection, frame)
+        request = Request(server, connection, frame)
         if do == "status":
             self._reply(request, self.describe())
         elif do == "attach":
@@ -311,7 +316,7 @@ class Session:
         if state == "busy":
             self.interruption.send()
         elif state == "stopped" and self._is_question():
-            self._requests.put(Request(request.connection, {"do": "cancel"}))
+            self._requests.put(Request(request.server, request.connection, {"do": "cancel"}))
             return "busy"
         elif state == "running" and self._endpoint is not None:
             self.base.set_step()  # the next traced event stops it; a call into C has to end first

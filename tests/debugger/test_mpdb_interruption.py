@@ -3,11 +3,14 @@
 import socket
 import sys
 import threading
+import types
 
 import pytest
 
+from multiprocessing_pdb.rank import server as server_module
 from multiprocessing_pdb.rank.interruption import Interrupted, Interruption
 from multiprocessing_pdb.rank.server import Server
+from multiprocessing_pdb.rank.session import Session
 from multiprocessing_pdb.rank.stop import _ThreadEnd
 from multiprocessing_pdb.wire.framing import Decoder, encode
 
@@ -134,7 +137,9 @@ def test_a_request_that_fails_leaves_the_server_alive(tmp_path):
     listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "socket"))
     listener.listen()
-    server = Server([listener], lambda number, frame: frame["nothing"], lambda number: None, lambda: None)
+    server = Server(
+        [listener], lambda server, number, frame: frame["nothing"], lambda number: None, lambda: None
+    )
     server.start()
     try:
         client.settimeout(PATIENCE)
@@ -146,3 +151,36 @@ def test_a_request_that_fails_leaves_the_server_alive(tmp_path):
     finally:
         client.close()
         server.shut(1.0)
+
+
+def test_a_request_that_came_while_its_stop_ended_is_not_done_at_the_next_one():
+    class Prompt:
+        prompt = "(Pdb) "
+        curframe = None
+
+        def paint(self, colors):
+            pass
+
+    earlier, later = types.SimpleNamespace(), types.SimpleNamespace()
+    session = Session()
+    session.debuggers.append(Prompt())
+    session._is_fresh = False
+    session._endpoint = types.SimpleNamespace(server=later)
+    session.stdout.write("(Pdb) ")
+    for server, text in ((earlier, "continue"), (later, "where")):
+        session._state = "busy"  # as close() finds it when the request comes in beside it
+        session.receive(server, 1, {"do": "line", "text": text})
+    assert session._read_line() == "where\n"
+
+
+def test_consoles_learn_that_the_server_has_ended_however_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.02)
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "socket"))
+    listener.listen()
+    server = Server([listener], lambda server, number, frame: None, lambda number: None, sys.exit)
+    client.settimeout(PATIENCE)
+    client.connect(str(tmp_path / "socket"))
+    server.start()
+    with client:
+        assert client.recv(1) == b""
