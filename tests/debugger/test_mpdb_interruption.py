@@ -175,6 +175,7 @@ def test_a_request_that_came_while_its_stop_ended_is_not_done_at_the_next_one():
 
 def test_consoles_learn_that_the_server_has_ended_however_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "socket"))
     listener.listen()
