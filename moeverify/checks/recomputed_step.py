@@ -123,17 +123,20 @@ def recompute(
 class Rounding:
     """The rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
 
-    What is below that may be rounded to zero.
+    What is below that may be rounded to zero. `arithmetic` is the unit of what kernels compute in for that dtype.
     """
 
     unit: float
     smallest: float
+    arithmetic: float
 
     @classmethod
     def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
         """Return that of the coarsest dtype."""
         infos = [torch.finfo(dtype) for dtype in dtypes]
-        return cls(0.5 * max(info.eps for info in infos), max(info.tiny for info in infos))
+        unit = 0.5 * max(info.eps for info in infos)
+        arithmetic = min(unit, 0.5 * torch.finfo(torch.float32).eps)
+        return cls(unit, max(info.tiny for info in infos), arithmetic)
 
     def bound(self, recomputed: Recomputed, result: Tensor) -> Tensor:
         """Return the largest error (N,) that rounding can cause in each element of a result (N,) as it is stored."""
@@ -144,6 +147,7 @@ class Rounding:
         # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
         own = _OWN * (recomputed.rounded + result.abs())
         inner = self.unit / (1.0 - 16.0 * self.unit) * recomputed.rounded
+        inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * recomputed.options
         return last + inner + own + recomputed.smallest * self.smallest
 
 

@@ -51,13 +51,15 @@ class Recomputed:
     The optimizer rounds on the way, besides its result: `rounded` (N,) is the sum of the sizes of its intermediate
     results, each as often as it may be rounded to the dtype of its tensors. So may its options be: with `foreach` and
     bfloat16 on a CPU, torch 2.13 multiplies by 0.94921875 where the option is 0.95. Kernels that keep results in
-    float32 registers round less. `smallest` is the largest error by results that are too small for the dtype, in
-    units of its smallest normal number.
+    float32 registers round less. `options` (N,) are the same of errors by options that a kernel rounds to the dtype
+    that it computes in: float32 where the tensors are of 16 bits, else their own. `smallest` is the largest error by
+    results that are too small for the dtype, in units of its smallest normal number.
     """
 
     name: str
     terms: Sequence[Term]
     rounded: Tensor
+    options: Tensor | float = 0.0
     smallest: float = 4.0
 
     @property

@@ -66,18 +66,22 @@ class AdamKind(OptimizerKind):
                 terms.append(Term("weight decay", rest1 * decay, step.weight))
             # lerp rounds its weight, a difference that is no larger than both together, and their product.
             lerp = 3.0 * rest1 * (mean.abs() + gradient.abs())
-            found.append(Recomputed("exp_avg", terms, lerp + rest1 * size))
+            # torch's fused kernel on CUDA rounds beta to float32 and has m = beta * m + (g - beta * g).
+            options = beta1 * (mean.abs() + gradient.abs())
+            found.append(Recomputed("exp_avg", terms, lerp + rest1 * size, options))
         if "exp_avg_sq" in step.after:
             terms = [Term("exp_avg_sq", beta2, square), Term("squared gradient", rest2, gradient * gradient)]
             # Rounded: the option and the decayed moment; the option, the square and their product.
             added = rest2 * gradient.abs() * (3.0 * gradient.abs() + 2.0 * size)
-            found.append(Recomputed("exp_avg_sq", terms, 2.0 * beta2 * square.abs() + added))
+            options = beta2 * (square.abs() + gradient * gradient)
+            found.append(Recomputed("exp_avg_sq", terms, 2.0 * beta2 * square.abs() + added, options))
         if set(self.moments) <= set(step.after):
             found.append(self._recompute_weight(spec, step))
         return found
 
     def _recompute_weight(self, spec: Optimizer, step: StepValues) -> Recomputed:
-        correction1, correction2 = (1.0 - beta**step.number for beta in spec.betas)
+        powers = [beta**step.number for beta in spec.betas]
+        correction1, correction2 = (1.0 - power for power in powers)
         mean, square = (step.after[name] for name in self.moments)
         # A second moment below zero gives NaN, which no bound allows.
         moved = (mean / correction1) / ((square / correction2).sqrt() + spec.eps)
@@ -85,11 +89,15 @@ class AdamKind(OptimizerKind):
         # Rounded: the root, its correction and their quotient, epsilon and the sum with it, the quotient of the
         # moments, the rate and the product with it.
         rounded = 8.0 * step.lr * moved.abs()
+        # The fused kernel on CUDA takes powers of rounded betas: as many roundings as steps, and powf's own error of
+        # 4 units in the last place, which are 8 roundings. The correction of the second moment is under a root.
+        lost1, lost2 = ((step.number + 8.0) * power / (1.0 - power) for power in powers)
+        options = (lost1 + 0.5 * lost2) * step.lr * moved.abs()
         if self.decays_weight and step.weight_decay:
             terms.append(Term("weight decay", -step.lr * step.weight_decay, step.weight))
             # The factor 1 - rate * decay, and the product with it.
             rounded = rounded + 2.0 * step.weight.abs()
-        return Recomputed(WEIGHT, terms, rounded, smallest=4.0 + 4.0 * step.lr / spec.eps)
+        return Recomputed(WEIGHT, terms, rounded, options, smallest=4.0 + 4.0 * step.lr / spec.eps)
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 from moeverify.checks.base import Outcome, Shown
 from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
@@ -53,6 +53,44 @@ def test_sound_steps_pass(judge: Callable, optimizer: dict[str, Any], precision:
     assert len(updates) == 3 * len({name for _, _, name in updates})
     if precision != "bfloat16":
         assert max(outcome.limits.values()) < 1e-2, "float32 weights keep nearly all of an update"
+
+
+def fused_multiply_add(one: Tensor, other: Tensor, added: Tensor) -> Tensor:
+    """Return one * other + added, rounded to float32 once."""
+    return (one.double() * other.double() + added.double()).float()
+
+
+def step_as_cuda_does(engine: PlainEngine) -> None:
+    """Do the arithmetic of torch's fused AdamW on CUDA (aten/src/ATen/native/cuda/fused_adam_utils.cuh)."""
+    engine.optimizer._opt_called = True  # the scheduler wants to see torch's own step otherwise
+    for group in engine.optimizer.param_groups:
+        lr, decay, eps = (torch.tensor(float(group[name])) for name in ("lr", "weight_decay", "eps"))
+        beta1, beta2 = (torch.tensor(beta, dtype=torch.float32) for beta in group["betas"])
+        for weight in group["params"]:
+            state = engine.optimizer.state[weight]
+            if not state:
+                zeros = torch.zeros_like(weight)
+                state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+            state["step"] += 1
+            gradient, mean, squared = weight.grad, state["exp_avg"], state["exp_avg_sq"]
+            square = gradient * gradient
+            with torch.no_grad():
+                weight.sub_(lr * decay * weight)
+                rest = fused_multiply_add(-beta1, gradient, gradient)
+                mean.copy_(fused_multiply_add(beta1, mean, rest))
+                rest = fused_multiply_add(-beta2, square, square)
+                squared.copy_(fused_multiply_add(beta2, squared, rest))
+                correction1, correction2 = (1.0 - beta ** state["step"] for beta in (beta1, beta2))
+                weight.sub_(lr / correction1 * mean / (squared.sqrt() / correction2.sqrt() + eps))
+
+
+@pytest.mark.parametrize("betas", [[0.9, 0.95], [0.9, 0.999], [0.95, 0.9999]], ids=str)
+def test_a_kernel_may_round_its_options(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, betas: list[float]
+) -> None:
+    monkeypatch.setattr(PlainEngine, "step", step_as_cuda_does)
+    outcome = judge({**ADAMW, "betas": betas}, "float32")
+    assert outcome.findings == ()
 
 
 def change_options(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
