@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -36,6 +36,7 @@ Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # a row for each rank of `ep`: the experts that it holds
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 # The options of what has several implementations. `moeverify.validation.choices` lists where each is implemented.
 DataParallel = Literal["ddp", "fsdp1", "fsdp2"]

@@ -62,6 +62,7 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> N
     """Show where a fault comes from, what it does, and how to run a case with it."""
     with open_context() as context:
         from moeverify.axes.describe import describe_layout
+        from moeverify.case.schema import PRECISIONS
         from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
@@ -78,6 +79,8 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> N
                 f"  expected   {expected}",
                 f"  inject     moeverify run CASE --fault {fault.target}",
             ]
+            if fault.precisions != PRECISIONS:
+                lines.append(f"  precision  a bug in recipes of {' or '.join(fault.precisions)}")
             if fault.notes:
                 lines.append(f"  notes      {fault.notes}")
             context.out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -90,7 +93,11 @@ def run(
     pattern: Words = None,
     precision: Annotated[
         Precision | None,
-        typer.Option("--precision", help="Run their recipes in another precision.", show_default=False),
+        typer.Option(
+            "--precision",
+            help="Run in another precision what is a bug in it.",
+            show_default=False,
+        ),
     ] = None,
     escalate: Escalate = True,
     markdown: Output = None,
@@ -112,7 +119,7 @@ def run(
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
-            chosen = [change_precision(fault, precision.value) for fault in chosen]
+            chosen = change_precision(chosen, precision.value)
         check_writable([markdown] if markdown is not None else [])
         with open_progress(context.out, quiet=quiet) as progress:
             options = _options(device, cache)

@@ -11,6 +11,7 @@ from moeverify.controller.escalation import escalate
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
+from moeverify.errors import CaseError, Problem
 from moeverify.faults.fault import Fault
 from moeverify.results.benchmark import FaultRow
 from moeverify.results.run import CaseResult, Event
@@ -72,10 +73,25 @@ def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
     return case.model_copy(update={"name": f"{fault.number}{role}", "description": fault.title})
 
 
-def change_precision(fault: Fault, precision: Precision) -> Fault:
-    """Return the fault under the same recipe in another precision."""
-    saver = None if fault.saver is None else change_case(fault.saver, precision)
-    return replace(fault, case=change_case(fault.case, precision), saver=saver)
+def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Fault]:
+    """Return the faults under the same recipes in another precision, but those that are none in it.
+
+    Raises CaseError where none is left.
+    """
+    kept = [fault for fault in faults if precision in fault.precisions]
+    if not kept:
+        needed = " or ".join(sorted({each for fault in faults for each in fault.precisions}))
+        numbers = ", ".join(fault.number for fault in faults)
+        problem = f"{numbers}: no bug in a recipe of {precision}"
+        raise CaseError([Problem(problem, "--precision", remedy=f"leave it out, or write {needed}")])
+    return [
+        replace(
+            fault,
+            case=change_case(fault.case, precision),
+            saver=None if fault.saver is None else change_case(fault.saver, precision),
+        )
+        for fault in kept
+    ]
 
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeverify.case.schema import Case
+from moeverify.case.schema import PRECISIONS, Case, Precision
 from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
@@ -36,6 +36,7 @@ class Fault:
     which layouts; `case` is the smallest setting under which it shows. `inject` wraps functions or methods of the
     parallel code in this process by the patch that it is given, which puts them back when its block ends. A bug
     of checkpoints has a `saver` too: that case saves, and `case` loads and trains on, both with the fault.
+    `precisions` are those of recipes in which it is one: sums in bfloat16 are as a recipe of bfloat16 asks for.
     """
 
     number: str
@@ -49,6 +50,7 @@ class Fault:
     is_moe: bool = True
     notes: str = ""
     saver: Case | None = None
+    precisions: tuple[Precision, ...] = PRECISIONS
 
     @property
     def target(self) -> str:

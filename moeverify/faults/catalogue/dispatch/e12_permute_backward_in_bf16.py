@@ -55,6 +55,7 @@ FAULT = Fault(
         where=(At(name="layers.2.ffn_norm*"), At(name="layers.2.moe*")), causes=(Cause.ROUNDING,)
     ),
     inject=inject,
+    precisions=("float64", "float32"),
     notes=(
         "shown in a float32 recipe; in a bfloat16 one, that of the real bug, the same accumulation stays inside "
         "the calibrated noise and is not detected"

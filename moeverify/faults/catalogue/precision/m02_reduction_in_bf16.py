@@ -35,6 +35,7 @@ FAULT = Fault(
     case=make_case("m02", dp_replicate=2, dp_shard=2, recipe={"precision": "float32"}),
     expected=Expected(where=(At(stage=Stage.BACKWARD),), causes=(Cause.ROUNDING,)),
     inject=inject,
+    precisions=("float64", "float32"),
     is_moe=False,
     notes=(
         "every gradient is at fault, so every place counts as right; shown in a float32 recipe, since a bfloat16 "

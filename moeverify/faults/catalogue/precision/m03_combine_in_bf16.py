@@ -32,6 +32,7 @@ FAULT = Fault(
     case=make_case("m03", dp_shard=2, tp=2, ep=2, etp=2, recipe={"precision": "float32"}),
     expected=Expected(where=(At(name="layers.1.moe*"), At(axis="tp")), causes=(Cause.ROUNDING,)),
     inject=inject,
+    precisions=("float64", "float32"),
     notes=(
         "shown in a float32 recipe, since in a bfloat16 recipe the layout reduces in bfloat16 itself; "
         "the mechanism is known from the title of the source only"

@@ -27,6 +27,7 @@ FAULT = Fault(
     case=make_case("m04", dp_replicate=2, dp_shard=2, recipe={"precision": "mixed"}),
     expected=Expected(where=(At(name="the model"),), causes=(Cause.PRECISION,)),
     inject=inject,
+    precisions=("mixed",),
     is_moe=False,
     notes=(
         "M02 where most people meet it: the bounds of mixed precision are wider than what the reduction adds, so it "

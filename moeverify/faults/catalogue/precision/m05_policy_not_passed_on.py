@@ -27,6 +27,7 @@ FAULT = Fault(
     case=make_case("m05", dp_shard=2, ep=2, recipe={"precision": "mixed"}),
     expected=Expected(where=(At(name="the model"),), causes=(Cause.PRECISION,)),
     inject=inject,
+    precisions=("mixed",),
     is_moe=False,
     notes="the results are nearer to the golden than they should be, so no bound can see it",
 )

@@ -35,5 +35,6 @@ FAULT = Fault(
     case=make_case("d07", dp_shard=2, recompute=True, recipe={"precision": "float32"}),
     expected=Expected(where=(At(name="*.selection_bias"),), causes=(Cause.ROUNDING,)),
     inject=inject,
+    precisions=("float64", "float32"),
     notes="in a float32 recipe: in bfloat16 the bound of a buffer is the rounding of bfloat16 and hides it",
 )

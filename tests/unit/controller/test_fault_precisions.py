@@ -1,0 +1,31 @@
+"""The fault benchmark in other precisions: what is a bug in one may be what another asks for."""
+
+import pytest
+
+from moeverify.controller.fault_benchmark import change_precision
+from moeverify.errors import CaseError
+from moeverify.faults.choice import choose_faults
+
+
+def test_faults_that_are_none_in_a_precision_are_left_out():
+    chosen = choose_faults(["A05", "M02", "M04", "O01"])
+    for precision, numbers in {
+        "float32": ["A05", "M02", "O01"],
+        "bfloat16": ["A05", "O01"],
+        "mixed": ["A05", "M04", "O01"],
+    }.items():
+        changed = change_precision(chosen, precision)
+        assert [fault.number for fault in changed] == numbers
+        assert {fault.case.recipe.precision for fault in changed} == {precision}
+        assert changed[-1].saver is not None
+        assert changed[-1].saver.recipe.precision == precision
+    assert [fault.case.recipe.precision for fault in chosen] == ["float64", "float32", "mixed", "float64"]
+
+
+def test_the_remedy_names_the_precisions_of_the_faults():
+    with pytest.raises(CaseError) as caught:
+        change_precision(choose_faults(["M04", "M05"]), "float32")
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        "--precision: M04, M05: no bug in a recipe of float32; leave it out, or write mixed"
+    )
