@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, Quiet
-from moeverify.cli.context import EXIT_CODES, open_context
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moeverify.controller.options import RunOptions
+    from moeverify.faults.fault import Fault
+    from moeverify.results.benchmark import FaultRow
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
@@ -110,20 +112,17 @@ def run(
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_context() as context:
-        from moeverify.controller.fault_benchmark import change_precision, run_faults
+        from moeverify.controller.fault_benchmark import change_precision
         from moeverify.controller.machine import choose_device, describe_environment
         from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
         from moeverify.report.files import check_writable, write_atomically
-        from moeverify.report.progress import open_progress
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
         check_writable([markdown] if markdown is not None else [])
-        with open_progress(context.out, quiet=quiet) as progress:
-            options = _options(device, cache)
-            rows = run_faults(chosen, options, progress.on_event, escalates=escalate)
+        rows = _run_all(chosen, _options(device, cache), context, escalates=escalate, quiet=quiet)
         render_faults(rows, context.out)
         if markdown is not None:
             words = ["moeverify faults run", *(numbers or [])]
@@ -137,6 +136,31 @@ def run(
         missed = {"pass": "mismatch"}  # what is missed shows nothing wrong
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
+
+
+def _run_all(
+    chosen: Sequence[Fault], options: RunOptions, context: CommandContext, *, escalates: bool, quiet: bool
+) -> list[FaultRow]:
+    """Return the rows of all faults; when the run ends early, the table has those that are over."""
+    from moeverify.cli.keeper import Keeper
+    from moeverify.controller.fault_benchmark import run_faults, score_finished
+    from moeverify.report.faults import render_faults
+    from moeverify.report.progress import open_progress
+
+    keeper = Keeper()
+    try:
+        with open_progress(context.out, quiet=quiet) as progress:
+            return run_faults(
+                chosen,
+                options,
+                keeper.watch(progress.on_event),
+                escalates=escalates,
+                on_wider=progress.on_event,
+            )
+    except BaseException:
+        if keeper.results:
+            render_faults(score_finished(chosen, keeper.results), context.out)
+        raise
 
 
 @faults.command("clean")

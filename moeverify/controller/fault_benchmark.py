@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
@@ -25,42 +25,42 @@ def run_faults(
     on_event: Callable[[Event], None],
     *,
     escalates: bool = False,
+    on_wider: Callable[[Event], None] = lambda event: None,
 ) -> list[FaultRow]:
     """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
 
-    With `escalates`, findings without a cause are looked at in wider precisions, as `moeverify run` does.
+    With `escalates`, findings without a cause are looked at in wider precisions, as `moeverify run` does, and
+    `on_wider` gets the events of these runs.
 
-    Faults of checkpoints come after the others, in a launch of their own.
+    Faults of checkpoints have launches of their own.
     """
     chosen = replace(options, require_goldens=False)
     plain = [fault for fault in faults if fault.saver is None]
-    results = _run_plain(plain, chosen, on_event, escalates=escalates)
-    results |= _run_saved([fault for fault in faults if fault.saver is not None], chosen, on_event)
-    return [score(fault, results[fault.number]) for fault in faults if fault.number in results]
-
-
-def _run_plain(
-    faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None], *, escalates: bool
-) -> dict[str, CaseResult]:
-    cases = [_case_of(fault.case, fault) for fault in faults]
-    targets = {case.name: fault.target for case, fault in zip(cases, faults, strict=True)}
-    chosen = replace(options, case_faults=targets)
+    saved = [fault for fault in faults if fault.saver is not None]
+    results = _run_saved(saved, chosen, on_event) if saved else []
+    cases = [_case_of(fault.case, fault) for fault in plain]
+    targets = {case.name: fault.target for case, fault in zip(cases, plain, strict=True)}
+    chosen = replace(chosen, case_faults=targets)
     result = run_cases(cases, chosen, on_event) if cases else None
     if escalates and result is not None:
-        result = escalate(cases, result, chosen, lambda event: None)
-    return {case.name: case for case in result.cases} if result is not None else {}
+        result = escalate(cases, result, chosen, on_wider)
+    results += result.cases if result is not None else ()
+    return score_finished(faults, {each.name: each for each in results})
+
+
+def score_finished(faults: Sequence[Fault], results: Mapping[str, CaseResult]) -> list[FaultRow]:
+    """Return the rows of those faults whose case is over, in order; `results` are by the names of cases."""
+    names = {fault.number: fault.number if fault.saver is None else make_pair(fault).name for fault in faults}
+    return [score(fault, results[name]) for fault in faults if (name := names[fault.number]) in results]
 
 
 def _run_saved(
     faults: Sequence[Fault], options: RunOptions, on_event: Callable[[Event], None]
-) -> dict[str, CaseResult]:
-    pairs = {fault.number: make_pair(fault) for fault in faults}
-    targets = {pairs[fault.number].name: fault.target for fault in faults}
-    result = run_pairs(list(pairs.values()), options, on_event, targets) if pairs else None
-    if result is None:
-        return {}
-    found = {case.name: case for case in result.cases}
-    return {number: found[pair.name] for number, pair in pairs.items()}
+) -> list[CaseResult]:
+    pairs = [make_pair(fault) for fault in faults]
+    targets = {pair.name: fault.target for pair, fault in zip(pairs, faults, strict=True)}
+    result = run_pairs(pairs, options, on_event, targets)
+    return [] if result is None else list(result.cases)
 
 
 def make_pair(fault: Fault) -> Pair:

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from moeverify.controller import fault_benchmark
+from moeverify.results.run import CaseResult, Event
+
 UNKNOWN = "`moeverify faults list` shows all"
 
 
@@ -87,3 +90,27 @@ def test_a_list_names_the_class_of_each_fault_and_show_says_what_it_is(invoke: A
     shown = invoke("faults", "show", "H03").stdout
     assert "class      H, gradient_norm: " in shown
     assert "--fault moeverify.faults.catalogue.gradient_norm.h03_norm_of_local_shard:inject\n" in shown
+
+
+def test_an_interrupt_while_wider_precisions_run_leaves_the_table(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_one(cases: Any, options: Any, on_event: Any) -> None:
+        result = CaseResult(
+            name=cases[0].name,
+            file="",
+            verdict="mismatch",
+            ranks=2,
+            seconds=1.0,
+            recipe=cases[0].recipe.name,
+            layout="ep 2",
+        )
+        on_event(Event(kind="case-end", case=result.name, result=result, num_done=1, num_total=2))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fault_benchmark, "run_cases", run_one)
+    result = invoke("faults", "run", "A01", "A03", "--precision", "bfloat16")
+    assert result.exit_code == 130, result.stderr
+    assert "A01    yes       NO       NO" in result.stdout
+    assert "detected: 1 of 1" in flat(result.stdout)
+    assert "A03" not in result.stdout
