@@ -48,6 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker have all cases under `--dist loadfile`: whoever else got one would wait for their one launch."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneLaunch(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "cases" if file.endswith(".yaml") else file
+
+    return OneLaunch(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @dataclass(frozen=True)
 class Done:
     """A command that has ended."""
