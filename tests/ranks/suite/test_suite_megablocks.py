@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,37 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
-def run_with(fault: str, case: str, folder: Path) -> CaseResult:
-    """Return the result of the first step of a case with a fault in it."""
-    overrides = ("recipe.steps=1", "checks.repeat=never", "checks.timeout=600.0")
-    cases = load_cases([ROOT / "cases" / f"{case}.yaml"], overrides=overrides)
-    options = RunOptions(device="cpu", golden_folder=folder, fault=f"megablocks_faults:{fault}")
+# Each fault, and the case that it is in.
+FAULTS = {
+    "forget_the_share_of_ep": "megablocks-ep2",
+    "sum_router_gradients": "megablocks-ep2",
+    "forget_the_number_of_layers": "megablocks-own-losses",
+}
+OVERRIDES = ("recipe.steps=1", "checks.repeat=never", "checks.timeout=600.0")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def results(cache: Path) -> Mapping[str, CaseResult]:
+    """Return the result of the first step of a case with each fault in it, all from one launch."""
+    cases = []
+    for fault, name in FAULTS.items():
+        [case] = load_cases([ROOT / "cases" / f"{name}.yaml"], overrides=OVERRIDES)
+        cases.append(case.model_copy(update={"name": fault}))
+    options = RunOptions(
+        device="cpu",
+        golden_folder=cache / "none",
+        cache_folder=cache,
+        case_faults={fault: f"megablocks_faults:{fault}" for fault in FAULTS},
+    )
     result = run_cases(cases, options, lambda event: None)
     assert result is not None
-    assert result.cases[0].verdict == "mismatch", result.cases[0].reason
-    return result.cases[0]
+    assert [case.verdict for case in result.cases] == ["mismatch"] * len(FAULTS), result.cases
+    return {case.name: case for case in result.cases}
 
 
 @pytest.mark.parametrize(
@@ -44,9 +67,9 @@ def run_with(fault: str, case: str, folder: Path) -> CaseResult:
     ],
 )
 def test_a_wrong_factor_is_found_and_named(
-    tmp_path: Path, fault: str, parameters: tuple[str, ...], scale: float
+    results: Mapping[str, CaseResult], fault: str, parameters: tuple[str, ...], scale: float
 ) -> None:
-    case = run_with(fault, "megablocks-ep2", tmp_path)
+    case = results[fault]
     wrong = [finding for finding in case.findings if finding.check == "gradient"]
     assert {finding.tensor for finding in wrong} == {
         f"layers.{layer}.moe.{name}" for layer in range(2) for name in parameters
@@ -55,8 +78,10 @@ def test_a_wrong_factor_is_found_and_named(
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"loss", "routing", "replicas"}
 
 
-def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(tmp_path: Path) -> None:
-    case = run_with("forget_the_number_of_layers", "megablocks-own-losses", tmp_path)
+def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(
+    results: Mapping[str, CaseResult],
+) -> None:
+    case = results["forget_the_number_of_layers"]
     losses = {finding.tensor: finding for finding in case.findings if finding.check == "loss"}
     assert set(losses) == {"balance", "total"}
     assert losses["balance"].scale == pytest.approx(0.5)  # of two layers
@@ -66,7 +91,7 @@ def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(tmp_path: Pa
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"routing", "replicas"}
 
 
-def test_ranks_of_a_users_own_torchrun_run_them_too(tmp_path: Path) -> None:
+def test_ranks_of_a_users_own_torchrun_run_them_too(cache: Path) -> None:
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -77,7 +102,8 @@ def test_ranks_of_a_users_own_torchrun_run_them_too(tmp_path: Path) -> None:
         "moeverify",
         "run",
     ]
-    words = [str(ROOT / "cases" / "megablocks-ep2.yaml"), "--device", "cpu", "--cache", str(tmp_path)]
+    words = [str(ROOT / "cases" / "megablocks-ep2.yaml"), "--device", "cpu", "--cache", str(cache)]
+    words += ["--goldens", str(cache / "none"), *(word for each in OVERRIDES for word in ("--set", each))]
     done = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 case: 1 pass" in done.stdout
