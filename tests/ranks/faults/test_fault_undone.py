@@ -29,7 +29,8 @@ def results(tmp_path_factory):
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     )
     base = load_faults()["A01"].case
-    cases: list[Case] = [base.model_copy(update={"name": name}) for name in CASES]
+    recipe = base.recipe.model_copy(update={"steps": 1})
+    cases: list[Case] = [base.model_copy(update={"name": name, "recipe": recipe}) for name in CASES]
     options = RunOptions(
         device="cpu",
         cache_folder=tmp_path_factory.mktemp("cache"),
