@@ -86,7 +86,23 @@ class LinesJob(CaseFields):
     folder: Path
 
 
-CaseJob = VerifyJob | SaveJob | LoadJob | LinesJob
+class StopPoint(Record):
+    """Where ranks stop in the debugger: when they have made a logical tensor, named as a finding names it."""
+
+    kind: str
+    tensor: str
+    step: int
+    about: str
+
+
+class DebugJob(CaseFields):
+    """Train the case as far as a finding, and stop the ranks there in `multiprocessing_pdb`."""
+
+    kind: Literal["debug"] = "debug"
+    at: StopPoint
+
+
+CaseJob = VerifyJob | SaveJob | LoadJob | LinesJob | DebugJob
 
 
 class BenchJob(Record):
@@ -107,7 +123,8 @@ class ProbeJob(Record):
 
 
 RankJob = Annotated[
-    VerifyJob | GoldenJob | SaveJob | LoadJob | LinesJob | BenchJob | ProbeJob, Field(discriminator="kind")
+    VerifyJob | GoldenJob | SaveJob | LoadJob | LinesJob | DebugJob | BenchJob | ProbeJob,
+    Field(discriminator="kind"),
 ]
 
 
@@ -159,6 +176,13 @@ class BenchResult(Record):
     measurement: Measurement
 
 
+class DebugResult(Record):
+    """Which ranks have stopped in the debugger."""
+
+    kind: Literal["debug"] = "debug"
+    ranks: tuple[int, ...]
+
+
 class ProbeResult(Record):
     """What a probe has seen."""
 
@@ -167,7 +191,8 @@ class ProbeResult(Record):
 
 
 RankResult = Annotated[
-    VerifyResult | GoldenResult | BenchResult | ProbeResult | Refusal, Field(discriminator="kind")
+    VerifyResult | GoldenResult | BenchResult | DebugResult | ProbeResult | Refusal,
+    Field(discriminator="kind"),
 ]
 
 _JOBS: TypeAdapter[RankJob] = TypeAdapter(RankJob)

@@ -13,6 +13,7 @@ import typer
 
 from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+from moeverify.cli.debug import debug_first
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
 
@@ -40,6 +41,12 @@ def run(
         ),
     ] = False,
     escalate: Escalate = True,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Then train the first case that failed again, and stop its ranks at the finding."
+        ),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
@@ -60,9 +67,15 @@ def run(
             result = run_cases(cases, options, on_event)
             if escalate and result is not None:
                 result = run_wider(cases, result, options, show)
-            return run_follow_up(cases, result, options, show) if follow_up and result is not None else result
+            if follow_up and result is not None:
+                result = run_follow_up(cases, result, options, show)
+            results.append(result)
+            return result
 
+        results: list[RunResult | None] = []
         code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded)
+        if debug and results[0] is not None:
+            debug_first(cases, results[0], options, context)
         raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
 
 

@@ -21,6 +21,7 @@ from moeverify.jobs import (
     BenchJob,
     BenchResult,
     CaseJob,
+    DebugJob,
     GoldenJob,
     LinesJob,
     LoadJob,
@@ -36,6 +37,7 @@ from moeverify.launch.runner import RankContext
 from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import import_path, resolve
+from moeverify.worker.debug import debug_case
 from moeverify.worker.golden import find_damage, find_folder, make_goldens, read_error
 from moeverify.worker.reshard import load_case, save_case
 from moeverify.worker.verify import verify_case
@@ -71,6 +73,8 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
             return save_case(case, golden, context.device, job.checkpoint, fault)
         if isinstance(job, LoadJob):
             return load_case(case, golden, context.device, job.checkpoint, fault)
+        if isinstance(job, DebugJob):
+            return debug_case(case, golden, context.device, job.at, fault)
 
         def verify() -> RankResult | None:
             return verify_case(

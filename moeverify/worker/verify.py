@@ -57,7 +57,7 @@ def verify_case(
     """
     with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
-        assemble_program = _Assembly(case, device, build_meshes(case.layout, device.type))
+        assemble_program = Assembly(case, device, build_meshes(case.layout, device.type))
         observed = _observe(case, golden, assemble_program, trace)
         judgement = None if observed is None else observed.judgement
         if observed is not None and observed.judgement.findings:
@@ -81,7 +81,7 @@ def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResu
 
 
 @dataclass(frozen=True)
-class _Assembly:
+class Assembly:
     """Makes this rank's program anew for each run of a case, over the same meshes."""
 
     case: Case
@@ -107,7 +107,7 @@ class _Observed:
 
 
 def _observe(
-    case: Case, golden: StoredGolden, assemble_program: _Assembly, trace: CollectiveTrace
+    case: Case, golden: StoredGolden, assemble_program: Assembly, trace: CollectiveTrace
 ) -> _Observed | None:
     """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
@@ -115,13 +115,13 @@ def _observe(
     entries: list[Entry] = []
 
     def train_again(observer: Observer, num_steps: int) -> None:
-        _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
+        train_observed(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
     run = RankRun(case, trace, lambda: entries, train_again)
     watches = {check.name: watch for check in checks if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
-    _train(case, golden, program, comparison, checks, [*watches.values(), load])
+    train_observed(case, golden, program, comparison, checks, [*watches.values(), load])
     del program  # its memory is for the run that `train_again` makes
     entries.extend(comparison.entries())
     reports: Reports = {name: watch.report() for name, watch in watches.items()}
@@ -145,7 +145,7 @@ def _observe(
     )
 
 
-def _train(
+def train_observed(
     case: Case,
     golden: StoredGolden,
     program: Program,

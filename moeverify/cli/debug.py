@@ -1,0 +1,60 @@
+"""`moeverify run --debug`: after the report, the ranks of the first case that failed stop in multiprocessing_pdb."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moeverify.cli.context import CommandContext
+
+if TYPE_CHECKING:
+    from moeverify.case.schema import Case
+    from moeverify.controller.options import RunOptions
+    from moeverify.results.run import RunResult
+
+_JOB = "MPDB_JOB"  # by which name a console finds the ranks; they inherit it
+
+
+def debug_first(
+    cases: Sequence[Case], result: RunResult, options: RunOptions, context: CommandContext
+) -> None:
+    """Train the first case that failed again until its ranks have stopped and gone on.
+
+    Raises: RankFailure where a rank is lost.
+    """
+    from moeverify.controller.debug import debug_case, find_stop
+    from moeverify.launch.world import external_world
+    from moeverify.report.numbers import format_ranks
+
+    if external_world() is not None:
+        context.err.print(
+            "--debug: these ranks belong to another launcher; without it moeverify starts its own"
+        )
+        return
+    by_name = {case.name: case for case in cases}
+    stops = [
+        (by_name[each.name], at)
+        for each in result.cases
+        if each.verdict == "mismatch" and each.name in by_name and (at := find_stop(each)) is not None
+    ]
+    if not stops:
+        context.err.print(
+            "--debug: no finding is about a tensor that ranks make, so there is nowhere to stop"
+        )
+        return
+    case, at = stops[0]
+    os.environ.setdefault(_JOB, f"moeverify-{os.getpid()}")
+
+    def announce() -> None:
+        context.out.print(
+            f"debug  {case.name} trains again; its ranks stop when they have made {at.about}\n"
+            f"       console, in another terminal: python -m multiprocessing_pdb {os.environ[_JOB]}\n"
+            "       at the prompt: expected, actual, region; `@all c` lets the ranks go on",
+            soft_wrap=True,
+            markup=False,
+        )
+
+    ranks = debug_case(case, at, options, announce)
+    told = f"ranks that stopped: {format_ranks(ranks)}" if ranks else "no rank came to it in this run"
+    context.out.print(f"debug  {told}", soft_wrap=True)

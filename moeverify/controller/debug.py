@@ -1,0 +1,87 @@
+"""`moeverify run --debug`: trains a case again, and stops its ranks where the first finding is made. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from moeverify.case.schema import Case
+from moeverify.controller.goldens import GoldenSet
+from moeverify.controller.machine import choose_device
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_folder
+from moeverify.controller.search_path import search_path
+from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
+from moeverify.errors import RankFailure
+from moeverify.jobs import WORKER, DebugJob, DebugResult, Refusal, StopPoint
+from moeverify.launch.plan import JobOutcome, LaunchEvent
+from moeverify.report.words.failure import describe_failure
+from moeverify.results.checks import Kind
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult
+
+PATIENCE = 7 * 86400.0
+"""Seconds that somebody may look at stopped ranks."""
+
+_SHOWN = frozenset(Kind)
+
+
+def find_stop(result: CaseResult) -> StopPoint | None:
+    """Return where ranks should stop to look at the first finding of a case, or None where they make no tensor of it.
+
+    What a run in a wider precision has named is not made in this one; then it is what that explains here.
+    """
+    found = [
+        finding for finding in result.findings if finding.kind in _SHOWN and not _is_of_wider_run(finding)
+    ]
+    first = min(found, key=lambda finding: bool(finding.follows), default=None)
+    if first is None:
+        return None
+    about = f"{first.tensor} at step {first.step}"
+    return StopPoint(kind=first.kind, tensor=first.tensor, step=first.step, about=about)
+
+
+def _is_of_wider_run(finding: Finding) -> bool:
+    return len(finding.wider) == 1 and finding.wider[0].outcome == "named" and not finding.follows
+
+
+def debug_case(
+    case: Case, at: StopPoint, options: RunOptions, on_start: Callable[[], None]
+) -> tuple[int, ...]:
+    """Return the ranks that have stopped, when all have gone on and the case has come to its end.
+
+    `on_start` is called when the ranks begin to train. Raises: RankFailure where one is lost.
+    """
+    device = choose_device(options.device)
+    goldens = GoldenSet.of([case], options)
+    asked = DebugJob(
+        case=case,
+        golden=goldens.folders[case.name],
+        fault=options.case_faults.get(case.name, options.fault),
+        search_path=tuple(search_path(case)),
+        at=at,
+    )
+    tasks: list[Task[tuple[int, ...]]] = [
+        Task(goldens.job(1), lambda outcome: ()),
+        Task(make_job(case.name, case.layout.world_size, PATIENCE, asked), _read_ranks),
+    ]
+
+    def on_event(event: LaunchEvent) -> None:
+        if event.kind == "start" and event.job == case.name:
+            on_start()
+
+    with run_folder(None) as folder:
+        answers = run_tasks(
+            tasks, entry=WORKER, folder=folder, device=device, backend=options.backend, on_event=on_event
+        )
+        with closing(answers):
+            return tuple(rank for ranks in answers for rank in ranks)
+
+
+def _read_ranks(outcome: JobOutcome) -> tuple[int, ...]:
+    answer = read_outcome(outcome, DebugResult)
+    if answer is None:
+        raise RankFailure(describe_failure(outcome.failure))
+    if isinstance(answer, Refusal):
+        raise RankFailure(answer.error)
+    return answer.ranks
