@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,15 @@ layout:
 checks:
   repeat: never
   tolerance: {kind: exact}
+"""
+# Several sessions in one process: what they import takes longer than what they collect.
+COLLECT = """\
+import json, sys
+import pytest
+
+for words in json.loads(sys.argv[1]):
+    print("session", flush=True)
+    pytest.main(["-p", "no:cacheprovider", "--collect-only", "-q", *words])
 """
 
 
@@ -98,17 +108,20 @@ def test_only_cases_are_collected_where_they_were_asked_for(project: Any) -> Non
     (project.folder / "golden").mkdir()
     (project.folder / "golden" / "old.cpu.json").write_text("{}")
 
-    def collect(*words: str) -> list[str]:
-        lines = run_pytest(project, "--collect-only", "-q", *words).out.splitlines()
-        return [line for line in lines if "::" in line]
-
     cases = [f"cases/{name}.yaml::{name}" for name in ("good", "left-out", "strict")]
-    assert collect("cases") == [*cases, "cases::unused-goldens"]
-    assert collect("cases", "-k", "good") == cases[:1]
-    assert collect("cases/good.yaml") == cases[:1]
-    assert collect("cases/good.yaml::good") == cases[:1]
-    assert collect(".") == [*cases, "test_other.py::test_other", "cases::unused-goldens"]
-    assert collect() == ["test_other.py::test_other"]
+    wanted = {
+        ("cases",): [*cases, "cases::unused-goldens"],
+        ("cases", "-k", "good"): cases[:1],
+        ("cases/good.yaml",): cases[:1],
+        ("cases/good.yaml::good",): cases[:1],
+        (".",): [*cases, "test_other.py::test_other", "cases::unused-goldens"],
+        (): ["test_other.py::test_other"],
+    }
+    (project.folder / "sessions.py").write_text(COLLECT)
+    done = project.do(json.dumps(list(wanted)), module="sessions")
+    _, *sessions = done.out.split("session\n")
+    found = [[line for line in session.splitlines() if "::" in line] for session in sessions]
+    assert dict(zip(wanted, found, strict=True)) == wanted, done
     assert read_launches(project) == []
 
 
