@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import pytest
 
 RECIPE = """\
 model: {preset: tiny-mixtral-8x7b}
@@ -21,28 +21,36 @@ LAYOUTS = {
 }
 
 
-def run(tmp_path: Path, make_project: Callable[..., Any], *arguments: str) -> dict[str, Any]:
-    project = make_project(tmp_path)
-    (tmp_path / "cases" / "recipes" / "blocks.yaml").write_text(RECIPE)
+FAULT = "change_second_block"
+
+
+@pytest.fixture(scope="module")
+def cases(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_project: Callable[..., Any],
+    run_with_faults: Callable[..., dict[str, Any]],
+) -> dict[str, Any]:
+    """Return each layout as it is, and with the fault."""
+    project = make_project(tmp_path_factory.mktemp("activations"))
+    (project.folder / "cases" / "recipes" / "blocks.yaml").write_text(RECIPE)
     for name, layout in LAYOUTS.items():
         project.write_case(name, CASE.format(layout=layout))
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    project.variables["PYTHONPATH"] = path
-    _, cases = project.run("cases", *arguments)
-    assert set(cases) == set(LAYOUTS)
-    return dict(cases)
+        project.write_case(f"{name}-{FAULT}", CASE.format(layout=layout))
+    return run_with_faults(project, {f"{name}-{FAULT}": FAULT for name in LAYOUTS})
 
 
-def test_outputs_of_blocks_are_those_of_one_device(tmp_path: Path, make_project: Callable[..., Any]) -> None:
-    for case in run(tmp_path, make_project).values():
-        checks = {check["name"]: check for check in case["checks"]}
-        assert case["verdict"] == "pass", case
-        assert checks["activations"]["tensors"] >= 2
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_of_blocks_are_those_of_one_device(cases: dict[str, Any], layout: str) -> None:
+    case = cases[layout]
+    checks = {check["name"]: check for check in case["checks"]}
+    assert case["verdict"] == "pass", case
+    assert checks["activations"]["tensors"] >= 2
 
 
-def test_the_first_block_that_diverges_is_named(tmp_path: Path, make_project: Callable[..., Any]) -> None:
-    for case in run(tmp_path, make_project, "--fault", "suite_faults:change_second_block").values():
-        wrong = [finding for finding in case["findings"] if finding["check"] == "activations"]
-        assert [finding["tensor"] for finding in wrong if not finding["follows"]] == ["layers.1"]
-        assert wrong[0]["place"]["module"] == "layers.1"
-        assert "layers.1" in wrong[0]["cause"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_block_that_diverges_is_named(cases: dict[str, Any], layout: str) -> None:
+    findings = cases[f"{layout}-{FAULT}"]["findings"]
+    wrong = [finding for finding in findings if finding["check"] == "activations"]
+    assert [finding["tensor"] for finding in wrong if not finding["follows"]] == ["layers.1"]
+    assert wrong[0]["place"]["module"] == "layers.1"
+    assert "layers.1" in wrong[0]["cause"]
