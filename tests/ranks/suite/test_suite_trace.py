@@ -26,22 +26,31 @@ def project(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[...
     return project
 
 
-@pytest.mark.parametrize("fault", ["reduce_other_shapes", "reduce_other_types"])
-def test_a_disagreement_is_a_finding_of_its_own(project: Any, fault: str) -> None:
-    done, cases = project.run("cases", "--fault", f"suite_faults:{fault}")
-    assert done.code == 1, done
-    failed = [check["name"] for check in cases["tiny"]["checks"] if check["verdict"] != "pass"]
-    assert failed == ["trace"]
-    (finding,) = cases["tiny"]["findings"]
+@pytest.fixture(scope="module")
+def cases(project: Any, run_with_faults: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    project.write_case("reduce_other_types")
+    return run_with_faults(project, {"reduce_other_types": "reduce_other_types"})
+
+
+def check_disagreement(case: dict[str, Any], fault: str) -> None:
+    assert [check["name"] for check in case["checks"] if check["verdict"] != "pass"] == ["trace"]
+    (finding,) = case["findings"]
     assert (finding["check"], finding["code"]) == ("trace", "collectives")
     for rank, signature in enumerate(FAULTS[fault]):
         assert any(line.startswith(f"rank {rank}: {signature}, called at ") for line in finding["evidence"])
     assert "suite_faults.py" in finding["evidence"][0]
-    assert "the ranks issue different collectives, first as collective #" in done.out
+    assert "the ranks issue different collectives, first as collective #" in finding["cause"]
 
 
-def test_ranks_that_agree_pass_and_say_how_much_was_compared(project: Any) -> None:
-    _, cases = project.run("cases")
+def test_a_disagreement_is_a_finding_of_its_own(project: Any, cases: dict[str, Any]) -> None:
+    check_disagreement(cases["reduce_other_types"], "reduce_other_types")
+    done, found = project.run("cases/tiny.yaml", "--fault", "suite_faults:reduce_other_shapes")
+    assert done.code == 1, done
+    check_disagreement(found["tiny"], "reduce_other_shapes")
+    assert found["tiny"]["findings"][0]["cause"] in " ".join(done.out.split())
+
+
+def test_ranks_that_agree_pass_and_say_how_much_was_compared(cases: dict[str, Any]) -> None:
     (check,) = [check for check in cases["tiny"]["checks"] if check["name"] == "trace"]
     assert (check["verdict"], check["tensors"] > 0) == ("pass", True)
     assert check["note"].endswith("collectives of a rank")
