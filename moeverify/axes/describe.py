@@ -20,13 +20,16 @@ def describe_layout(layout: Layout) -> str:
     if layout.cp > 1:
         parts.append(f"cp {layout.cp} {layout.context_parallel}")
     if layout.ep > 1:
-        parts.append(f"ep {layout.ep}{_describe_placement(layout)}")
+        padded = " padded" if layout.dispatch == "padded" else ""
+        parts.append(f"ep {layout.ep}{padded}{_describe_placement(layout)}")
     if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
     parts += _describe_backend(layout)
     if layout.micro_batches > 1:
         parts.append(f"{layout.micro_batches} micro-batches")
+    if layout.reshard != "forward":
+        parts.append(f"reshard after {layout.reshard}")
     if layout.recompute:
         parts.append("recompute")
     if layout.optimizer != "foreach":

@@ -32,6 +32,7 @@ from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, apply_context_parallel
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
 from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
@@ -196,7 +197,8 @@ def _shard_experts(model: Transformer, layout: Layout, meshes: Meshes) -> Placed
     if not expert_axes or not any(isinstance(module, ExpertHolder) for module in model.modules()):
         return None
     if placement is None:
-        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
+        make = DISPATCH.find(layout.dispatch).find_maker()
+        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)], make)
         return None
     layers = place_experts(model, placement, meshes.group("ep"))
     return PlacedExperts(layers, meshes.holders, meshes.size("loss"))
