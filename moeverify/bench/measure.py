@@ -151,6 +151,7 @@ def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
         parameters=max(row.parameters for row in rows),
         communication=max(row.profile.together for row in rows),
         exposed=max(exposed) if exposed else None,
+        device=rows[0].profile.device,
         traffic=rows[0].profile.traffic,
         roofline=_find_slowest([row.roofline for row in rows]),
     )

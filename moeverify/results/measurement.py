@@ -41,6 +41,17 @@ class Traffic(Record):
     bus_bandwidth: float | None = None
 
 
+class DeviceWork(Record):
+    """What a GPU was given in one profiled step: kernels, copies and fills, and how often the host waited for it.
+
+    `busy` is the time in which any of them ran, collectives included.
+    """
+
+    launches: int
+    waits: int
+    busy: float
+
+
 class Roofline(Record):
     """What parts of the machine do alone, measured on the ranks of the case before it.
 
@@ -74,6 +85,7 @@ class Measurement(Record):
     parameters: float | None = None
     communication: float | None = None
     exposed: float | None = None
+    device: DeviceWork | None = None
     traffic: tuple[Traffic, ...] = ()
     roofline: Roofline | None = Field(
         default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"
