@@ -27,6 +27,8 @@ VARIANTS = {
     "ep": ("ep", {}),
     "ep, reshard after step": ("ep", {"reshard": "step"}),
     "ep, and padded": ("ep", {"reshard": "step", "dispatch": "padded"}),
+    "ep, and compiled": ("ep", {"reshard": "step", "dispatch": "padded", "compile": "parts"}),
+    "fsdp, compiled": ("fsdp", {"compile": "parts"}),
     "megablocks-ep": ("megablocks-ep", {}),
 }
 

@@ -49,6 +49,7 @@ OptimizerKind = Literal["sgd", "adam", "adamw"]
 OptimizerKernels = Literal["foreach", "fused", "loop"]
 Reshard = Literal["forward", "backward", "step"]
 Dispatch = Literal["sized", "padded"]
+Compile = Literal["none", "parts"]
 RateSchedule = Literal["constant", "cosine", "linear"]
 
 
@@ -378,6 +379,7 @@ class Layout(Section):
     recompute: bool = Field(
         default=False, description="whether activations are computed again in the backward pass"
     )
+    compile: Compile = Field(default="none", description="what torch.compile makes of a block")
     optimizer: OptimizerKernels = Field(
         default="foreach", description="implementation of the optimizer's arithmetic"
     )

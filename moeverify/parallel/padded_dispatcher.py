@@ -45,6 +45,13 @@ class PaddedDispatcher(Overlapping):
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
         self._num_experts = num_experts
         self._group = group
+        self._plan = plan_departures
+        self._order = order_by_expert
+
+    def compile(self) -> None:
+        """Let torch compile what finds places: many operations on few integers, all of fixed sizes."""
+        self._plan = torch.compile(plan_departures, dynamic=False)
+        self._order = torch.compile(order_by_expert, dynamic=False)
 
     @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
@@ -52,12 +59,12 @@ class PaddedDispatcher(Overlapping):
         num_ranks = self._group.size()
         num_here = self._num_experts // num_ranks
         room = ids.shape[0] * min(ids.shape[1], num_here)
-        departures = plan_departures(ids, num_ranks, num_here, room)
+        departures = self._plan(ids, num_ranks, num_here, room)
         arriving = exchange_counts(departures.counts, [num_here] * num_ranks, self._group)
         rows = gather_copies(x, departures.copy // ids.shape[1], departures.place)
         sizes = [room] * num_ranks
         exchange = Exchange(rows, sizes, sizes, self._group)
-        there, back = order_by_expert(arriving, room)
+        there, back = self._order(arriving, room)
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()

@@ -29,6 +29,7 @@ from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.compile import COMPILE
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, apply_context_parallel
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
 from moeverify.parallel.ddp import Accumulate
@@ -185,6 +186,7 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> PlacedEx
             module.core = ATTENTION.find(layout.attention).make_core()
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
+    COMPILE.find(layout.compile).apply(model)
     return placed
 
 

@@ -11,6 +11,7 @@ from moeverify.case.rule import Rule
 from moeverify.case.schema import Case
 from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.expert_backends import EXPERT_RULES, EXPERTS
+from moeverify.parallel.compile import COMPILE
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, POSITION_RULES
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DATA_RULES
 from moeverify.parallel.dispatch import DISPATCH
@@ -29,6 +30,7 @@ CHOICES: tuple[Choice[Implementation], ...] = (
     ATTENTION,
     EXPERTS,
     DISPATCH,
+    COMPILE,
     ROUTER_LOSSES,
     PIPELINE_SCHEDULE,
     OPTIMIZER_KERNELS,

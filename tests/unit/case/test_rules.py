@@ -324,6 +324,14 @@ BROKEN = [
         "for the built-in FSDP2 of the reference model",
         "remove it",
     ),
+    ("tp: 2, compile: parts", "", "layout.compile", "together with tp are not supported", "remove tp"),
+    (
+        "parallelize: 'mine:divide', dp_shard: 2, compile: parts",
+        "",
+        "layout.compile",
+        "for the built-in parallelism of the reference model",
+        "remove it",
+    ),
     ("dp_shard: 2, dispatch: padded", "", "layout.dispatch", "a way to exchange tokens over ep", "set ep"),
     (
         "dp_shard: 2, ep: 2, dispatch: padded, placement: striped",
@@ -434,7 +442,7 @@ KEPT = [
     ("dp_replicate: 2, dp_shard: 2, data_parallel: fsdp1", ""),
     ("dp_shard: 2, data_parallel: fsdp1, fsdp1_strategy: shard_grad_op", ""),
     ("dp_replicate: 8", ""),
-    ("dp_shard: 2, ep: 2, dispatch: padded, reshard: step", ""),
+    ("dp_shard: 2, ep: 2, dispatch: padded, reshard: step, compile: parts", ""),
     ("dp_shard: 2, tp: 2, ep: 4, dispatch: padded, reshard: backward", ""),
     ("experts: grouped_mm", "precision: float32"),
     ("experts: grouped_mm, tp: 4", "precision: bfloat16"),
