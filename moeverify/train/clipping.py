@@ -130,7 +130,11 @@ def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) 
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return that coefficient, ()."""
     # As torch.nn.utils.clip_grads_with_norm_ has it; 1e-6 keeps a norm of zero from dividing by it.
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.tensor.grad is not None:
-            shard.local(shard.tensor.grad).mul_(coefficient.to(shard.tensor.grad.dtype))
+            by_dtype.setdefault(shard.tensor.grad.dtype, []).append(shard.local(shard.tensor.grad))
+    for dtype, gradients in by_dtype.items():
+        # One launch for many tensors, as torch.nn.utils.clip_grads_with_norm_ does it.
+        torch._foreach_mul_(gradients, coefficient.to(dtype))
     return coefficient
