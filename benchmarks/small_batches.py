@@ -48,7 +48,7 @@ def make_case(name, options):
         changes["layout.ep"] = options.ranks
     if options.rehearse:
         changes |= {f"recipe.model.{field}": value for field, value in TINY.items()}
-        changes |= {"recipe.data.seq_len": 16, "recipe.model.num_layers": 2}
+        changes |= {"recipe.data.seq_len": 16}
     overrides = tuple(f"{path}={value}" for path, value in changes.items())
     return load_cases([FOLDER / f"{file}.yaml"], overrides=overrides)[0].model_copy(update={"name": name})
 
@@ -57,30 +57,43 @@ def print_headline(result, options):
     """Print each variant beside the baseline: time, memory, and what the GPU was given for each micro-batch."""
     found = {case.name: case for case in result.cases if case.step is not None}
     base = found.get(BASELINE)
+    num_each, layers = options.micro_batches, options.layers
     rows = []
     for name, case in found.items():
         step = case.step.median
         speed = f"{base.step.median / step:.2f} x" if base else "-"
         memory = f"{case.peak_memory / base.peak_memory:.2f} x" if base else "-"
-        work, each = case.device, options.micro_batches
-        given = (
-            ("-", "-", "-")
-            if work is None
-            else (f"{work.launches / each:.0f}", f"{work.waits / each:.1f}", f"{1e3 * work.busy / each:.1f}")
+        rows.append(
+            (name, f"{step * 1e3:.0f}", f"{step * 1e3 / num_each:.1f}", speed, memory, *count(case, layers))
         )
-        rows.append((name, f"{step * 1e3:.0f}", f"{step * 1e3 / each:.1f}", speed, memory, *given))
     headers = (
         "layout",
         "ms a step",
         "ms each",
         "steps/s",
         "memory",
-        "launches each",
-        "waits each",
-        "busy ms each",
+        "operations",
+        "waits",
+        "launches",
+        "busy ms",
     )
-    print_table(
-        headers, rows, f"{options.ranks} ranks, {options.micro_batches} micro-batches; each: a micro-batch:"
+    print_table(headers, rows, f"{options.ranks} ranks, {num_each} micro-batches, {layers} layers:")
+    print(
+        "Each: a micro-batch, as are waits and busy time; operations and launches are of a layer of it.\n"
+        "Launches, waits and busy time of a GPU are from a profile of a whole step, its update included."
+    )
+
+
+def count(case, layers):
+    """Return what passes dispatch, and what a GPU was given, as far as it is known."""
+    each, counted, work = case.micro_batches, case.in_micro_batches, case.device
+    operations = "-" if counted is None else f"{counted.kernels / each / layers:.0f}"
+    waits = work or counted
+    return (
+        operations,
+        "-" if waits is None else f"{waits.waits / each:.1f}",
+        "-" if work is None else f"{work.launches / each / layers:.0f}",
+        "-" if work is None else f"{1e3 * work.busy / each:.1f}",
     )
 
 
