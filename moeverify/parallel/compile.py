@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-@reading(*(f"layout.{name}" for name in ("compile", "tp", "cp", "parallelize")), "recipe.model")
+@reading(
+    *(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "recompute", "parallelize")), "recipe.model"
+)
 def plain_parts(case: Case) -> Iterator[Problem]:
-    """What is compiled has neither DTensors nor collectives in it."""
+    """What is compiled has neither DTensors nor collectives in it, and runs once forward and once backward."""
     layout, path = case.layout, "layout.compile"
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(path, "`compile` is for the built-in parallelism of the reference model", "remove it")
-    for name in ("tp", "cp"):
-        if getattr(layout, name) > 1:
+    for name in ("tp", "cp", "pp", "recompute"):
+        if getattr(layout, name) > 1 or getattr(layout, name) is True:
             yield blame(path, f"compiled parts together with {name} are not supported", f"remove {name}")
 
 
