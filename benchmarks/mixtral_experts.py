@@ -62,21 +62,21 @@ def print_headline(result, options, rows):
         speed = f"{base.step.median / case.step.median:.2f} x" if base else "-"
         memory = f"{case.peak_memory / base.peak_memory:.2f} x" if base else "-"
         step, gib = f"{case.step.median * 1e3:.1f}", f"{case.peak_memory / 2**30:.1f}"
-        speeds = (f"{case.flops / 1e12:.4g}", f"{100 * case.flops / case.floors.matmul:.1f}%")
+        speeds = (f"{case.flops / 1e12:.4g}", f"{100 * case.flops / case.roofline.matmul:.1f}%")
         rows.append((name, step, speed, memory, gib, *speeds))
     headers = ("layout", "ms a step", "steps/s", "memory", "GiB", "TFLOP/s", "of peak")
     print_table(headers, rows, f"{options.ranks} ranks, {tokens} tokens a rank and step:")
     alone = [
         (
             f"experts, {name}",
-            f"{case.floors.experts / 1e12:.4g} TFLOP/s",
+            f"{case.roofline.experts / 1e12:.4g} TFLOP/s",
             f"{share(case):.0f}% of the matrix peak",
         )
         for name, case in found.items()
-        if case.floors.experts is not None
+        if case.roofline.experts is not None
     ]
-    floors = next(iter(found.values())).floors if found else None
-    rates = floors.collectives if floors else {}
+    roofline = next(iter(found.values())).roofline if found else None
+    rates = roofline.collectives if roofline else {}
     alone += [(kind, f"{rate / 1e9:.4g} GB/s", "bus bandwidth") for kind, rate in rates.items()]
     print_table(("alone", "rate", ""), alone)
     print()
@@ -84,7 +84,7 @@ def print_headline(result, options, rows):
 
 def share(case):
     """Return how many percent of the matrix peak the experts reach when nothing else runs."""
-    return 100 * case.floors.experts / case.floors.matmul
+    return 100 * case.roofline.experts / case.roofline.matmul
 
 
 def main():
@@ -111,7 +111,7 @@ def main():
             warmup=options.warmup,
             steps=options.steps,
             timeout=None,
-            on_event=lambda event: print(f"{event.kind} {event.case or event.detail}", file=sys.stderr),
+            on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
         )
         if result is None:
             return

@@ -20,20 +20,24 @@ def describe_layout(layout: Layout) -> str:
     if layout.cp > 1:
         parts.append(f"cp {layout.cp} {layout.context_parallel}")
     if layout.ep > 1:
-        parts.append(f"ep {layout.ep}{_describe_placement(layout)}")
+        padded = " padded" if layout.dispatch == "padded" else ""
+        parts.append(f"ep {layout.ep}{padded}{_describe_placement(layout)}")
     if layout.expert_tp != (1 if layout.ep > 1 else layout.tp):
         parts.append(f"etp {layout.expert_tp}")
     parts = parts or ["one device"]
     parts += _describe_backend(layout)
-    if layout.micro_batches > 1:
-        parts.append(f"{layout.micro_batches} micro-batches")
-    if layout.recompute:
-        parts.append("recompute")
-    if layout.optimizer != "foreach":
-        parts.append(f"{layout.optimizer} optimizer")
+    parts += _describe_passes(layout)
     if layout.parallelize is not None:
         parts.append(layout.parallelize)
     return " + ".join(parts)
+
+
+def _describe_passes(layout: Layout) -> list[str]:
+    parts = [f"{layout.micro_batches} micro-batches"] if layout.micro_batches > 1 else []
+    parts += [] if layout.reshard == "forward" else [f"reshard after {layout.reshard}"]
+    parts += ["recompute"] if layout.recompute else []
+    parts += [] if layout.compile == "none" else [f"compiled {layout.compile}"]
+    return parts if layout.optimizer == "foreach" else [*parts, f"{layout.optimizer} optimizer"]
 
 
 def _describe_placement(layout: Layout) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from moeverify.bench.operations import count_operations
 from moeverify.bench.profile import StepProfile, read_profile
 from moeverify.bench.roofline import measure_roofline, synchronize
 from moeverify.case.flops import count_training_flops
@@ -22,12 +23,12 @@ from moeverify.case.schema import Case
 from moeverify.compare.gather import gather_on_first
 from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
-from moeverify.results.measurement import Measurement, Roofline, Spread
+from moeverify.results.measurement import Measurement, Operations, Roofline, Spread
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import Batch
 from moeverify.train.loop import make_batches
 from moeverify.train.program import Program
-from moeverify.train.step import take_step
+from moeverify.train.step import add_gradients, take_step, update
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class _Row:
     parameters: float
     roofline: Roofline
     profile: StepProfile
+    operations: tuple[Operations | None, Operations | None]
 
 
 def measure_case(
@@ -59,8 +61,9 @@ def measure_case(
     with PeakMemory(device) as memory:
         seconds = _time_steps(stepper, device, steps)
     profiled = _profile(stepper, device, folder)
+    operations = stepper.count()
     stored = float(sum(shard.local().nbytes for shard in program.shards))
-    rows = gather_on_first(_Row(seconds, memory.peak, stored, roofline, profiled))
+    rows = gather_on_first(_Row(seconds, memory.peak, stored, roofline, profiled, operations))
     return None if rows is None else _merge(case, rows)
 
 
@@ -90,9 +93,22 @@ class _Stepper:
         self._number = 0
 
     def step(self) -> None:
-        batches = self._batches[self._number % self.NUM_BATCHES]
+        take_step(self._case.recipe, self._program, self._next())
+
+    def count(self) -> tuple[Operations | None, Operations | None]:
+        """Take a step and return its operations: of its micro-batches, and of what follows them.
+
+        Nothing for a compiled layout: torch runs it operation by operation while somebody counts.
+        """
+        if self._case.layout.compile != "none":
+            return None, None
+        recipe, program = self._case.recipe, self._program
+        passes = count_operations(lambda: add_gradients(recipe, program, self._next()))
+        return passes, count_operations(lambda: update(recipe, program))
+
+    def _next(self) -> Sequence[Batch]:
         self._number += 1
-        take_step(self._case.recipe, self._program, batches)
+        return self._batches[(self._number - 1) % self.NUM_BATCHES]
 
 
 def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[float]:
@@ -151,6 +167,10 @@ def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
         parameters=max(row.parameters for row in rows),
         communication=max(row.profile.together for row in rows),
         exposed=max(exposed) if exposed else None,
+        device=rows[0].profile.device,
+        micro_batches=case.layout.micro_batches,
+        in_micro_batches=rows[0].operations[0],
+        in_update=rows[0].operations[1],
         traffic=rows[0].profile.traffic,
         roofline=_find_slowest([row.roofline for row in rows]),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeverify.results.measurement import Traffic
+from moeverify.results.measurement import DeviceWork, Traffic
 
 _KINDS = {
     "all_reduce": ("allreduce", "all_reduce"),
@@ -30,16 +30,22 @@ _PLAIN = {"c10::BFloat16": "bfloat16", "c10::Half": "half", "long int": "long", 
 _MICROSECONDS = 1e-6
 
 
+# What a host waits for a device with, by CUDA's names.
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """The collectives of a profiled step, the seconds in which any ran, and those in which nothing else did.
 
-    The last is None for a trace without GPU kernels.
+    Beside them what the device was given to do, and how long it did anything. `exposed` and `device` are None for a
+    trace without GPU kernels.
     """
 
     traffic: tuple[Traffic, ...]
     together: float
     exposed: float | None = None
+    device: DeviceWork | None = None
 
 
 def read_profile(path: Path) -> StepProfile:
@@ -51,9 +57,17 @@ def read_profile(path: Path) -> StepProfile:
         others = [event for event in kernels if "nccl" not in event["name"].lower()]
         together = _length(_spans(ran))
         exposed = together - _overlap(_merge(_spans(ran)), _merge(_spans(others)))
-        return StepProfile(_summarize(ran), together * _MICROSECONDS, exposed * _MICROSECONDS)
+        return StepProfile(
+            _summarize(ran), together * _MICROSECONDS, exposed * _MICROSECONDS, _measure_device(events)
+        )
     ran = [event for event in events if event["name"].startswith("gloo:")]
     return StepProfile(_summarize(ran), _length(_spans(ran)) * _MICROSECONDS)
+
+
+def _measure_device(events: Sequence[Mapping[str, Any]]) -> DeviceWork:
+    given = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    waits = sum(event.get("cat") == "cuda_runtime" and event["name"] in _WAITS for event in events)
+    return DeviceWork(launches=len(given), waits=waits, busy=_length(_spans(given)) * _MICROSECONDS)
 
 
 def _summarize(ran: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:

@@ -48,6 +48,9 @@ RouterLosses = Literal["global", "megablocks"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 OptimizerKind = Literal["sgd", "adam", "adamw"]
 OptimizerKernels = Literal["foreach", "fused", "loop"]
+Reshard = Literal["forward", "backward", "step"]
+Dispatch = Literal["sized", "padded"]
+Compile = Literal["none", "parts"]
 RateSchedule = Literal["constant", "cosine", "linear"]
 
 
@@ -342,6 +345,9 @@ class Layout(Section):
     pp: Degree = Field(default=1, description="ranks over which the layers are split (pipeline parallelism)")
     data_parallel: DataParallel = Field(default="fsdp2", description="implementation of data parallelism")
     fsdp1_strategy: Fsdp1Strategy = Field(default="full_shard", description="what FSDP1 shards")
+    reshard: Reshard = Field(
+        default="forward", description="when FSDP2 frees the parameters that it has gathered"
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="whether the residual stream is sharded over `tp` by positions between the blocks",
@@ -353,6 +359,7 @@ class Layout(Section):
         default="allgather", description="implementation of attention over `cp`"
     )
     attention: AttentionCore = Field(default="plain", description="implementation of attention on one rank")
+    dispatch: Dispatch = Field(default="sized", description="implementation of the exchange over `ep`")
     experts: ExpertBackend = Field(default="loop", description="implementation of the experts of a rank")
     router_losses: RouterLosses = Field(
         default="global", description="implementation of the balance and z losses"
@@ -373,6 +380,7 @@ class Layout(Section):
     recompute: bool = Field(
         default=False, description="whether activations are computed again in the backward pass"
     )
+    compile: Compile = Field(default="none", description="what torch.compile makes of a block")
     optimizer: OptimizerKernels = Field(
         default="foreach", description="implementation of the optimizer's arithmetic"
     )

@@ -28,6 +28,18 @@ class ModelOutput(NamedTuple):
     routers: tuple[RouterStats, ...]
 
 
+def mix_tokens(
+    x: Tensor,
+    positions: Tensor,
+    attention_norm: nn.Module,
+    attention: nn.Module,
+    ffn_norm: nn.Module,
+) -> tuple[Tensor, Tensor]:
+    """Return x (B, S, H) after attention and its residual, and its norm for the feed-forward part."""
+    x = x + attention(attention_norm(x), positions)
+    return x, ffn_norm(x)
+
+
 class Block(nn.Module):
     """Attention, then a dense or mixture-of-experts feed-forward block, each with norm and residual."""
 
@@ -40,6 +52,7 @@ class Block(nn.Module):
         self.ffn_norm = build_norm(spec.norm, spec.hidden, spec.norm_eps, factory)
         self.mlp: MLP | None = None
         self.moe: nn.Module | None = None
+        self.mix = mix_tokens
         bias = spec.mlp_bias
         if spec.moe is None or layer < spec.num_dense_layers:
             self.mlp = MLP(
@@ -52,8 +65,7 @@ class Block(nn.Module):
         self, x: Tensor, positions: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """Return the next hidden states (B, S, H), and the router's sums if this is a MoE layer."""
-        x = x + self.attention(self.attention_norm(x), positions)
-        normed = self.ffn_norm(x)
+        x, normed = self.mix(x, positions, self.attention_norm, self.attention, self.ffn_norm)
         if self.mlp is not None:
             return x + self.mlp(normed), None
         assert self.moe is not None

@@ -15,7 +15,7 @@ Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from moeverify.model.dispatcher import (
+    Dispatcher,
     ExpertFunction,
     Overlapping,
     gather_copies,
@@ -76,6 +77,15 @@ class AllToAllDispatcher(Overlapping):
         outputs = experts(permute_rows(exchange.finish(), there, back), arriving.sum(dim=0))
         unsorted = permute_rows(outputs, back, there)  # by rank again, as the rows are sent back
         return unpermute(exchange_rows(unsorted, send, receive, self.group), order, weights)
+
+
+MakeDispatcher = Callable[[int, ProcessGroup], Dispatcher]
+"""Makes a dispatcher for so many experts, of which each rank of the group has equally many."""
+
+
+def make_sized(num_experts: int, group: ProcessGroup) -> AllToAllDispatcher:
+    """Return the dispatcher of equal blocks of experts that exchanges no more rows than there are."""
+    return AllToAllDispatcher(EqualBlocks(num_experts, group.size()), group)
 
 
 class EarlyCopy:
@@ -132,12 +142,13 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 @seam
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, make_dispatcher: MakeDispatcher) -> None:
     """Shard the experts of every MoE over the axes `ep` (experts) and `etp` (each expert's hidden units).
 
     Placement: every expert parameter becomes a DTensor, Shard(0) on ep and Shard of its hidden dim on etp
-    (`down_bias` is replicated there and added by one rank only). `mesh` has the axes (ep, etp) that are used,
-    one or both, from the sparse view. A block whose package divides its own experts does so over ep.
+    (`down_bias` is replicated there and added by one rank only). Over ep tokens travel by what `make_dispatcher`
+    makes. `mesh` has the axes (ep, etp) that are used, one or both, from the sparse view. A block whose package
+    divides its own experts does so over ep.
     """
     axes = mesh.mesh_dim_names or ()
     for block in [module for module in model.modules() if isinstance(module, DividesExperts)]:
@@ -148,8 +159,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         if "etp" in axes:
             moe.experts.add_down_bias = mesh.get_local_rank("etp") == 0
         if "ep" in axes:
-            routes = EqualBlocks(moe.router.spec.num_experts, mesh["ep"].size())
-            moe.dispatcher = AllToAllDispatcher(routes, mesh.get_group("ep"))
+            moe.dispatcher = make_dispatcher(moe.router.spec.num_experts, mesh.get_group("ep"))
 
 
 def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:

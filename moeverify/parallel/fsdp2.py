@@ -27,9 +27,11 @@ from moeverify.model.mixed_precision import narrow
 from moeverify.model.param_access import View
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.fsdp2_reshard import RESHARD, Reshard
 from moeverify.seams import seam
 
 AS_STORED = MixedPrecisionPolicy()
+AFTER_FORWARD = RESHARD.find("forward")
 
 
 @seam
@@ -39,6 +41,7 @@ def apply_fsdp2(
     expert_mesh: DeviceMesh | None,
     num_loss_ranks: int,
     policy: MixedPrecisionPolicy = AS_STORED,
+    reshard: Reshard = AFTER_FORWARD,
 ) -> Accumulate:
     """Shard the model in place and return its context for a micro-batch.
 
@@ -52,8 +55,10 @@ def apply_fsdp2(
             shard_experts(block, expert_mesh, num_loss_ranks, policy)
             whole |= _leave_alone(block, policy)
         fully_shard(block, mesh=mesh, ignored_params=whole, mp_policy=policy)
-    fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=policy)
-    return _accumulation(model)
+    root = fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=policy)
+    if not reshard.after_forward:
+        root.set_reshard_after_forward(False)
+    return _accumulation(root, reshard)
 
 
 @seam
@@ -124,13 +129,14 @@ def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:
     return num_loss_ranks / mesh.size() if mesh.size(mesh.ndim - 1) == 1 else None
 
 
-def _accumulation(model: nn.Module) -> Accumulate:
-    assert isinstance(model, FSDPModule)
-    root: FSDPModule = model
-
+def _accumulation(root: FSDPModule, reshard: Reshard) -> Accumulate:
     @contextmanager
     def micro_batch(last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(last)
+        if not reshard.after_backward:
+            # What stays gathered now is found by the next forward pass; the optimizer is about to change the shards
+            # after the last backward pass, so there it must go.
+            root.set_reshard_after_backward(last)
         yield
 
     def accumulate(last: bool) -> AbstractContextManager[None]:

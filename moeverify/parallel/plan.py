@@ -29,9 +29,11 @@ from moeverify.model.experts import ExpertHolder
 from moeverify.model.transformer import Transformer
 from moeverify.parallel import moe_tensor, tensor
 from moeverify.parallel.collectives import sum_over
+from moeverify.parallel.compile import COMPILE
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, apply_context_parallel
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
 from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.meshes import Meshes
@@ -184,6 +186,7 @@ def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> PlacedEx
             module.core = ATTENTION.find(layout.attention).make_core()
     if layout.cp > 1:
         apply_context_parallel(model, layout.context_parallel, meshes.group("cp"))
+    COMPILE.find(layout.compile).apply(model)
     return placed
 
 
@@ -196,7 +199,8 @@ def _shard_experts(model: Transformer, layout: Layout, meshes: Meshes) -> Placed
     if not expert_axes or not any(isinstance(module, ExpertHolder) for module in model.modules()):
         return None
     if placement is None:
-        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)])
+        make = DISPATCH.find(layout.dispatch).find_maker()
+        apply_expert_parallel(model, meshes.sparse[tuple(expert_axes)], make)
         return None
     layers = place_experts(model, placement, meshes.group("ep"))
     return PlacedExperts(layers, meshes.holders, meshes.size("loss"))

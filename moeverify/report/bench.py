@@ -74,6 +74,8 @@ def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
     table = _new_table(console, "part", "case", "a step", "ms", "MB", "GB/s bus", "alone")
     for case in cases:
         roofline = case.roofline
+        for part, count in _count_work(case):
+            table.add_row(part, clean(case.name), str(count), "", "", "", "")
         for traffic in case.traffic:
             alone = roofline.collectives.get(traffic.kind) if roofline else None
             table.add_row(
@@ -94,6 +96,19 @@ def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
                 )
                 table.add_row("experts alone", clean(case.name), "", "", "", "", unit)
     return table
+
+
+def _count_work(case: Measurement) -> list[tuple[str, int]]:
+    """Return what bounds a host, in a step: operations that it dispatches, and waits for what it must know."""
+    if case.in_micro_batches is None or case.in_update is None:
+        return []
+    passes, update = case.in_micro_batches, case.in_update
+    rows = [
+        ("operations of all passes", passes.kernels),
+        ("operations of the update", update.kernels),
+        ("waits of the host in passes", passes.waits),
+    ]
+    return rows if case.device is None else [*rows, ("kernels, copies and fills", case.device.launches)]
 
 
 def _number(value: float | None, unit: float) -> str:

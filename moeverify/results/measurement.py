@@ -41,6 +41,28 @@ class Traffic(Record):
     bus_bandwidth: float | None = None
 
 
+class Operations(Record):
+    """What a rank asks of its device: operations that compute, copy or fill, collectives, and waits of the host.
+
+    Of a GPU each operation is a launch at least.
+    """
+
+    kernels: int
+    collectives: int
+    waits: int
+
+
+class DeviceWork(Record):
+    """What a GPU was given in one profiled step: kernels, copies and fills, and how often the host waited for it.
+
+    `busy` is the time in which any of them ran, collectives included.
+    """
+
+    launches: int
+    waits: int
+    busy: float
+
+
 class Roofline(Record):
     """What parts of the machine do alone, measured on the ranks of the case before it.
 
@@ -59,6 +81,7 @@ class Measurement(Record):
 
     `flops` counts model operations a second of one rank: what the layout computes again does not count.
     `exposed` is the part of a step in which only collectives ran, None where the profile does not show it.
+    `in_micro_batches` are the operations of all forward and backward passes of a step, `in_update` those of the rest.
     """
 
     name: str
@@ -74,6 +97,10 @@ class Measurement(Record):
     parameters: float | None = None
     communication: float | None = None
     exposed: float | None = None
+    device: DeviceWork | None = None
+    micro_batches: int = 1
+    in_micro_batches: Operations | None = None
+    in_update: Operations | None = None
     traffic: tuple[Traffic, ...] = ()
     roofline: Roofline | None = Field(
         default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"

@@ -138,7 +138,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
     """Scale all gradients by the coefficient of the clip, and return it, ()."""
     coefficient = clip_coefficient(norm, max_norm)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.tensor.grad is not None:
-            shard.local(shard.tensor.grad).mul_(coefficient.to(shard.tensor.grad.dtype))
+            by_dtype.setdefault(shard.tensor.grad.dtype, []).append(shard.local(shard.tensor.grad))
+    for dtype, gradients in by_dtype.items():
+        # One launch for many tensors, as torch.nn.utils.clip_grads_with_norm_ does it.
+        torch._foreach_mul_(gradients, coefficient.to(dtype))
     return coefficient

@@ -96,27 +96,31 @@ def router_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the balance and z losses, summed over the layers.
 
-    Collective: the ranks that `sums` reaches, once a layer.
+    Collective: the ranks that `sums` reaches, once for all layers.
     """
-    # In float64 whatever the model's dtype: terms of many layers are summed, and compared to 1e-10.
-    balance = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
-    z = torch.zeros_like(balance)
-    for stats in routers:
-        balance = balance + _balance(spec, stats, batch, normalizers, sums)
-        z = z + stats.z_sum / normalizers.num_valid
+    if not routers:
+        zero = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
+        return zero, zero
+    # All L layers at once: what a micro-batch launches for its losses does not grow with them.
+    layers = RouterStats(*(torch.stack(each) for each in zip(*routers, strict=True)))
+    balance = _balance(spec, layers, batch, normalizers, sums)
+    z = (layers.z_sum / normalizers.num_valid).to(torch.float64).sum()
     return spec.balance_coef * balance, spec.z_coef * z
 
 
-def _balance(spec: MoE, stats: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
-    # counts (M, E) and probability_sum (M, E) of this rank's tokens. The product of two sums over tokens is no sum
-    # over tokens; it becomes one because the counts, which carry no gradient, are first summed over the ranks that
-    # see other tokens of the same scope. Each rank then multiplies them by its own probabilities.
-    weight, dtype = spec.num_experts / spec.top_k, stats.probability_sum.dtype
+def _balance(spec: MoE, layers: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
+    # counts (L, M, E) and probability_sum (L, M, E) of this rank's tokens. The product of two sums over tokens is no
+    # sum over tokens; it becomes one because the counts, which carry no gradient, are first summed over the ranks
+    # that see other tokens of the same scope. Each rank then multiplies them by its own probabilities.
+    weight, dtype = spec.num_experts / spec.top_k, layers.probability_sum.dtype
     if spec.balance_scope == "batch":
-        counts = sums.over_batch(stats.counts.sum(dim=0)).to(dtype)
+        counts = sums.over_batch(layers.counts.sum(dim=1)).to(dtype)  # (L, E)
         share = counts / normalizers.num_valid
-        return weight * (share * stats.probability_sum.sum(dim=0) / normalizers.num_valid).sum()
-    # (M, 1): all valid tokens of the row, also those whose positions other ranks see.
-    length = batch.row_valid[:, None].to(dtype)
-    share = sums.over_sequence(stats.counts).to(dtype) / length
-    return weight * (share * stats.probability_sum / length).sum() / normalizers.num_rows
+        parts = (share * layers.probability_sum.sum(dim=1) / normalizers.num_valid).sum(dim=1)
+    else:
+        # (M, 1): all valid tokens of the row, also those whose positions other ranks see.
+        length = batch.row_valid[:, None].to(dtype)
+        share = sums.over_sequence(layers.counts).to(dtype) / length
+        parts = (share * layers.probability_sum / length).sum(dim=(1, 2)) / normalizers.num_rows
+    # (L) becomes float64 whatever the model's dtype: terms of many layers are summed, and compared to 1e-10.
+    return (weight * parts).to(torch.float64).sum()

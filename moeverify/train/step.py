@@ -13,10 +13,20 @@ from moeverify.train.program import Program, StepInputs
 
 def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
     """Train on one global batch with the program's engine, which has begun. Collective: all ranks of the layout."""
+    add_gradients(recipe, program, batches)
+    update(recipe, program)
+
+
+def add_gradients(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
+    """Run all micro-batches of a step forward and backward. Collective: all ranks of the layout."""
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     program.engine.zero_grad()
     for _ in run_micro_batches(StepInputs(recipe, program, batches, normalizers, step=0)):
         pass  # what it saw of each micro-batch
+
+
+def update(recipe: Recipe, program: Program) -> None:
+    """Complete the gradients, clip them, and step the optimizer. Collective: all ranks of the layout."""
     program.finalize()
     if recipe.optimizer.clip_norm is not None:
         norm = program.measure_norm()

@@ -11,9 +11,12 @@ from moeverify.case.rule import Rule
 from moeverify.case.schema import Case
 from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.expert_backends import EXPERT_RULES, EXPERTS
+from moeverify.parallel.compile import COMPILE
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, POSITION_RULES
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DATA_RULES
+from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
+from moeverify.parallel.fsdp2_reshard import RESHARD
 from moeverify.parallel.router_losses import ROUTER_LOSSES
 from moeverify.results.obstacle import Obstacle
 from moeverify.train.decay import RATE_SCHEDULE
@@ -22,9 +25,12 @@ from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS, OPTIMI
 CHOICES: tuple[Choice[Implementation], ...] = (
     DATA_PARALLEL,
     FSDP1_STRATEGY,
+    RESHARD,
     CONTEXT_PARALLEL,
     ATTENTION,
     EXPERTS,
+    DISPATCH,
+    COMPILE,
     ROUTER_LOSSES,
     PIPELINE_SCHEDULE,
     OPTIMIZER_KERNELS,

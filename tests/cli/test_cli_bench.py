@@ -49,6 +49,12 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     assert all(traffic.seconds > 0 and traffic.count > 0 for traffic in found.traffic)
     assert set(found.roofline.collectives) == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
     assert found.roofline.matmul > found.flops > 0
+    assert found.in_micro_batches is not None
+    assert found.in_update is not None
+    assert found.in_micro_batches.kernels > found.in_update.kernels > 0
+    assert found.in_micro_batches.collectives > 0
+    assert found.in_micro_batches.waits == 0  # a dense model has no sizes that the host must know
+    assert "operations of all passes" in done.stdout
     assert "fsdp2-2" in done.stdout
 
 

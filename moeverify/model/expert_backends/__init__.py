@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from moeverify.model.precision import Factory
 
     Multiply = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
-    """x (M, H) sorted by expert, counts (E) int64 that sum to M, the weights in; outputs (M, H) out."""
+    """x (M, H) sorted by expert, counts (E) int64, the weights in; outputs (M, H) out.
+
+    The counts may sum to less than M: what comes out for the rows after them is never read.
+    """
 
 
 class ExpertBackend(Implementation):

@@ -57,7 +57,8 @@ def aligned_rows(case: Case) -> Iterator[Problem]:
 def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
     """Return what `swiglu_loop` does, with torch's grouped matrix product.
 
-    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to M; returns (M, H).
+    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M; returns (M, H), whose rows after those
+    of the experts are whatever was in memory.
     Raises: CaseError for float64 and for rows that are no multiple of 16 bytes.
     """
     import torch
@@ -65,27 +66,32 @@ def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
 
     check_grouped(x.dtype, hidden=x.shape[-1], expert_hidden=weights.gate.shape[-2])
     offsets = counts.cumsum(0).to(torch.int32)
-    owner = None if weights.gate_bias is None else _find_owner(counts, len(x))
+    owner = None if weights.gate_bias is None else _find_owner(offsets, len(x))
 
     def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         product = functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=offsets)
-        return product if bias is None or owner is None else product + owner.to(bias.dtype) @ bias
+        if bias is None or owner is None:
+            return product
+        # Rows of no expert are zero, and so are their gradients: in the product with the owner, whose backward sums
+        # over rows, 0 * NaN would be NaN.
+        return torch.where(owner.any(dim=1, keepdim=True), product + owner.to(bias.dtype) @ bias, 0.0)
 
     gated = functional.silu(multiply(x, weights.gate, weights.gate_bias))
     inner = gated * multiply(x, weights.up, weights.up_bias)
     return multiply(inner, weights.down, weights.down_bias)
 
 
-def _find_owner(counts: Tensor, num_rows: int) -> Tensor:
-    """Return the one-hot owner (M, E) of each row.
+def _find_owner(ends: Tensor, num_rows: int) -> Tensor:
+    """Return the one-hot owner (M, E) of each row, of experts whose rows end at `ends` (E); none after the last.
 
     The grouped product takes no bias yet. A product with the owner adds each row's own, and its backward sums
     in a fixed order where that of an index would use atomics.
     """
     import torch
 
-    experts = torch.arange(len(counts), device=counts.device)
-    return experts.repeat_interleave(counts, output_size=num_rows).unsqueeze(-1) == experts
+    experts = torch.arange(len(ends), device=ends.device)
+    rows = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, rows, right=True).unsqueeze(-1) == experts
 
 
 def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:

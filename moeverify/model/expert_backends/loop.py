@@ -18,7 +18,8 @@ def swiglu_loop(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
 
     An expert without rows is computed too, so that its gradient is zero and not missing.
 
-    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to M; returns (M, H).
+    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M; returns (M, H), zeros after the
+    experts' rows.
     """
     import torch
     from torch.nn import functional
@@ -31,11 +32,13 @@ def swiglu_loop(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         for bias in (weights.gate_bias, weights.up_bias, weights.down_bias)
     )
     outputs = []
-    for expert, rows in enumerate(torch.split(x, counts.tolist())):
+    sizes = counts.tolist()
+    *by_expert, filling = torch.split(x, [*sizes, len(x) - sum(sizes)])
+    for expert, rows in enumerate(by_expert):
         gated = functional.silu(functional.linear(rows, gates[expert], gate_biases[expert]))
         inner = gated * functional.linear(rows, ups[expert], up_biases[expert])
         outputs.append(functional.linear(inner, downs[expert], down_biases[expert]))
-    return torch.cat(outputs)
+    return torch.cat([*outputs, torch.zeros_like(filling)] if len(filling) else outputs)
 
 
 class _Loop(ExpertBackend):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moeverify.parallel.data_parallel import DataParallelKind, DataRanks
+from moeverify.parallel.fsdp2_reshard import RESHARD
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,10 @@ class _Fsdp2(DataParallelKind):
 
         policy = fsdp2.choose_policy(model, compute)
         num_loss_ranks = ranks.meshes.size("loss")
-        accumulate = fsdp2.apply_fsdp2(model, ranks.shard_mesh, ranks.expert_mesh, num_loss_ranks, policy)
+        reshard = RESHARD.find(ranks.layout.reshard)
+        accumulate = fsdp2.apply_fsdp2(
+            model, ranks.shard_mesh, ranks.expert_mesh, num_loss_ranks, policy, reshard
+        )
         if ranks.layout.pp > 1:
             fsdp2.keep_gathered(model)
         # Sharded on meta: each rank allocates and fills its shards only.

@@ -30,6 +30,8 @@ def test_kernels_of_nccl_give_time_sizes_and_what_was_not_hidden(tmp_path) -> No
             make_kernel("sm90_gemm", 80.0, 40.0),
             make_kernel("sm90_gemm", 140.0, 100.0),
             {"name": "record_param_comms", "cat": "cpu_op", "ts": 0.0, "dur": 5.0, "args": {}},
+            {"name": "cudaEventSynchronize", "cat": "cuda_runtime", "ts": 0.0, "dur": 5.0, "args": {}},
+            {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 0.0, "dur": 5.0, "args": {}},
         ],
     )
     profile = read_profile(path)
@@ -41,6 +43,9 @@ def test_kernels_of_nccl_give_time_sizes_and_what_was_not_hidden(tmp_path) -> No
     assert by_kind["all_gather"].bus_bandwidth == pytest.approx(1e6 * 0.5 / 1e-4)
     assert profile.together == pytest.approx(150e-6)  # 0 to 150: overlapping ones count once
     assert profile.exposed == pytest.approx(100e-6)  # 80 to 120 and 140 to 150 are hidden
+    assert profile.device is not None
+    assert (profile.device.launches, profile.device.waits) == (4, 1)
+    assert profile.device.busy == pytest.approx(240e-6)
 
 
 def test_events_of_gloo_give_time_and_sizes(tmp_path) -> None:

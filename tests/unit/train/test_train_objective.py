@@ -116,6 +116,10 @@ def test_a_perfect_balance_costs_the_coefficient() -> None:
         assert z.item() == pytest.approx(0.07 * torch.tensor(6.0).log().item() ** 2, rel=1e-6)
 
 
+def count_layers(routers: Sequence[RouterStats]) -> Tensor:
+    return torch.stack([stats.counts for stats in routers])
+
+
 def add_up(
     scope: str, logits: Tensor, shares: Sequence[Share], peers: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
@@ -125,15 +129,12 @@ def add_up(
     totals = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
     for rank, (batch, stats) in enumerate(made):
         mine = next(group for group in peers if rank in group)
-        layers = iter(range(NUM_LAYERS))
 
-        def over_sequence(counts: Tensor, mine: Sequence[int] = mine, layers=layers) -> Tensor:
-            layer = next(layers)
-            return torch.stack([made[peer][1][layer].counts for peer in mine]).sum(dim=0)
+        def over_sequence(counts: Tensor, mine: Sequence[int] = mine) -> Tensor:
+            return torch.stack([count_layers(made[peer][1]) for peer in mine]).sum(dim=0)
 
-        def over_batch(counts: Tensor, layers=layers) -> Tensor:
-            layer = next(layers)
-            return torch.stack([other[layer].counts.sum(dim=0) for _, other in made]).sum(dim=0)
+        def over_batch(counts: Tensor) -> Tensor:
+            return torch.stack([count_layers(other).sum(dim=1) for _, other in made]).sum(dim=0)
 
         sums = Sums(over_batch=over_batch, over_sequence=over_sequence)
         for number, loss in enumerate(router_losses(spec(scope), stats, batch, normalizers, sums)):

@@ -15,11 +15,13 @@ def inject(patch: Patch) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from moeverify.model.experts import Experts
-    from moeverify.parallel.expert import apply_expert_parallel
+    from moeverify.parallel.expert import MakeDispatcher, apply_expert_parallel
 
     @patch.wrap(apply_expert_parallel)
-    def add_everywhere(original: Original[None], model: nn.Module, mesh: DeviceMesh) -> None:
-        original(model, mesh)
+    def add_everywhere(
+        original: Original[None], model: nn.Module, mesh: DeviceMesh, make_dispatcher: MakeDispatcher
+    ) -> None:
+        original(model, mesh, make_dispatcher)
         for module in model.modules():
             if isinstance(module, Experts):
                 module.add_down_bias = True

@@ -1,0 +1,83 @@
+"""What a rank asks of its device, counted where torch dispatches it: on a CPU as on a GPU, without a profiler.
+
+On a GPU each operation is at least one kernel, and costs its host some microseconds whatever its size. A few
+operations are several kernels there, such as a sort. What is compiled is not seen: torch runs it operation by
+operation while a mode is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeverify.results.measurement import Operations
+
+# Memory is given out, or nothing is done but on the host.
+_FREE = frozenset(
+    {
+        *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_"),
+        *("_unsafe_view", "promote_types", "set_", "lift_fresh"),
+    }
+)
+_COLLECTIVES = ("c10d", "_c10d_functional")
+# Whose result the host must know: the size of a tensor, or a number for Python.
+_WAITS = frozenset(
+    {
+        *(Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.nonzero, Tensor.masked_select),
+        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.unique, Tensor.equal),
+        *(torch.nonzero, torch.masked_select, torch.unique, torch.equal, torch.allclose, torch.bincount),
+    }
+)
+
+
+def count_operations(call: Callable[[], object]) -> Operations:
+    """Return what a call dispatches in this thread, and in the backward passes that it runs."""
+    dispatched, called = _Dispatched(), _Called()
+    with called, dispatched:
+        call()
+    return Operations(kernels=dispatched.kernels, collectives=dispatched.collectives, waits=called.waits)
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = self.collectives = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it makes of that on its local tensors comes here again
+        if func.namespace in _COLLECTIVES:
+            self.collectives += 1
+        elif func.namespace != "profiler" and not _is_free(func):
+            self.kernels += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _WAITS:
+            self.waits += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_free(func: Any) -> bool:
+    """Return whether an operation gives the device nothing to do: a view, or memory for what comes."""
+    return func.is_view or func.overloadpacket.__name__ in _FREE
