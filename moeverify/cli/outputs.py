@@ -33,7 +33,10 @@ class Outputs(OptionGroup):
                 Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[
-                    Path | None, typer.Option(f"--{each.name}", metavar="FILE", help=each.help)
+                    Path | None,
+                    typer.Option(
+                        f"--{each.name}", metavar="DIR" if each.is_folder else "FILE", help=each.help
+                    ),
                 ],
             )
             for each in FORMATS
@@ -55,7 +58,10 @@ class Outputs(OptionGroup):
         """
         from moeverify.report.files import check_writable
 
-        check_writable(self.files.values(), self.folder)
+        of_folders = {each.name for each in FORMATS if each.is_folder}
+        folders = [path for name, path in self.files.items() if name in of_folders]
+        files = [path for name, path in self.files.items() if name not in of_folders]
+        check_writable(files, *folders, self.folder)
 
     def write(self, run: RunResult) -> list[str]:
         """Write everything that was asked for and return what could not be written, with the reason."""

@@ -16,6 +16,7 @@ from moeverify.case.schema import Case, CustomModel
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet
 from moeverify.controller.machine import choose_device, count_gpus, describe_environment, find_limit
+from moeverify.controller.mesh import make_shape
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
 from moeverify.controller.scratch import scratch_folder
@@ -279,6 +280,7 @@ class CaseRun:
             losses=answer.losses,
             load=answer.load,
             gradient_norms=answer.gradient_norms,
+            errors=answer.errors,
         )
 
     def _make_case_result(
@@ -294,6 +296,7 @@ class CaseRun:
             seconds=outcome.seconds if outcome is not None else 0.0,
             recipe=case.recipe.name,
             layout=describe_layout(case.layout),
+            mesh=make_shape(case.layout) if verdict in ("mismatch", "error") else None,
             **task.labels,
             **rest,
         )
