@@ -13,6 +13,7 @@ import typer
 
 from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+from moeverify.cli.github import publish_error
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
 
@@ -73,7 +74,9 @@ def render_refused(loaded: Loaded, context: CommandContext) -> None:
     from moeverify.errors import CaseError
     from moeverify.report.problems import render_error
 
-    render_error(CaseError(loaded.problems), context.err)
+    error = CaseError(loaded.problems)
+    render_error(error, context.err)
+    publish_error(error, context.err)
     names = ", ".join(str(path) for path in loaded.refused)
     context.err.print(f"left out: {names}; the other cases run", soft_wrap=True)
 
@@ -134,6 +137,7 @@ def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, qui
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
         render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
+        failures += outputs.publish(result, context)
     for failure in failures:
         context.err.print(f"error: {failure}", soft_wrap=True)
     return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

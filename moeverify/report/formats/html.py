@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moeverify.report.explanation import number_findings
+from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.files import write_atomically
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import describe_cell, find_matrices
@@ -32,7 +32,6 @@ from moeverify.report.pictures.theme import format_variables
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
 from moeverify.report.stacks import group_ranks
-from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.report.words.run import list_notes
 from moeverify.results.finding import MAX_CONCLUSIVE, Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
@@ -46,7 +45,6 @@ _MOST_SECTIONS = 60
 _MOST_PICTURED = 5  # cases: their pictures take about a second and 200 kB each
 _MOST_ORIGINS = 20
 _MOST_ROWS = 2000  # findings of a case
-_MOST_EVIDENCE = 3
 
 
 def write(run: RunResult, path: Path) -> None:
@@ -108,6 +106,8 @@ def _make_environment() -> Environment:
         name_tensor=name_tensor,
         describe_finding=describe_finding,
         describe_cell=describe_cell,
+        name_failure=name_failure,
+        describe_failure=describe_failure,
         list_notes=list_notes,
     )
     return environment
@@ -183,37 +183,6 @@ class _Entry:
     def others_title(self) -> str:
         follow = all(finding.follows for finding in self.others)
         return f"{format_count(len(self.others), 'finding')} {'that follow from these' if follow else 'more'}"
-
-    @property
-    def headline(self) -> str:
-        """Return the cause, or else what is known instead of it."""
-        if not self.findings:
-            return self.case.reason or "A rank failed."
-        return (
-            describe_cause(self.findings[0])
-            or f"{name_finding(self.findings[0])} differs; no cause was found"
-        )
-
-    @property
-    def summary(self) -> Iterator[tuple[str, str]]:
-        """Yield (label, text) of the first finding: since when, where, how much, and why."""
-        if not self.findings:
-            for group in group_ranks(self.case.rank_reports)[:2]:
-                said = "; ".join(text for text, _ in group.summaries)
-                yield format_ranks(group.ranks), f"{group.state}{': ' if said else ''}{said}"
-            return
-        first = self.findings[0]
-        yield "since", f"step {first.step}" if first.step >= 0 else "before the first step"
-        yield "first tensor", name_tensor(first.check, first.tensor)
-        if where := describe_where(first):
-            yield "where", where
-        for label, text in describe_finding(first):
-            if label in ("error", "rank", "scale", "follow-up"):
-                yield label, text
-        for line in describe_evidence(first)[:_MOST_EVIDENCE]:
-            yield "evidence", line
-        follow = sum(bool(finding.follows) for finding in self.findings)
-        yield "findings", f"{len(self.findings)}, of which {follow} follow from others"
 
     @property
     def next_steps(self) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ FORMATS = (
     Format("junit", "Write JUnit XML for a CI server."),
     Format("html", "Write one HTML page with pictures."),
     Format("plots", "Write the pictures of the page as PNG files.", is_folder=True),
+    Format("markdown", "Write a summary in Markdown."),
     Format("csv", "Write a table with a row for each check of each case."),
     Format("trace", "Write the load of the experts of one case, for `moeverify place`."),
 )
