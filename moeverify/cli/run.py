@@ -19,6 +19,7 @@ from moeverify.cli.outputs import Outputs
 
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
+    from moeverify.controller.durations import Durations
     from moeverify.controller.run import OnEvent
     from moeverify.results.run import RunResult
     from moeverify.validation.load import Loaded
@@ -63,7 +64,18 @@ def run(
                 result = run_wider(cases, result, options, show)
             return run_follow_up(cases, result, options, show) if follow_up and result is not None else result
 
-        code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded)
+        from moeverify.controller.durations import Durations
+
+        code = run_and_report(
+            go,
+            cases,
+            outputs,
+            context,
+            quiet=quiet,
+            refused=loaded,
+            # A fault may make a case hang, or end at once.
+            durations=Durations.of(options) if settings.fault is None else None,
+        )
         raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
 
 
@@ -89,18 +101,21 @@ def run_and_report(
     *,
     quiet: bool,
     refused: Loaded | None = None,
+    durations: Durations | None = None,
 ) -> int:
     """Run, write and print what came of the cases, and return the exit code.
 
     `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
     is there is written and printed before the reason is raised again. The files that are `refused` are skipped cases.
+    `durations` are those of earlier runs, and get those of this one.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
     keeper = Keeper()
+    known = {} if durations is None else durations.read(case.name for case in cases)
     try:
-        with open_progress(context.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet, durations=known) as progress:
             result = go(keeper.watch(progress.on_event), progress.on_event)
     except BaseException as error:
         if context.is_first:
@@ -109,6 +124,8 @@ def run_and_report(
         raise
     if result is None:  # one of several ranks; the first one reports
         return 0
+    if durations is not None:
+        durations.keep(result.cases)
     return deliver(_add_refused(result, refused), outputs, context, quiet=quiet)
 
 

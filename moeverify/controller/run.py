@@ -310,6 +310,10 @@ class CaseRun:
         if event.kind == "launch":
             self._num_launches += 1
             self._emit("launch", num_ranks=event.num_ranks)
+        elif event.kind == "up":
+            self._emit("up", num_ranks=event.num_ranks)
+        elif event.kind == "lost":
+            self._emit("lost")
         elif event.kind == "report":
             known = read_report(event.detail)
             assert isinstance(known, VerifyResult)
@@ -319,7 +323,9 @@ class CaseRun:
         elif event.kind == "start":
             self._emit("case-start", case=event.job)
 
-    def _emit(self, kind: Literal["launch", "golden", "case-start", "case-end"], **rest: Any) -> None:
+    def _emit(
+        self, kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"], **rest: Any
+    ) -> None:
         self._on_event(Event(kind=kind, num_done=len(self.results), num_total=len(self._tasks), **rest))
 
 

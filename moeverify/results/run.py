@@ -104,10 +104,11 @@ class RunResult(Record):
 class Event(Record):
     """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
 
-    `launch`: `num_ranks` ranks are started; `golden`: those of `recipes` are had; the rest is about a `case`.
+    `launch`: `num_ranks` ranks are started; `up`: they run; `lost`: some are gone, and further cases need new
+    ones; `golden`: those of `recipes` are had; the rest is about a `case`.
     """
 
-    kind: Literal["launch", "golden", "case-start", "case-end"]
+    kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]
     num_done: int = 0
     num_total: int = 0
     case: str = ""
