@@ -91,6 +91,8 @@ class Outputs(OptionGroup):
                 write_run(name, run, path)
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
+            except Exception as error:  # of what draws or renders: the verdict and the other files do without
+                failures.append(f"{path} was not written: {type(error).__name__}: {error}")
         return failures
 
     def publish(self, run: RunResult, context: CommandContext) -> list[str]:

@@ -27,9 +27,11 @@ def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap
         step, kind, name = key
         if key in found:
             share = _divide(found[key].error, found[key].bound)
-        else:
+        elif key in tensors:
             # A golden of zeros has no relative error, and what is no finding is within its bound.
             share = min(_divide(tensors[key].difference.relative_error, limit), 1.0)
+        else:
+            continue
         row = shares.setdefault(name.rpartition(".")[0] if kind == Kind.OPTIMIZER_STATE else name, {})
         row[step] = max(share, row.get(step, 0.0))
     steps = tuple(sorted({step for row in shares.values() for step in row}))

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import pytest
+
 
 def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp_path: Path) -> None:
     run = keep("a", "mismatch", 1.0)
@@ -40,6 +42,22 @@ def test_report_that_cannot_be_written_is_usage(invoke: Any, keep: Any, tmp_path
     result = invoke("report", keep("a"), "--html", tmp_path)
     assert result.exit_code == 2
     assert f"{tmp_path} is a folder" in result.stderr
+
+
+def test_a_file_that_cannot_be_drawn_costs_no_other(
+    invoke: Any, keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(run: Any, path: Path) -> None:
+        raise ValueError("no glyph")
+
+    monkeypatch.setattr("moeverify.report.formats.html.write", draw)
+    result = invoke(
+        "report", keep("a", "mismatch", 1.0), "--html", tmp_path / "a.html", "--csv", tmp_path / "a.csv"
+    )
+    assert result.exit_code == 2
+    assert "MISMATCH  1 case" in result.stdout
+    assert f"error: {tmp_path / 'a.html'} was not written: ValueError: no glyph" in result.stderr
+    assert (tmp_path / "a.csv").is_file()
 
 
 def test_diff_exit_codes(invoke: Any, keep: Any, tmp_path: Path) -> None:

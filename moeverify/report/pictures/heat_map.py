@@ -59,6 +59,8 @@ def draw(case: CaseResult) -> Picture | None:
     layers = _bin_layers(shown)
     steps = _choose_steps(shown, case, layers)
     cells = _fill(shown, steps, layers)
+    if not cells:
+        return None
     columns = _list_columns(shown, steps, layers, cells)
     rows, num_left_out = _list_rows(cells)
     figure = make_figure(2.6 + _CELL * len(columns), 1.7 + _CELL * len(rows))
