@@ -82,3 +82,32 @@ def test_newer_run_says_to_upgrade(invoke: Any, keep: Any) -> None:
     assert result.exit_code == 2
     assert "schema version 99" in result.stderr
     assert "upgrade moeverify" in result.stderr
+
+
+def test_history_lists_kept_runs_in_the_order_of_their_times(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    for name, started, *rest in (
+        ("new", "2026-02-01T10:00:00+00:00", "mismatch", 1.0),
+        ("old", "2026-01-01T09:00:00+00:00"),
+    ):
+        path = keep(name, *rest) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started}))
+    result = invoke("history", tmp_path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    assert rows[0] == ["2026-01-01", "09:00", "old", "1", "of", "1", "1e-05", "1.5", "pass", *rows[0][9:]]
+    assert rows[1][:9] == ["2026-02-01", "10:00", "new", "0", "of", "1", "1e10", "1.5", "MISMATCH"]
+    assert " ".join(rows[1][9:]) == "fsdp2-2, gradient: head.weight"
+    assert invoke("history", tmp_path, "-k", "fsdp2").stdout == result.stdout
+
+
+def test_history_says_what_it_cannot_read_and_lists_the_rest(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    keep("a")
+    (tmp_path / "cut.json").write_text('{"schema_version": 1,')
+    result = invoke("history", tmp_path)
+    assert result.exit_code == 2
+    assert f"left out: {tmp_path / 'cut.json'} is not JSON, or was cut off" in result.stderr
+    assert " a " in result.stdout
+    for words in ((tmp_path, "-k", "tp"), (tmp_path / "nothing",)):
+        result = invoke("history", *words)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "has no run" in result.stderr

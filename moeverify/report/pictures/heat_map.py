@@ -73,7 +73,7 @@ def draw(case: CaseResult) -> Picture | None:
     _label_rows(axes, rows)
     _label_columns(axes, columns, len(rows))
     first = next(iter(order_findings(case.findings)), None)
-    place = _mark_first(axes, first, columns, rows, layers)
+    place = _mark_first(axes, first, cells, columns, rows, layers)
     handles = [Patch(color=COLORS[f"heat-{level}"], label=label) for level, label in _list_labels(cells)]
     figure.legend(handles=handles, loc="outside lower left", ncols=4)
     return Picture(TITLE, _describe(cells, first, place, steps, shown, num_left_out), figure)
@@ -220,6 +220,7 @@ def _label_columns(axes: Axes, columns: Sequence[_Column], num_rows: int) -> Non
 def _mark_first(
     axes: Axes,
     first: Finding | None,
+    cells: _Cells,
     columns: Sequence[_Column],
     rows: Sequence[str],
     layers: Mapping[str, str],
@@ -227,11 +228,10 @@ def _mark_first(
     """Draw a frame around the cell of the first finding; return whether it is in the picture."""
     if first is None:
         return False
-    by_name = {first.tensor, first.tensor.rpartition(".")[0]}  # moments stand with their parameter
-    for tensor in by_name:
+    for tensor in (first.tensor, first.tensor.rpartition(".")[0]):  # moments stand with their parameter
         layer, family = split_name(tensor)
         column = _Column(first.step, first.check, layers.get(layer, layer))
-        if column in columns and family in rows:
+        if (column, family) in cells and family in rows:
             x, y = columns.index(column), rows.index(family)
             frame = Rectangle(
                 (x, y), 1, 1, fill=False, edgecolor=COLORS["text"], linewidth=1.8, clip_on=False

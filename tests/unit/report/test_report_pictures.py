@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from matplotlib.patches import Rectangle
 from PIL import Image
 from report_cases import EXPERTS, MESH, make_failing
 
@@ -18,6 +19,7 @@ from moeverify.report.pictures.heat_map import find_level, split_name
 from moeverify.report.pictures.picture import Picture, drawing, format_png, format_svg
 from moeverify.report.pictures.registry import draw_case
 from moeverify.report.pictures.theme import COLORS, PALETTE
+from moeverify.results.error_map import ErrorMap
 from moeverify.results.mesh import MeshShape
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -53,6 +55,37 @@ def test_the_map_has_the_tensors_steps_and_the_first_finding(pictures: dict[str,
     # At step 0 the experts of three layers, and 13 tensors at each of the two steps after it.
     assert caption.startswith("32 of 39 cells are over their bound")
     assert f"The frame marks the first finding: gradient: {EXPERTS[0]}, step 0." in caption
+
+
+@pytest.mark.parametrize(
+    ("check", "tensor", "row"),
+    [
+        ("gradient", "layers.1.moe.router.bias", "moe.router.bias"),
+        ("optimizer state", "layers.1.moe.router.bias.exp_avg", "moe.router.bias"),
+        ("routing", "layers.1.moe.router", "moe.router"),
+    ],
+)
+def test_the_frame_is_around_the_tensor_and_not_around_the_module_it_is_in(
+    check: str, tensor: str, row: str
+) -> None:
+    case = make_failing()
+    first = case.findings[0].model_copy(update={"check": check, "tensor": tensor})
+    errors = [
+        ErrorMap(check=name, tensors=(f"layers.1.{family}",), steps=(0,), shares=((2.0,),))
+        for name, family in (
+            ("routing", "moe.router"),
+            ("gradient", "moe.router.bias"),
+            ("optimizer state", "moe.router.bias"),
+        )
+    ]
+    findings = (first, *(first.model_copy(update={"check": each.check, "follows": "x"}) for each in errors))
+    with drawing():
+        picture = heat_map.draw(case.model_copy(update={"findings": findings, "errors": tuple(errors)}))
+    assert picture is not None
+    axes = picture.figure.axes[0]
+    (frame,) = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert [label.get_text() for label in axes.get_yticklabels()][int(frame.get_y())] == row
+    assert int(frame.get_x()) == [each.check for each in errors].index(check)
 
 
 def test_the_ratios_tell_a_factor_of_two_from_what_is_right(pictures: dict[str, Picture]) -> None:
