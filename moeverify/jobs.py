@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.case.schema import Case, Recipe
+from moeverify.results.error_map import ErrorMap
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
@@ -139,7 +140,7 @@ class VerifyResult(Record):
     """What the checks of a case say.
 
     `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients likewise, and
-    `load` what each expert has computed.
+    `load` what each expert has computed. `errors` are those of all tensors, where something differs.
     """
 
     kind: Literal["verify"] = "verify"
@@ -148,6 +149,7 @@ class VerifyResult(Record):
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
     gradient_norms: tuple[tuple[float, float], ...] = ()
+    errors: tuple[ErrorMap, ...] = ()
 
 
 class GoldenSummary(Record):

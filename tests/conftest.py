@@ -26,6 +26,10 @@ if count_gpus() == 0:
 # A shell that starts pytest in the background has switched SIGINT off, for what the tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What commands print is the same on a CI server; the tests of workflows set them.
+for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+    os.environ.pop(name, None)
+
 RECIPE = """\
 model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2, head_dim: 8, ffn_hidden: 16}
 data: {batch: 4, seq_len: 4}

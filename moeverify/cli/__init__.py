@@ -15,6 +15,7 @@ from moeverify.cli.doctor import doctor
 from moeverify.cli.explain import explain
 from moeverify.cli.faults import faults
 from moeverify.cli.golden import golden
+from moeverify.cli.history import history
 from moeverify.cli.mesh import mesh
 from moeverify.cli.place import place
 from moeverify.cli.report import report
@@ -78,6 +79,7 @@ _COMMANDS = (
     report,
     explain,
     diff,
+    history,
     watch,
     compare,
 )

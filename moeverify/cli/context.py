@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from moeverify.cli.github import publish_error
 from moeverify.cli.refusals import describe_refusal
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def open_context() -> Iterator[CommandContext]:
         raise
     except MoeverifyError as error:
         render_error(error, context.err)
+        publish_error(error, context.err)
         raise typer.Exit(FAILED if isinstance(error, RankFailure) else BAD_INPUT) from None
     except Ended as error:
         with suppress(OSError):  # the terminal is gone

@@ -10,39 +10,62 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from moeverify.cli.github import is_github, publish_run
 from moeverify.cli.options import OptionGroup
 from moeverify.report.formats.registry import FORMATS, write_run
 
 if TYPE_CHECKING:
+    from moeverify.cli.context import CommandContext
     from moeverify.results.run import RunResult
 
 
 @dataclass(frozen=True)
 class Outputs(OptionGroup):
-    """Where a run is to be written: a file for each format that was asked for, and the folder of all, if any."""
+    """Where a run is to be written: a file for each format that was asked for, and the folder of all, if any.
+
+    `github` says whether a run is annotated there too; by itself it is, in a step of a workflow.
+    """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     folder: Path | None = None
+    github: bool | None = None
 
     @classmethod
     def list_options(cls) -> Sequence[Parameter]:
         """Return an option for each format; see `OptionGroup`."""
-        return [
+        github = Parameter(
+            "github",
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                bool | None,
+                typer.Option(
+                    "--github/--no-github",
+                    help="Print annotations of GitHub and write its job summary. [default: in a workflow]",
+                ),
+            ],
+        )
+        formats = [
             Parameter(
                 each.name,
                 Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[
-                    Path | None, typer.Option(f"--{each.name}", metavar="FILE", help=each.help)
+                    Path | None,
+                    typer.Option(
+                        f"--{each.name}", metavar="DIR" if each.is_folder else "FILE", help=each.help
+                    ),
                 ],
             )
             for each in FORMATS
         ]
+        return [*formats, github]
 
     @classmethod
     def gather(cls, values: Mapping[str, Any]) -> Self:
         """Return the files that were asked for; see `OptionGroup`."""
-        return cls({name: path for name, path in values.items() if path is not None})
+        files = {each.name: values[each.name] for each in FORMATS if values[each.name] is not None}
+        return cls(files, github=values["github"])
 
     def keeping(self, folder: Path | None) -> Outputs:
         """Return the same outputs with the folder in which everything is kept."""
@@ -55,7 +78,10 @@ class Outputs(OptionGroup):
         """
         from moeverify.report.files import check_writable
 
-        check_writable(self.files.values(), self.folder)
+        of_folders = {each.name for each in FORMATS if each.is_folder}
+        folders = [path for name, path in self.files.items() if name in of_folders]
+        files = [path for name, path in self.files.items() if name not in of_folders]
+        check_writable(files, *folders, self.folder)
 
     def write(self, run: RunResult) -> list[str]:
         """Write everything that was asked for and return what could not be written, with the reason."""
@@ -65,7 +91,16 @@ class Outputs(OptionGroup):
                 write_run(name, run, path)
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
+            except Exception as error:  # of what draws or renders: the verdict and the other files do without
+                failures.append(f"{path} was not written: {type(error).__name__}: {error}")
         return failures
+
+    def publish(self, run: RunResult, context: CommandContext) -> list[str]:
+        """Annotate the run on GitHub where that is wanted, and return what could not be written there."""
+        if not context.is_first or not (is_github() if self.github is None else self.github):
+            return []
+        failure = publish_run(run, context.out)
+        return [failure] if failure else []
 
     def _list_files(self) -> Iterator[tuple[str, Path]]:
         """Yield the format and the path of each file; what is kept can be read again, so it is JSON."""

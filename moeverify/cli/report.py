@@ -33,6 +33,7 @@ def report(
         failures = outputs.write(result)
         folder, file = (run, None) if run.is_dir() else (None, run)
         render_run(result, context.out, folder=folder, file=file, quiet=quiet)
+        failures += outputs.publish(result, context)
         for failure in failures:
             context.err.print(f"error: {failure}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT if failures else 0)

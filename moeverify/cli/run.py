@@ -14,11 +14,13 @@ import typer
 from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.debug import debug_first
+from moeverify.cli.github import publish_error
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
 
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
+    from moeverify.controller.durations import Durations
     from moeverify.controller.run import OnEvent
     from moeverify.results.run import RunResult
     from moeverify.validation.load import Loaded
@@ -72,8 +74,14 @@ def run(
             results.append(result)
             return result
 
+        from moeverify.controller.durations import Durations
+
         results: list[RunResult | None] = []
-        code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded)
+        # A fault may make a case hang, or end at once.
+        durations = Durations.of(options) if settings.fault is None else None
+        code = run_and_report(
+            go, cases, outputs, context, quiet=quiet, refused=loaded, durations=durations
+        )
         if debug and results[0] is not None:
             debug_first(cases, results[0], options, context)
         raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
@@ -86,7 +94,9 @@ def render_refused(loaded: Loaded, context: CommandContext) -> None:
     from moeverify.errors import CaseError
     from moeverify.report.problems import render_error
 
-    render_error(CaseError(loaded.problems), context.err)
+    error = CaseError(loaded.problems)
+    render_error(error, context.err)
+    publish_error(error, context.err)
     names = ", ".join(str(path) for path in loaded.refused)
     context.err.print(f"left out: {names}; the other cases run", soft_wrap=True)
 
@@ -99,18 +109,21 @@ def run_and_report(
     *,
     quiet: bool,
     refused: Loaded | None = None,
+    durations: Durations | None = None,
 ) -> int:
     """Run, write and print what came of the cases, and return the exit code.
 
     `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
     is there is written and printed before the reason is raised again. The files that are `refused` are skipped cases.
+    `durations` are those of earlier runs, and get those of this one.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
     keeper = Keeper()
+    known = {} if durations is None else durations.read(case.name for case in cases)
     try:
-        with open_progress(context.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet, durations=known) as progress:
             result = go(keeper.watch(progress.on_event), progress.on_event)
     except BaseException as error:
         if context.is_first:
@@ -119,6 +132,8 @@ def run_and_report(
         raise
     if result is None:  # one of several ranks; the first one reports
         return 0
+    if durations is not None:
+        durations.keep(result.cases)
     return deliver(_add_refused(result, refused), outputs, context, quiet=quiet)
 
 
@@ -147,6 +162,7 @@ def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, qui
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
         render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
+        failures += outputs.publish(result, context)
     for failure in failures:
         context.err.print(f"error: {failure}", soft_wrap=True)
     return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)

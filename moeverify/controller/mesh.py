@@ -6,10 +6,11 @@ from moeverify.axes.expert_placement import find_placement, list_exchanges
 from moeverify.axes.groups import cuts_experts_apart
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.split import split_rows
-from moeverify.case.schema import Case
+from moeverify.case.schema import Case, Layout
 from moeverify.parallel.context_parallel import split_positions
 from moeverify.placement.placement import Placement
 from moeverify.report.mesh import MeshPicture, RankPlace
+from moeverify.results.mesh import MeshShape
 
 
 def make_picture(case: Case) -> MeshPicture:
@@ -23,6 +24,18 @@ def make_picture(case: Case) -> MeshPicture:
     named = {name: tuple(tuple(group) for group in found) for name, found in groups.items()}
     ranks = tuple(_place(case, plan, rank) for rank in range(layout.world_size))
     return MeshPicture(case.name, axes, ranks, named, borrowed)
+
+
+def make_shape(layout: Layout) -> MeshShape:
+    """Return the axes and groups of a layout, those of axes that reuse the ranks of others included."""
+    plan = MeshPlan.of(layout)
+    groups = {
+        axis: tuple(map(tuple, view.groups(axis)))
+        for view in plan.views
+        for axis, size in view.axes.items()
+        if size > 1
+    }
+    return MeshShape(axes={axis: size for axis, size in plan.data.axes.items() if size > 1}, groups=groups)
 
 
 def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:

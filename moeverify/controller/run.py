@@ -16,6 +16,7 @@ from moeverify.case.schema import Case, CustomModel
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet
 from moeverify.controller.machine import choose_device, count_gpus, describe_environment, find_limit
+from moeverify.controller.mesh import make_shape
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
 from moeverify.controller.scratch import scratch_folder
@@ -279,6 +280,7 @@ class CaseRun:
             losses=answer.losses,
             load=answer.load,
             gradient_norms=answer.gradient_norms,
+            errors=answer.errors,
         )
 
     def _make_case_result(
@@ -294,6 +296,7 @@ class CaseRun:
             seconds=outcome.seconds if outcome is not None else 0.0,
             recipe=case.recipe.name,
             layout=describe_layout(case.layout),
+            mesh=make_shape(case.layout) if verdict in ("mismatch", "error") else None,
             **task.labels,
             **rest,
         )
@@ -307,6 +310,10 @@ class CaseRun:
         if event.kind == "launch":
             self._num_launches += 1
             self._emit("launch", num_ranks=event.num_ranks)
+        elif event.kind == "up":
+            self._emit("up", num_ranks=event.num_ranks)
+        elif event.kind == "lost":
+            self._emit("lost")
         elif event.kind == "report":
             known = read_report(event.detail)
             assert isinstance(known, VerifyResult)
@@ -316,7 +323,9 @@ class CaseRun:
         elif event.kind == "start":
             self._emit("case-start", case=event.job)
 
-    def _emit(self, kind: Literal["launch", "golden", "case-start", "case-end"], **rest: Any) -> None:
+    def _emit(
+        self, kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"], **rest: Any
+    ) -> None:
         self._on_event(Event(kind=kind, num_done=len(self.results), num_total=len(self._tasks), **rest))
 
 

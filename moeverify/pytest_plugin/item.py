@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from moeverify.case.document import read_document
 from moeverify.case.entry import Entry
+from moeverify.case.lines import find_line
 from moeverify.case.schema import Case
 from moeverify.errors import CaseError, MoeverifyError
 from moeverify.pytest_plugin.session import CaseSession
@@ -22,8 +22,6 @@ from moeverify.report.numbers import format_bound, format_excess, format_number
 from moeverify.report.sorting import order_findings
 from moeverify.report.text import render_run
 from moeverify.results.run import CaseResult, RunResult
-
-_FIELD = re.compile(r"(?<![\w./-])(?:recipe|layout|checks)(?:\.\w+)*(?![\w/-])")
 
 
 class CaseFile(pytest.File):
@@ -88,11 +86,7 @@ class CaseItem(pytest.Item):
 
     def find_line(self, text: str) -> int:
         """Return the line of the first field that a text names and this file has, else that of `layout:`."""
-        named = [found[0].split(".") for found in _FIELD.finditer(text)]
-        for field in [*named, ["layout"], ["recipe"]]:
-            if field[0] in self._tree.fields:
-                return self._tree.locate(field).line or 1
-        return 1
+        return find_line(self._tree, text)
 
     def _render(self, result: CaseResult) -> str:
         command = CaseSession.of(self.config).command

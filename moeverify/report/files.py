@@ -40,14 +40,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
-def check_writable(files: Iterable[Path], folder: Path | None = None) -> None:
-    """Make sure before a run that its files and its folder can be written after it; missing folders are made.
+def check_writable(files: Iterable[Path], *folders: Path | None) -> None:
+    """Make sure before a run that its files and folders can be written after it; missing folders are made.
 
     Raises: CaseError with every path that cannot be written.
     """
     problems = [problem for path in files if (problem := _try_file(path)) is not None]
-    if folder is not None and (problem := _try_folder(folder, folder)) is not None:
-        problems.append(problem)
+    wanted = [folder for folder in folders if folder is not None]
+    problems += [problem for folder in wanted if (problem := _try_folder(folder, folder)) is not None]
     if problems:
         raise CaseError(problems)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -38,12 +38,17 @@ class Progress(AbstractContextManager["Progress"]):
         """Leave nothing on the screen."""
 
 
-def open_progress(console: Console, *, quiet: bool = False) -> Progress:
-    """Return the view that fits: none, live in a terminal that can move its cursor, lines otherwise."""
+def open_progress(
+    console: Console, *, quiet: bool = False, durations: Mapping[str, float] | None = None
+) -> Progress:
+    """Return the view that fits: none, live in a terminal that can move its cursor, lines otherwise.
+
+    `durations` are the seconds that cases took in earlier runs, by their names.
+    """
     if quiet or console.quiet:
         return Progress()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console)
+        return LiveProgress(console, durations=durations or {})
     return LineProgress(console)
 
 
@@ -55,6 +60,8 @@ class LineProgress(Progress):
 
     def on_event(self, event: Event) -> None:
         """Print one line."""
+        if event.kind in ("up", "lost"):
+            return  # a case that lost its ranks says so itself
         if event.kind == "case-end":
             count = f"[{event.num_done}/{event.num_total}]"
             line = Text.assemble(count, " ", describe_end(event))
@@ -66,8 +73,17 @@ class LineProgress(Progress):
 class LiveProgress(Progress):
     """The last verdicts, a bar, and what runs now since when; gone at the end, when the table says more."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        durations: Mapping[str, float] | None = None,
+    ) -> None:
         self._console = console
+        self._durations = durations or {}
+        self._done: set[str] = set()
+        self._running = ""
+        self._ranks = ""
         self._clock = clock
         self._recent: deque[Text] = deque(maxlen=_NUM_RECENT)
         self._started = clock()
@@ -94,10 +110,19 @@ class LiveProgress(Progress):
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
         if event.kind == "case-end":
+            self._running = ""
+            self._done.add(event.case or (event.result.name if event.result is not None else ""))
             self._recent.append(describe_end(event))
             self._failed += event.result is not None and event.result.verdict in ("mismatch", "error")
             self._now = "between cases"
+        elif event.kind in ("up", "lost"):
+            self._ranks = (
+                f"{format_count(event.num_ranks, 'rank')} up" if event.kind == "up" else "ranks lost"
+            )
+            return
         else:
+            self._running = event.case
+            self._ranks = "" if event.kind == "launch" else self._ranks
             self._now = describe_event(event)
         self._since = self._clock()
 
@@ -109,13 +134,35 @@ class LiveProgress(Progress):
         if self._failed:
             count.append(f", {self._failed} failed", style="bold red")
         count.append(f", {format_seconds(now - self._started)}")
+        left = self._estimate(now)
+        if left is not None:
+            # An estimate has no tenths of seconds.
+            about = f"{max(1.0, left):.0f} s" if left < 99.5 else format_seconds(left)
+            count.append(f", about {about} left")
         room = max(1, min(_BAR_WIDTH, width - len(count) - 2))
         bar = ProgressBar(total=max(self._num_total, 1), completed=self._num_done, width=room)
         state = Table.grid(padding=(0, 1))
         state.add_row(bar, _fit(count, width - 2))
         running = f"{elide(self._now, max(20, width - 12))}  {format_seconds(now - self._since)}"
+        if self._ranks and len(running) + len(self._ranks) + 4 <= width:
+            running += f"  {self._ranks}"
         lines = [_fit(line, width) for line in self._recent]
         return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
+
+    def _estimate(self, now: float) -> float | None:
+        """Return the seconds that are left by earlier runs; None where those tell too little.
+
+        Cases that never ran take as long as the others do on average.
+        """
+        num_left = self._num_total - self._num_done
+        known = {name: seconds for name, seconds in self._durations.items() if name not in self._done}
+        if num_left <= 0 or 2 * len(known) < num_left:
+            return None
+        mean = sum(self._durations.values()) / len(self._durations)
+        left = sum(known.values()) + mean * max(0, num_left - len(known))
+        if self._running:
+            left -= min(now - self._since, known.get(self._running, mean))
+        return left
 
 
 def _fit(line: Text, width: int) -> Text:
@@ -127,7 +174,14 @@ def _fit(line: Text, width: int) -> Text:
 
 def describe_event(event: Event) -> str:
     """Return what begins with an event, in one line."""
-    verbs = {"launch": "starting ranks", "golden": "golden", "case-start": "running", "case-end": "done"}
+    verbs = {
+        "launch": "starting ranks",
+        "up": "ranks up",
+        "lost": "ranks lost",
+        "golden": "golden",
+        "case-start": "running",
+        "case-end": "done",
+    }
     size = ""
     if event.num_ranks:
         size = f"({format_count(event.num_ranks, 'rank')})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,35 +17,56 @@ from moeverify.results.run import CaseResult
 
 # Below this a tensor's name says nothing any more, and the findings hold it in full.
 _MIN_TENSOR_WIDTH = 16
+# A name of a case that is longer may be folded; one that is not stands in one line, whatever must go for it.
+_MIN_CASE_WIDTH = 24
 _GAP = 2
 _HEADERS = ("case", "ranks", "compared", "worst / bound", "s", "verdict")
+_LEFT_OUT_FIRST = ("s", "compared", "ranks", "worst / bound")
 
 
 def make_table(cases: Sequence[CaseResult], console: Console) -> Table:
     """Return a line a case: ranks, tensors compared in so many checks, worst error, tensor, time, verdict.
 
-    The tensor's name takes the width that is left, and goes when there is too little.
+    The tensor's name takes the width that is left. In a narrow terminal it goes, and numbers after it: the case and
+    its verdict always have room.
     """
-    rows = [_make_row(case) for case in cases]
-    widths = [max(len(cell) for cell in column) for column in zip(_HEADERS, *rows, strict=True)]
-    room = console.width - sum(widths) - _GAP * len(widths)
+    rows = [dict(zip(_HEADERS, _make_row(case), strict=True)) for case in cases]
+    widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in _HEADERS}
+    headers = _choose_columns(widths, console.width)
+    room = console.width - sum(widths[header] + _GAP for header in headers)
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
-    table.add_column("case", overflow="fold")
-    for header in ("ranks", "compared", "worst / bound"):
-        table.add_column(header, justify="right", no_wrap=True)
-    if room >= _MIN_TENSOR_WIDTH:
-        table.add_column("worst tensor", no_wrap=True)
-    table.add_column("s", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    has_tensor = room >= _MIN_TENSOR_WIDTH and len(headers) == len(_HEADERS)
+    for header in headers:
+        if header == "s" and has_tensor:
+            table.add_column("worst tensor", no_wrap=True)
+        is_text = header in ("case", "verdict")
+        table.add_column(
+            header,
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=header != "case",
+            min_width=min(widths[header], _MIN_CASE_WIDTH, console.width // 2) if header == "case" else None,
+        )
     for case, row in zip(cases, rows, strict=True):
-        cells: list[str | Text] = list(row)
+        cells = [Text(row[header]) for header in headers]
         cells[-1] = style_verdict(case.verdict)
-        if room >= _MIN_TENSOR_WIDTH:
-            cells.insert(4, elide(_name_worst(case), room))
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+        if has_tensor:
+            cells.insert(headers.index("s"), Text(elide(_name_worst(case), room)))
+        table.add_row(*cells)
     return table
+
+
+def _choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
+    """Return the columns beside which a case's name has room."""
+    headers = list(_HEADERS)
+    for header in _LEFT_OUT_FIRST:
+        others = sum(widths[other] + _GAP for other in headers if other != "case")
+        if width - others - _GAP >= min(widths["case"], _MIN_CASE_WIDTH):
+            break
+        headers.remove(header)
+    return headers
 
 
 def print_table(table: Table, console: Console) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
+from moeverify.results.error_map import ErrorMap
 from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.load import ExpertLoad
+from moeverify.results.mesh import MeshShape
 from moeverify.results.record import Record
 from moeverify.results.trace import CollectiveRecord
 
@@ -59,7 +61,8 @@ class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
     `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare; `gradient_norms`
-    has the norms of all gradients likewise. `load` is that of the experts, where routers are seen. Of a pair of
+    has the norms of all gradients likewise. `load` is that of the experts, where routers are seen. A case that
+    failed has its `mesh`, and one in which something differs the `errors` of all tensors. Of a pair of
     `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
     """
 
@@ -77,6 +80,8 @@ class CaseResult(Record):
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
     gradient_norms: tuple[tuple[float, float], ...] = ()
+    mesh: MeshShape | None = None
+    errors: tuple[ErrorMap, ...] = ()
     notes: tuple[str, ...] = ()
     saved_by: str = ""
     loaded_by: str = ""
@@ -99,10 +104,11 @@ class RunResult(Record):
 class Event(Record):
     """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
 
-    `launch`: `num_ranks` ranks are started; `golden`: those of `recipes` are had; the rest is about a `case`.
+    `launch`: `num_ranks` ranks are started; `up`: they run; `lost`: some are gone, and further cases need new
+    ones; `golden`: those of `recipes` are had; the rest is about a `case`.
     """
 
-    kind: Literal["launch", "golden", "case-start", "case-end"]
+    kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]
     num_done: int = 0
     num_total: int = 0
     case: str = ""

@@ -28,12 +28,14 @@ from moeverify.jobs import VerifyResult
 from moeverify.layout.observer import INITIAL, Observer
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
+from moeverify.results.error_map import ErrorMap
 from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.subjects import replays_routing
+from moeverify.worker.error_map import map_errors
 from moeverify.worker.investigate import explain_findings, gather_evidence
 from moeverify.worker.load_watch import LoadWatch, sum_load
 
@@ -77,6 +79,7 @@ def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResu
         losses=tuple(observed.losses),
         load=observed.load,
         gradient_norms=tuple(observed.gradient_norms),
+        errors=observed.errors,
     )
 
 
@@ -97,13 +100,15 @@ class Assembly:
 class _Observed:
     """What rank 0 knows of a case after its runs.
 
-    `losses` and `gradient_norms` are (golden, layout) of each step, `load` is that of the experts.
+    `losses` and `gradient_norms` are (golden, layout) of each step, `load` is that of the experts. `errors` are those
+    of all tensors, where something differs.
     """
 
     judgement: Judgement
     losses: list[tuple[float, float]]
     gradient_norms: list[tuple[float, float]]
     load: ExpertLoad | None
+    errors: tuple[ErrorMap, ...]
 
 
 def _observe(
@@ -136,12 +141,14 @@ def _observe(
         bounds=_make_bounds(case, golden),
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
     )
-    judgement = judge_all(checks, shown, [report for _, report, _ in gathered])
+    outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
+    judgement = _conclude(case, outcomes)
     return _Observed(
         judgement,
         losses=list_numbers(by_rank, Kind.LOSS),
         gradient_norms=list_numbers(by_rank, Kind.GRADIENT_NORM),
         load=sum_load(case, [copies for _, _, copies in gathered]),
+        errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
     )
 
 
@@ -207,15 +214,24 @@ def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Repo
 
     `reports` are what the checks have noted on each rank, by name.
     """
+    return _conclude(shown.case, _judge_each(checks, shown, reports))
+
+
+def _judge_each(
+    checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]
+) -> list[tuple[Check[Any], Outcome]]:
     outcomes: list[tuple[Check[Any], Outcome]] = []
     for check in checks:
         noted = [by_name[check.name] for by_name in reports if check.name in by_name]
         outcome = check.judge(shown, noted)
         if outcome is not None:
             outcomes.append((check, outcome))
+    return outcomes
+
+
+def _conclude(case: Case, outcomes: Sequence[tuple[Check[Any], Outcome]]) -> Judgement:
     found = sorted((each for _, outcome in outcomes for each in outcome.findings), key=lambda each: each.step)
-    findings = tuple(_narrow(shown.case, each) for each in found)
-    return Judgement(apply_limits(outcomes), findings)
+    return Judgement(apply_limits(outcomes), tuple(_narrow(case, each) for each in found))
 
 
 def _narrow(case: Case, finding: Finding) -> Finding:

@@ -103,9 +103,13 @@ def test_check_does_not_load_torch(case_file: Path) -> None:
 
 def test_reports_do_not_load_torch(keep: Any, tmp_path: Path) -> None:
     code = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'matplotlib'")
-    words = ["report", str(keep("a")), "--html", str(tmp_path / "a.html"), "--junit", str(tmp_path / "a.xml")]
+    words = ["report", str(keep("a")), "--csv", str(tmp_path / "a.csv"), "--junit", str(tmp_path / "a.xml")]
     done = run_alone(code, *words)
     assert (done.returncode, done.stderr) == (0, "")
+    words = ["report", str(keep("a")), "--html", str(tmp_path / "a.html"), "--plots", str(tmp_path / "plots")]
+    done = run_alone(GUARD.replace("FORBIDDEN", "'torch', 'pyplot'"), *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "plots").is_dir()
     done = run_alone(code, "diff", str(keep("a")), str(keep("b")))
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import pytest
+
 
 def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp_path: Path) -> None:
     run = keep("a", "mismatch", 1.0)
@@ -42,6 +44,22 @@ def test_report_that_cannot_be_written_is_usage(invoke: Any, keep: Any, tmp_path
     assert f"{tmp_path} is a folder" in result.stderr
 
 
+def test_a_file_that_cannot_be_drawn_costs_no_other(
+    invoke: Any, keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(run: Any, path: Path) -> None:
+        raise ValueError("no glyph")
+
+    monkeypatch.setattr("moeverify.report.formats.html.write", draw)
+    result = invoke(
+        "report", keep("a", "mismatch", 1.0), "--html", tmp_path / "a.html", "--csv", tmp_path / "a.csv"
+    )
+    assert result.exit_code == 2
+    assert "MISMATCH  1 case" in result.stdout
+    assert f"error: {tmp_path / 'a.html'} was not written: ValueError: no glyph" in result.stderr
+    assert (tmp_path / "a.csv").is_file()
+
+
 def test_diff_exit_codes(invoke: Any, keep: Any, tmp_path: Path) -> None:
     passed, closer, failed = keep("a"), keep("b", error=9e-11), keep("c", "mismatch", 1.0)
     same = invoke("diff", passed, passed / "result.json")
@@ -64,3 +82,32 @@ def test_newer_run_says_to_upgrade(invoke: Any, keep: Any) -> None:
     assert result.exit_code == 2
     assert "schema version 99" in result.stderr
     assert "upgrade moeverify" in result.stderr
+
+
+def test_history_lists_kept_runs_in_the_order_of_their_times(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    for name, started, *rest in (
+        ("new", "2026-02-01T10:00:00+00:00", "mismatch", 1.0),
+        ("old", "2026-01-01T09:00:00+00:00"),
+    ):
+        path = keep(name, *rest) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started}))
+    result = invoke("history", tmp_path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    assert rows[0] == ["2026-01-01", "09:00", "old", "1", "of", "1", "1e-05", "1.5", "pass", *rows[0][9:]]
+    assert rows[1][:9] == ["2026-02-01", "10:00", "new", "0", "of", "1", "1e10", "1.5", "MISMATCH"]
+    assert " ".join(rows[1][9:]) == "fsdp2-2, gradient: head.weight"
+    assert invoke("history", tmp_path, "-k", "fsdp2").stdout == result.stdout
+
+
+def test_history_says_what_it_cannot_read_and_lists_the_rest(invoke: Any, keep: Any, tmp_path: Path) -> None:
+    keep("a")
+    (tmp_path / "cut.json").write_text('{"schema_version": 1,')
+    result = invoke("history", tmp_path)
+    assert result.exit_code == 2
+    assert f"left out: {tmp_path / 'cut.json'} is not JSON, or was cut off" in result.stderr
+    assert " a " in result.stdout
+    for words in ((tmp_path, "-k", "tp"), (tmp_path / "nothing",)):
+        result = invoke("history", *words)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "has no run" in result.stderr

@@ -127,14 +127,30 @@ def test_pass_writes_every_format(start: Start, tmp_path: Path) -> None:
     assert "ddp" in (tmp_path / "out" / "r.html").read_text()
 
 
-def test_mismatch_tells_the_finding(start: Start) -> None:
-    child = start("--fault", "faults_of_tests:halve", "--quiet")
+def test_mismatch_tells_the_finding_and_keeps_the_errors_of_all_tensors(start: Start, tmp_path: Path) -> None:
+    child = start("--fault", "faults_of_tests:halve", "--quiet", "--json", "r.json", "--plots", "plots")
     output, _ = child.communicate(timeout=200)
     assert child.returncode == 1
     assert output.startswith("ddp  MISMATCH  2 ranks")
     assert "scale     actual is 0.5 times expected, cosine 1\n" in output
     kept = "--cache cache --fault faults_of_tests:halve"
     assert f"    moeverify run ddp.yaml -k ddp {kept} --out runs/ddp\n" in output
+    (case,) = read_run(tmp_path / "r.json").cases
+    maps = {each.check: each for each in case.errors}
+    gradient = dict(zip(maps["gradient"].tensors, maps["gradient"].shares, strict=True))
+    assert {name for name, (first, *_) in gradient.items() if first > 1e9} == set(gradient)  # 0.5 / 1e-10
+    assert {share for row in maps["initial state"].shares for share in row} == {0.0}
+    for each in case.errors:  # what is over its bound is a finding, and nothing else
+        over = {
+            (tensor, step)
+            for tensor, row in zip(each.tensors, each.shares, strict=True)
+            for step, share in zip(each.steps, row, strict=True)
+            if share > 1.0
+        }
+        assert over == {(found.tensor, found.step) for found in case.findings if found.check == each.check}
+    assert case.mesh is not None
+    assert case.mesh.axes == {"dp_replicate": 2}
+    assert (tmp_path / "plots" / "ddp.heat-map.png").is_file()
 
 
 def test_failed_rank_is_an_error(start: Start, tmp_path: Path) -> None:

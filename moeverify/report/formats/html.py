@@ -1,32 +1,50 @@
-"""A run as one HTML page that needs nothing else: no script, no font, no image from anywhere."""
+"""A run as one HTML page that needs nothing else: no font, image or script from anywhere."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from moeverify.report.explanation import number_findings
+from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.files import write_atomically
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import describe_cell, find_matrices
+from moeverify.report.next_steps import Kept, advise
 from moeverify.report.numbers import (
     excess,
     format_bound,
     format_count,
     format_number,
+    format_range,
     format_ranks,
     format_seconds,
 )
+from moeverify.report.pictures.picture import Picture, format_svg
+from moeverify.report.pictures.registry import draw_case
+from moeverify.report.pictures.theme import format_variables
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
 from moeverify.report.stacks import group_ranks
 from moeverify.report.words.run import list_notes
-from moeverify.results.finding import MAX_CONCLUSIVE
+from moeverify.results.finding import MAX_CONCLUSIVE, Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# A browser shows thousands of findings slowly and nobody reads them; the JSON has all.
-_MAX_FINDINGS = 200
+_FAILED: tuple[Verdict, ...] = ("error", "mismatch")
+# What bounds the page of a huge run; the JSON has everything.
+_MOST_STATIC_CASES = 300
+_MOST_FAILURES = 20
+_MOST_SECTIONS = 60
+_MOST_PICTURED = 5  # cases: their pictures take about a second and 200 kB each
+_MOST_ORIGINS = 20
+_MOST_ROWS = 2000  # findings of a case
 
 
 def write(run: RunResult, path: Path) -> None:
@@ -38,7 +56,34 @@ def write(run: RunResult, path: Path) -> None:
 
 
 def format_page(run: RunResult) -> str:
-    """Return the page: the table of all cases, then for each case its checks, findings and ranks."""
+    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks.
+
+    The only script that a browser runs is the one whose hash the page names, whatever else a name smuggles in.
+    """
+    entries = _make_entries(run)
+    failed = [entry for entry in entries if entry.case.verdict in _FAILED]
+    is_long = len(entries) > _MOST_STATIC_CASES
+    script = (_TEMPLATES / "page.js").read_text(encoding="ascii")
+    template = _make_environment().get_template("run.html")
+    return template.render(
+        run=run,
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup((_TEMPLATES / "page.css").read_text(encoding="ascii")),
+        variables=Markup(format_variables()),
+        max_conclusive=MAX_CONCLUSIVE,
+        counts=count_verdicts(run),
+        num_tensors=sum(entry.tensors for entry in entries),
+        matrices=find_matrices(run.cases),
+        failed=failed[:_MOST_FAILURES],
+        num_more_failed=max(0, len(failed) - _MOST_FAILURES),
+        is_long=is_long,
+        cases=sorted(entries, key=lambda entry: entry.case.verdict not in _FAILED) if is_long else entries,
+        detailed=[entry for entry in entries if entry.anchor],
+    )
+
+
+def _make_environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -52,6 +97,7 @@ def format_page(run: RunResult) -> str:
         bound=format_bound,
         seconds=format_seconds,
         ranks=format_ranks,
+        range=format_range,
         share=_format_share,
     )
     environment.globals.update(
@@ -60,29 +106,99 @@ def format_page(run: RunResult) -> str:
         name_tensor=name_tensor,
         describe_finding=describe_finding,
         describe_cell=describe_cell,
+        name_failure=name_failure,
+        describe_failure=describe_failure,
         list_notes=list_notes,
     )
-    template = environment.get_template("run.html")
-    return template.render(
-        run=run,
-        max_conclusive=MAX_CONCLUSIVE,
-        counts=count_verdicts(run),
-        matrices=find_matrices(run.cases),
-        cases=[_Entry(position, case) for position, case in enumerate(run.cases, start=1)],
-    )
+    return environment
 
 
+def _make_entries(run: RunResult) -> list[_Entry]:
+    """Return all cases in their order. Those that failed are shown in detail, then others while there is room."""
+    positions = sorted(range(len(run.cases)), key=lambda at: run.cases[at].verdict not in _FAILED)
+    numbers: dict[int, int] = {}
+    for item in reversed(number_findings(run)):
+        numbers[id(item.case)] = item.number
+    # With many cases, those that passed have nothing to say beyond their row.
+    with_section = set(positions[:_MOST_SECTIONS])
+    pictured = set(positions[:_MOST_PICTURED])
+    return [
+        _Entry(
+            case,
+            anchor=f"case-{at + 1}" if at in with_section else "",
+            is_pictured=at in pictured,
+            command=run.command,
+            number=numbers.get(id(case), 1),
+        )
+        for at, case in enumerate(run.cases)
+    ]
+
+
+@dataclass(frozen=True)
 class _Entry:
-    """A case with what the template shows of it; `anchor` is its place on the page."""
+    """A case with what the templates show of it; `anchor` is the place of its section, if it has one."""
 
-    def __init__(self, position: int, case: CaseResult) -> None:
-        self.case = case
-        self.anchor = f"case-{position}"
-        self.tensors = count_tensors(case)
-        self.worst = find_worst_check(case)
-        self.findings = order_findings(case.findings)[:_MAX_FINDINGS]
-        self.num_left_out = len(case.findings) - len(self.findings)
-        self.groups = group_ranks(case.rank_reports)
+    case: CaseResult
+    anchor: str
+    is_pictured: bool
+    command: str
+    number: int
+
+    @cached_property
+    def tensors(self) -> int:
+        return count_tensors(self.case)
+
+    @cached_property
+    def worst(self) -> object:
+        return find_worst_check(self.case)
+
+    @cached_property
+    def groups(self) -> object:
+        return group_ranks(self.case.rank_reports)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        return order_findings(self.case.findings)
+
+    @cached_property
+    def origins(self) -> list[Finding]:
+        """Return the findings that are shown in full: those that follow from no other."""
+        return [finding for finding in self.findings if not finding.follows][:_MOST_ORIGINS]
+
+    @cached_property
+    def others(self) -> list[Finding]:
+        """Return the findings that are a row each."""
+        return self._rest[:_MOST_ROWS]
+
+    @property
+    def num_left_out(self) -> int:
+        return len(self._rest) - len(self.others)
+
+    @cached_property
+    def _rest(self) -> list[Finding]:
+        shown = set(map(id, self.origins))
+        return [finding for finding in self.findings if id(finding) not in shown]
+
+    @property
+    def others_title(self) -> str:
+        follow = all(finding.follows for finding in self.others)
+        return f"{format_count(len(self.others), 'finding')} {'that follow from these' if follow else 'more'}"
+
+    @property
+    def next_steps(self) -> list[tuple[str, str]]:
+        return advise(self.case, self.command, Kept(), self.number)
+
+    @cached_property
+    def pictures(self) -> list[tuple[str, Picture, Markup]]:
+        """Return (name, picture, SVG) of what there is to draw; the SVG is markup that matplotlib has escaped."""
+        if not self.is_pictured:
+            return []
+        drawn = draw_case(self.case)
+        return [(name, each, Markup(format_svg(each, f"{self.anchor}-{name}"))) for name, each in drawn]
+
+    @property
+    def is_without_pictures(self) -> bool:
+        return not self.is_pictured and self.case.verdict in _FAILED
 
 
 def _format_share(error: float, bound: float) -> str:

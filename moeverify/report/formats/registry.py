@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """A format: the name of its option and of its file, and what `--help` says of it."""
+    """A format: the name of its option and of its file, what `--help` says of it, and whether it fills a folder."""
 
     name: str
     help: str
+    is_folder: bool = False
 
 
 FORMATS = (
     Format("json", "Write all results for machines."),
     Format("junit", "Write JUnit XML for a CI server."),
-    Format("html", "Write one HTML page."),
+    Format("html", "Write one HTML page with pictures."),
+    Format("plots", "Write the pictures of the page as PNG files.", is_folder=True),
+    Format("markdown", "Write a summary in Markdown."),
     Format("csv", "Write a table with a row for each check of each case."),
     Format("trace", "Write the load of the experts of one case, for `moeverify place`."),
 )

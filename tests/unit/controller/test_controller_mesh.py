@@ -8,7 +8,7 @@ import pytest
 
 from moeverify.axes.groups import axis_affects
 from moeverify.case.schema import Case
-from moeverify.controller.mesh import make_picture
+from moeverify.controller.mesh import make_picture, make_shape
 from moeverify.validation.load import build_case
 
 DENSE, EXPERTS = "tiny-gpt", "stress"
@@ -54,3 +54,12 @@ def test_experts_are_shown_where_each_placement_has_them() -> None:
         {"experts, layer 1": tuple(first), "experts, layer 2": tuple(rest), "after step 1": evens},
         {"experts, layer 1": tuple(rest), "experts, layer 2": tuple(first), "after step 1": odds},
     ]
+
+
+def test_the_shape_has_the_groups_of_every_axis_of_more_than_one_rank() -> None:
+    shape = make_shape(make_case(EXPERTS, {"dp_shard": 4, "ep": 2}).layout)
+    assert shape.axes == {"dp_shard": 4}
+    every = ((0, 1, 2, 3),)
+    across = {"efsdp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}
+    assert shape.groups == {"dp_shard": every, "fsdp": every, "loss": every, **across}
+    assert make_shape(make_case(DENSE, {}).layout).groups == {}

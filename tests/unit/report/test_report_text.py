@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.sorting import order_findings
+from moeverify.report.sorting import VERDICTS, order_findings
 from moeverify.report.text import render_run
 
 
@@ -24,6 +24,22 @@ def show(print_at: Any) -> Any:
         return strip(text)
 
     return do
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 50, 60])
+def test_a_narrow_terminal_loses_neither_a_name_nor_a_verdict(
+    make_run: Any, make_case: Any, show: Any, width: int
+) -> None:
+    names = ("ep2", "hsdp-cp-ep", "fsdp-tp-ep-8", "megablocks-ep2-with-a-name-of-its-own-length")
+    run = make_run(*(make_case(name, verdict) for name, verdict in zip(names, VERDICTS, strict=True)))
+    table = show(run, width=width).split("\n\n")[0].splitlines()
+    assert max(len(line) for line in table) <= width
+    cells = "".join(line.split()[0] for line in table if line.strip())
+    for name in names:
+        assert name in cells  # whole, or folded without a letter lost
+    for verdict in VERDICTS:
+        assert sum(line.split()[-1].lower() == verdict for line in table if line.strip()) == 1
+    assert width < 30 or any(line.split()[0] == "fsdp-tp-ep-8" for line in table if line.strip())
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

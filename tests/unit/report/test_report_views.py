@@ -146,6 +146,36 @@ def test_live_progress_fits_and_leaves_nothing(make_case: Any) -> None:
     assert file.getvalue().rstrip().endswith("\x1b[2K")  # erased
 
 
+def test_live_progress_says_what_is_left_by_earlier_runs(make_case: Any) -> None:
+    now = [0.0]
+    durations = {"a": 10.0, "b": 20.0, "c": 30.0}
+    progress = LiveProgress(Console(file=io.StringIO(), width=90), clock=lambda: now[0], durations=durations)
+
+    def view() -> str:
+        still = Console(file=io.StringIO(), width=90)
+        with still.capture() as capture:
+            still.print(progress.render())
+        return capture.get()
+
+    progress.on_event(Event(kind="launch", num_ranks=4, num_total=4))
+    assert "ranks up" not in view()
+    progress.on_event(Event(kind="up", num_ranks=4, num_total=4))
+    assert "4 ranks up" in view()
+    progress.on_event(Event(kind="case-start", case="a", num_total=4))
+    assert "about 80 s left" in view()  # the fourth case takes as long as the mean of the others
+    now[0] = 4.0
+    assert "about 76 s left" in view()
+    now[0] = 14.0
+    assert "about 70 s left" in view()  # it takes longer than before
+    progress.on_event(Event(kind="case-end", case="a", num_done=1, num_total=4, result=make_case("a")))
+    assert "about 70 s left" in view()
+    progress.on_event(Event(kind="lost"))
+    assert "ranks lost" in view()
+    progress.on_event(Event(kind="case-end", case="b", num_done=2, num_total=4, result=make_case("b")))
+    progress.on_event(Event(kind="case-end", case="c", num_done=3, num_total=4, result=make_case("c")))
+    assert "left" not in view()  # nothing is known of the last case
+
+
 def test_quiet_progress_prints_nothing(print_at: Any) -> None:
     def show(console: Console) -> None:
         with open_progress(console, quiet=True) as progress:

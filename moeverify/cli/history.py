@@ -1,0 +1,38 @@
+"""`moeverify history`: kept runs in the order of their times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.context import BAD_INPUT, open_context
+
+
+def history(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder with folders of --out, or with files of --json."),
+    ],
+    pattern: Annotated[
+        str, typer.Option("-k", metavar="TEXT", help="Only cases with this text in their names.")
+    ] = "",
+) -> None:
+    """List kept runs, the oldest first: verdicts, and the largest error over its bound.
+
+    The exit code says only whether there are runs.
+    """
+    with open_context() as context:
+        from moeverify.errors import CaseError, Problem
+        from moeverify.report.history import list_runs, render_history
+
+        runs, problems = list_runs(folder, pattern)
+        for problem in problems:
+            context.err.print(f"left out: {problem}", soft_wrap=True)
+        if not runs:
+            remedy = "`moeverify run CASE --out DIR/NAME` keeps one"
+            which = f" with a case named *{pattern}*" if pattern else ""
+            raise CaseError([Problem(f"{folder} has no run{which}", "DIR", remedy=remedy)])
+        render_history(runs, context.out)
+        raise typer.Exit(BAD_INPUT if problems else 0)

@@ -1,0 +1,61 @@
+"""How long cases took in earlier runs on this machine, for an estimate of the time that is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from moeverify.controller.machine import default_cache
+from moeverify.controller.options import RunOptions
+from moeverify.report.files import write_atomically
+from moeverify.results.run import CaseResult
+
+_FILE = "durations.json"
+_MOST = 10_000  # of cases that are remembered, those that ran last
+_CONTENT = TypeAdapter(dict[str, float])
+
+
+@dataclass(frozen=True)
+class Durations:
+    """The file beside the full goldens that has the seconds of each case on its ranks.
+
+    It decides nothing: what cannot be read is unknown, and what cannot be written is forgotten.
+    """
+
+    path: Path
+    device: str
+
+    @classmethod
+    def of(cls, options: RunOptions) -> Durations:
+        """Return the durations of cases on the device that a run asks for."""
+        return cls((options.cache_folder or default_cache()) / _FILE, options.device)
+
+    def read(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the seconds of the cases of these names, as far as they are known."""
+        known = self._read_all()
+        found = {name: known.get(self._make_key(name)) for name in names}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    def keep(self, cases: Iterable[CaseResult]) -> None:
+        """Remember how long cases took that came to a verdict."""
+        new = {self._make_key(case.name): round(case.seconds, 2) for case in cases if case.checks}
+        if not new:
+            return
+        known = {key: seconds for key, seconds in self._read_all().items() if key not in new} | new
+        kept = dict(list(known.items())[-_MOST:])
+        with suppress(OSError):
+            write_atomically(self.path, json.dumps(kept, indent=0) + "\n")
+
+    def _make_key(self, name: str) -> str:
+        return f"{self.device} {name}"
+
+    def _read_all(self) -> dict[str, float]:
+        try:
+            return _CONTENT.validate_json(self.path.read_bytes())
+        except (OSError, ValidationError):
+            return {}

@@ -1,0 +1,38 @@
+"""The pictures of the page as PNG files in a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moeverify.report.files import write_atomically
+from moeverify.report.pictures.picture import format_png
+from moeverify.report.pictures.registry import draw_case
+from moeverify.results.run import CaseResult, RunResult
+
+# A picture takes up to a second. Of a large run the first cases say most.
+_MOST_CASES = 100
+
+
+def write(run: RunResult, folder: Path) -> None:
+    """Write `CASE.PICTURE.png` for each case that failed, or where none failed for each, at most for 100 cases.
+
+    Raises: OSError when the disk refuses; each picture is there completely or not at all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = [case for case in run.cases if case.verdict in ("error", "mismatch")]
+    used: set[str] = set()
+    for case in (failed or run.cases)[:_MOST_CASES]:
+        stem = _make_stem(case, used)
+        for name, picture in draw_case(case):
+            write_atomically(folder / f"{stem}.{name}.png", format_png(picture))
+
+
+def _make_stem(case: CaseResult, used: set[str]) -> str:
+    """Return the case's name as every file system takes it, with a number where another case has the same."""
+    plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", case.name)[:100].lstrip(".") or "case"
+    stem = plain
+    while stem.lower() in used:
+        stem = f"{plain}-{len(used)}"
+    used.add(stem.lower())
+    return stem

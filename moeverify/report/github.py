@@ -1,0 +1,63 @@
+"""Annotations of GitHub: workflow commands that put a failure at its line of a case file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from moeverify.case.document import read_document
+from moeverify.case.lines import find_line
+from moeverify.errors import Problem
+from moeverify.report.failure import describe_failure, name_failure
+from moeverify.report.numbers import format_count
+from moeverify.report.sanitize import clean
+from moeverify.results.run import RunResult
+
+# GitHub shows ten of each step, and says nothing of the others.
+_MOST = 10
+
+
+def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
+    """Yield a workflow command for each case that failed; `root` is the folder that paths are relative to."""
+    failed = [case for case in run.cases if case.verdict in ("error", "mismatch")]
+    for number, case in enumerate(failed[:_MOST], start=1):
+        lines = [name_failure(case), *(f"{label}: {text}" for label, text in describe_failure(case))]
+        if number == _MOST and len(failed) > _MOST:
+            lines.append(f"and {format_count(len(failed) - _MOST, 'more case')} failed")
+        # A file that is gone, or that was never there, has no line.
+        tree = read_document(Path(case.file), lambda problem: None) if case.file else None
+        line = find_line(tree, case.reason) if tree is not None else None
+        yield _format("\n".join(lines), f"moeverify: {case.name} {case.verdict}", case.file, line, root)
+
+
+def annotate_problems(problems: Iterable[Problem], root: Path | None = None) -> Iterator[str]:
+    """Yield a workflow command for each thing that is wrong with what a user wrote."""
+    for problem in list(problems)[:_MOST]:
+        text = ": ".join(part for part in (problem.path, problem.message) if part)
+        text += f"; {problem.remedy}" if problem.remedy else ""
+        yield _format(text, "moeverify: bad case", problem.file, problem.line, root)
+
+
+def _format(text: str, title: str, file: str, line: int | None, root: Path | None) -> str:
+    properties = {"title": title}
+    if file:
+        properties = {"file": _relate(file, root), **({"line": str(line)} if line else {}), **properties}
+    listed = ",".join(f"{name}={_escape_property(value)}" for name, value in properties.items())
+    return f"::error {listed}::{_escape(text)}"
+
+
+def _relate(file: str, root: Path | None) -> str:
+    """Return a path as the repository has it, where it is inside of it."""
+    path = Path(file).resolve()
+    return (
+        path.relative_to(root.resolve()).as_posix() if root and path.is_relative_to(root.resolve()) else file
+    )
+
+
+def _escape(text: str) -> str:
+    """Return a text as one line, in the way of `@actions/core`: nothing in it can begin another command."""
+    return clean(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escape_property(text: str) -> str:
+    return _escape(text).replace(":", "%3A").replace(",", "%2C")

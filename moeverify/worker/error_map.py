@@ -1,0 +1,52 @@
+"""The errors of all tensors that were compared, as shares of their bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeverify.checks.base import Check, Outcome
+from moeverify.compare.assembled import Assembled, Key
+from moeverify.results.checks import Kind
+from moeverify.results.error_map import ErrorMap
+
+
+def map_errors(
+    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled]
+) -> tuple[ErrorMap, ...]:
+    """Return how near the tensors came to their bounds, for each check that measures their relative errors."""
+    maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
+    return tuple(maps)
+
+
+def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
+    found = {(each.step, each.kind, each.tensor): each for each in outcome.findings}
+    shares: dict[str, dict[int, float]] = {}
+    for key, limit in outcome.limits.items():
+        step, kind, name = key
+        if key in found:
+            share = _divide(found[key].error, found[key].bound)
+        elif key in tensors:
+            # A golden of zeros has no relative error, and what is no finding is within its bound.
+            share = min(_divide(tensors[key].difference.relative_error, limit), 1.0)
+        else:
+            continue
+        row = shares.setdefault(name.rpartition(".")[0] if kind == Kind.OPTIMIZER_STATE else name, {})
+        row[step] = max(share, row.get(step, 0.0))
+    steps = tuple(sorted({step for row in shares.values() for step in row}))
+    return ErrorMap(
+        check=outcome.result.name,
+        tensors=tuple(shares),
+        steps=steps,
+        shares=tuple(tuple(row.get(step) for step in steps) for row in shares.values()),
+    )
+
+
+def _divide(error: float, bound: float) -> float:
+    """Return an error as a share of its bound, to three digits; whatever is no number is infinitely far off."""
+    if error == 0.0:
+        return 0.0
+    if bound <= 0.0 or not math.isfinite(error):
+        return math.inf
+    return float(f"{error / bound:.3g}")

@@ -1,0 +1,96 @@
+"""A failing case with everything that pictures are drawn of, in sizes that a real run has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from moeverify.results.cause import Cause
+from moeverify.results.error_map import ErrorMap
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.finding import CheckResult, DetectionLimits, Finding, Worst
+from moeverify.results.load import ExpertLoad
+from moeverify.results.mesh import MeshShape
+from moeverify.results.operation import Scaled
+from moeverify.results.place import Place
+from moeverify.results.run import CaseResult
+
+FAMILIES = ("attention.q_proj.weight", "moe.experts.gate", "moe.experts.down", "ffn_norm.weight")
+TENSORS = ("embed.weight", *(f"layers.{layer}.{name}" for layer in range(3) for name in FAMILIES))
+EXPERTS = tuple(name for name in TENSORS if "experts" in name)
+MESH = MeshShape(
+    axes={"dp_shard": 4},
+    groups={"dp_shard": ((0, 1, 2, 3),), "efsdp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))},
+)
+LOAD = ExpertLoad(
+    layers=(1, 2),
+    num_experts=4,
+    num_sources=2,
+    top_k=1,
+    copies=((((5, 0), (1, 7), (0, 0), (2, 2)),) * 2,) * 3,
+)
+
+
+def make_failing(name: str = "fsdp2-ep2", extra: int = 0, **fields: Any) -> CaseResult:
+    """Return a case in which experts' gradients are doubled at step 0, and all tensors differ from step 1 on."""
+    first, *others = [
+        _make_finding(tensor, step) for step in (0, 1) for tensor in (EXPERTS if step == 0 else TENSORS)
+    ]
+    subject = Subject(quantity=Quantity.GRADIENT, tensors=EXPERTS, family="expert")
+    explanation = Explanation(cause=Cause.SCALE, subject=subject, operation=Scaled(contributions=()))
+    first = first.model_copy(
+        update={"follows": "", "explanation": explanation, "place": Place(axes=("efsdp", "ep"), ranks=(0, 1))}
+    )
+    more = [_make_finding(f"layers.1.extra.{number}", 1) for number in range(extra)]
+    row0, row1 = (0.002, 5e4, 3e11), (math.inf, 5e4, 3e11)
+    content: dict[str, Any] = {
+        "file": f"cases/{name}.yaml",
+        "verdict": "mismatch",
+        "ranks": 4,
+        "seconds": 3.25,
+        "recipe": "stress-adamw",
+        "layout": "fsdp2 4 + ep 2",
+        "checks": (
+            _make_check("loss", "pass", 1e-16),
+            _make_check("gradient", "mismatch", 1.0),
+            _make_check("update", "mismatch", math.inf),
+        ),
+        "findings": (first, *others, *more),
+        "losses": ((5.2, 5.2), (5.1, 5.1000001), (5.0, math.nan)),
+        "gradient_norms": ((1.0, 1.2), (1.0, 1.2), (1.0, 1.2)),
+        "load": LOAD,
+        "mesh": MESH,
+        "errors": (
+            ErrorMap(
+                check="gradient",
+                tensors=TENSORS,
+                steps=(0, 1, 2),
+                shares=tuple(row1 if name in EXPERTS else row0 for name in TENSORS),
+            ),
+        ),
+    }
+    return CaseResult.model_validate({"name": name, **content, **fields})
+
+
+def _make_check(name: str, verdict: str, error: float) -> CheckResult:
+    worst = Worst(tensor=EXPERTS[0], error=error, bound=1e-10, step=0)
+    limits = DetectionLimits(median=1e-10, worst=1e-8, tensor="embed.weight")
+    return CheckResult.model_validate(
+        {"name": name, "verdict": verdict, "tensors": 39, "worst": worst, "limits": limits}
+    )
+
+
+def _make_finding(tensor: str, step: int) -> Finding:
+    return Finding(
+        check="gradient",
+        kind="gradient",
+        tensor=tensor,
+        step=step,
+        rank=1,
+        ranks=(0, 1),
+        error=1.0,
+        bound=1e-10,
+        scale=2.0,
+        cosine=1.0,
+        follows=EXPERTS[0],
+    )

@@ -1,0 +1,150 @@
+"""The page in a real browser: it renders without an error, its tables fold and filter, and no other script runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_cases import make_failing
+
+from moeverify.report.formats.html import format_page
+
+Load = Callable[[str], tuple[str, list[str]]]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=3000",
+)
+# Does what a reader does, after the script of the page: opens, filters, asks for more.
+READER = """
+const details = document.querySelector("details.rows");
+const count = () => details.querySelectorAll("tbody tr").length;
+const log = [count()];
+details.open = true;
+setTimeout(() => {
+  log.push(count());
+  details.querySelector("button").click();
+  log.push(count());
+  const input = details.querySelector("input");
+  input.value = "EXTRA.7 gradient";
+  input.dispatchEvent(new Event("input"));
+  log.push(count(), details.querySelector("[role=status]").textContent);
+  input.value = "";
+  input.dispatchEvent(new Event("input"));
+  log.push(count());
+  document.querySelector("a[href^='#case-']").click();
+  log.push(location.hash, document.querySelectorAll("svg").length);
+  document.body.dataset.log = JSON.stringify(log);
+}, 200);
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Return a function that opens a page and returns its elements, and what its console says."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)}")
+
+    def do(page: str) -> tuple[str, list[str]]:
+        number = sum(1 for _ in tmp_path.iterdir())
+        path = tmp_path / f"page-{number}.html"
+        path.write_text(page, encoding="utf-8")
+        profile = tmp_path / f"profile-{number}"
+        done = subprocess.run(
+            [browser, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", path.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return do
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    from moeverify.results.run import RunResult
+
+    cases = (make_failing(extra=900),)
+    return format_page(RunResult(verdict="mismatch", environment={"torch": "2.13"}, cases=cases))
+
+
+def add_script(page: str, code: str) -> str:
+    """Return a page whose only script has more to do, with the hash that lets it run."""
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    longer = script + code
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, longer)]
+    assert digests[0] in page
+    return page.replace(script, longer).replace(*digests)
+
+
+def test_rows_are_made_when_they_are_asked_for_and_filtered(load: Load, page: str) -> None:
+    elements, console = load(add_script(page, READER))
+    assert console == []
+    (log,) = re.findall(r'data-log="([^"]*)"', elements)
+    # 918 findings follow: none at first, 200 and 400 of them, those with both words, 200 again.
+    matching = sum("extra.7" in f"layers.1.extra.{number}" for number in range(900))
+    expected = (
+        f'[0,200,400,{matching},"{matching} shown of {matching} that match, 918 in all",200,"#case-1",6]'
+    )
+    assert log.replace("&quot;", '"') == expected
+
+
+def test_the_page_as_it_is_runs_its_script(load: Load, page: str) -> None:
+    elements, console = load(page.replace('<details class="rows">', '<details class="rows" open>'))
+    assert console == []
+    assert elements.count('class="filter"') == 1
+    assert "200 shown of 918" in elements
+
+
+def test_a_script_that_came_with_a_name_does_not_run(load: Load, page: str) -> None:
+    evil = "<script>document.title='broken'</script><img src=x onerror=document.title='broken'>"
+    from moeverify.results.run import RunResult
+
+    case = make_failing(evil, reason=evil, notes=(evil,))
+    findings = [each.model_copy(update={"tensor": f"{evil}{each.step}"}) for each in case.findings]
+    evil_case = case.model_copy(update={"findings": tuple(findings), "layout": evil, "file": evil})
+    text = format_page(RunResult(verdict="mismatch", environment={evil: evil}, cases=(evil_case,)))
+    elements, console = load(text.replace('<details class="rows">', '<details class="rows" open>'))
+    assert console == []  # all of it is text
+    assert "<title>moeverify: mismatch</title>" in elements
+    assert "<img" not in elements
+    # And where something was not escaped, the browser still refuses it.
+    elements, console = load(page.replace("</main>", f"{evil}</main>"))
+    assert "<title>moeverify: mismatch</title>" in elements
+    assert "Content Security Policy" in " ".join(console)
+
+
+def test_a_run_of_ten_thousand_cases_opens(load: Load, make_run: Any, make_case: Any, tmp_path: Path) -> None:
+    cases = [make_case(f"case-{number}") for number in range(9_990)]
+    few = {"errors": (), "load": None, "losses": (), "gradient_norms": ()}
+    failed = [make_failing(f"failed-{number}", extra=50, **few) for number in range(10)]
+    text = format_page(make_run(*cases, *failed))
+    assert len(text) < 6e6
+    elements, console = load(
+        text.replace('<details class="rows"><summary>All', '<details class="rows" open><summary>All')
+    )
+    assert console == []
+    assert "200 shown of 10000" in elements
+    assert elements.index("failed-9") < elements.index(">case-0<")
+    assert elements.count("<svg") == 5 * 3  # pictures of the first five failures
