@@ -79,9 +79,7 @@ def run(
         results: list[RunResult | None] = []
         # A fault may make a case hang, or end at once.
         durations = Durations.of(options) if settings.fault is None else None
-        code = run_and_report(
-            go, cases, outputs, context, quiet=quiet, refused=loaded, durations=durations
-        )
+        code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded, durations=durations)
         if debug and results[0] is not None:
             debug_first(cases, results[0], options, context)
         raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
