@@ -83,6 +83,8 @@ class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
 
     def __init__(self, program: Program, *, by_row: bool, knows_rows: bool) -> None:
         super().__init__(program.model)
+        # A layout with router losses of its own defines them itself: megablocks' are means over local tokens.
+        self._judges_routers = program.own_router_losses is None
         self._by_row = by_row
         self._knows_rows = knows_rows
         self._pending: list[_Pass] = []
@@ -95,6 +97,8 @@ class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
     ) -> None:
         """Keep the sums of one pass; see `RouterPasses`."""
+        if not self._judges_routers:
+            return
         if valid is None:
             valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from moeverify.checks import objective
@@ -16,6 +18,7 @@ from moeverify.results.finding import Finding
 from moeverify.train import loop
 from moeverify.train import objective as losses
 from moeverify.train.objective import Losses
+from moeverify.train.program import Program
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 SGD = {"name": "sgd", "lr": 0.1}
@@ -131,6 +134,19 @@ def test_what_one_rank_reports_otherwise_is_found_there(train_watched: Train) ->
     found: tuple[Finding, ...] = judge_losses(shown, [report, other]).findings
     assert [(finding.tensor, finding.rank, finding.ranks) for finding in found[:1]] == [("lm", 1, (1,))]
     assert {finding.tensor for finding in found} == {"lm"}
+
+
+def test_router_losses_of_a_layouts_own_are_not_judged(
+    train_alone: Callable, run_ranks: Callable, make_one_device_case: Callable
+) -> None:
+    case = make_one_device_case(SGD, "float32", SOFTMAX)
+
+    def make_watch(program: Program) -> ObjectiveWatch:
+        own = replace(program, own_router_losses=lambda: (torch.ones(()), torch.ones(())))
+        return ObjectiveWatch(own, by_row=True, knows_rows=True)
+
+    outcome = judge_losses(run_ranks({0: {}}).shown(case), [train_alone(case, make_watch)])
+    assert (outcome.findings, outcome.result.tensors) == ((), 3)  # lm of three steps
 
 
 def test_long_passes_are_added_up_in_chunks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
