@@ -81,12 +81,11 @@ class _Pass:
 class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
     """Adds up token losses, and what the balance and z losses need, without a word to the CPU before the end."""
 
-    def __init__(self, program: Program, *, by_row: bool, knows_rows: bool) -> None:
+    def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
         super().__init__(program.model)
         # A layout with router losses of its own defines them itself: megablocks' are means over local tokens.
-        self._judges_routers = program.own_router_losses is None
+        self._judges_routers = is_whole and program.own_router_losses is None
         self._by_row = by_row
-        self._knows_rows = knows_rows
         self._pending: list[_Pass] = []
         self._passes: dict[int, list[tuple[_Pass, Sequence[int] | None]]] = {}
         self._token_losses: dict[int, dict[str, tuple[Tensor, int]]] = {}
@@ -115,7 +114,7 @@ class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
             self._token_losses.setdefault(step, {})[region.key] = (total, region.numel)
             self._eps[step] = max(self._eps.get(step, 0.0), torch.finfo(local.dtype).eps)
             # What the routers have seen since the last micro-batch was shown is of this one.
-            self._file(step, region.dims[0] if self._knows_rows else None)
+            self._file(step, region.dims[0])
         elif kind == Kind.LOSS:
             self._losses.setdefault(step, {})[name] = local.detach().clone()
             self._file(step, None)
@@ -210,8 +209,9 @@ class Objective(Check[dict[int, StepSums]]):
             return None
         moe = run.case.recipe.model.moe
         by_row = moe is not None and moe.balance_scope == "sequence"
-        # Stages of a pipeline have several micro-batches under way, and show the losses of none but the last stage.
-        return ObjectiveWatch(program, by_row=by_row, knows_rows=run.case.layout.pp == 1)
+        # A stage of a pipeline has a part of the routers and several micro-batches under way, and only the last one
+        # shows losses: there lm alone is judged.
+        return ObjectiveWatch(program, by_row=by_row, is_whole=run.case.layout.pp == 1)
 
     def judge(self, shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome | None:
         """Return whether each loss is what the ranks' own values add up to; see `Check`."""

@@ -35,7 +35,7 @@ def train_watched(run_ranks: Callable, train_alone: Callable, make_one_device_ca
     def do(moe: Mapping[str, Any] | None, precision: str) -> tuple[Any, dict[int, StepSums]]:
         case = make_one_device_case(SGD, precision, moe)
         by_row = moe is not None and "balance_scope" not in moe
-        report = train_alone(case, lambda program: ObjectiveWatch(program, by_row=by_row, knows_rows=True))
+        report = train_alone(case, lambda program: ObjectiveWatch(program, by_row=by_row, is_whole=True))
         return run_ranks({0: {}}).shown(case), report
 
     return do
@@ -143,10 +143,19 @@ def test_router_losses_of_a_layouts_own_are_not_judged(
 
     def make_watch(program: Program) -> ObjectiveWatch:
         own = replace(program, own_router_losses=lambda: (torch.ones(()), torch.ones(())))
-        return ObjectiveWatch(own, by_row=True, knows_rows=True)
+        return ObjectiveWatch(own, by_row=True, is_whole=True)
 
     outcome = judge_losses(run_ranks({0: {}}).shown(case), [train_alone(case, make_watch)])
     assert (outcome.findings, outcome.result.tensors) == ((), 3)  # lm of three steps
+
+
+def test_of_a_stage_of_a_pipeline_lm_alone_is_judged(
+    train_alone: Callable, run_ranks: Callable, make_one_device_case: Callable
+) -> None:
+    case = make_one_device_case(SGD, "float32", SOFTMAX)
+    report = train_alone(case, lambda program: ObjectiveWatch(program, by_row=True, is_whole=False))
+    outcome = judge_losses(run_ranks({0: {}}).shown(case), [report])
+    assert {name for _, _, name in outcome.limits} == {"lm"}
 
 
 def test_long_passes_are_added_up_in_chunks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
