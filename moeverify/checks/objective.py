@@ -171,7 +171,7 @@ def _sum_pass(
     z = torch.zeros(3, dtype=torch.float64, device=x.device)
     rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
     relative = torch.zeros((), dtype=torch.float64, device=x.device)
-    parts = zip(tokens.split(_CHUNK), chosen.split(_CHUNK), row_of.split(_CHUNK), strict=True)
+    parts = zip(*(torch.split(each, _CHUNK) for each in (tokens, chosen, row_of)), strict=True)
     for part, of_part, row in parts:
         if not len(part):
             continue
@@ -240,8 +240,12 @@ def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcom
             if wrong and not (name == TOTAL and any(finding.step == step for finding in findings)):
                 values = (expected, dict(rows)[rank], bound)
                 findings.append(_make_finding(shown, key, (rank, *wrong), values))
-    verdict = "mismatch" if findings else "pass"
-    result = CheckResult(name=CheckName.OBJECTIVE, verdict=verdict, tensors=len(limits), worst=worst)
+    result = CheckResult(
+        name=CheckName.OBJECTIVE,
+        verdict="mismatch" if findings else "pass",
+        tensors=len(limits),
+        worst=worst,
+    )
     return Outcome(result, tuple(findings), limits)
 
 
@@ -249,7 +253,7 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
     """Return (expected, relative bound) of each loss that what the ranks have noted is enough for."""
     recipe = shown.case.recipe
     model, data = recipe.model, recipe.data
-    batch = make_batch(data, model.vocab_size, recipe.seed, step, whole_share(data), torch.device("cpu"))  # type: ignore[union-attr]
+    batch = make_batch(data, model.vocab_size, recipe.seed, step, whole_share(data), torch.device("cpu"))
     lengths = batch.row_valid.to(torch.float64)
     found: dict[str, tuple[float, float]] = {}
     lm = _compute_lm(of_step, float(lengths.sum()), batch.valid.numel())
@@ -354,7 +358,7 @@ def _make_finding(
     step, kind, name = key
     rank, *wrong = ranks
     expected, actual, bound = values
-    terms = () if name == TOTAL else (Part(term=name),)  # type: ignore[arg-type]
+    terms = () if name == TOTAL else (Part(term=name),)
     return Finding(
         check=CheckName.OBJECTIVE,
         kind=kind,
