@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.case.schema import MoE
-from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.base import Check, Outcome, R, RankRun, Role, Shown, Watch
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
@@ -51,16 +51,22 @@ class Scored:
     def compute(cls, spec: MoE, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scored:
         """Return the scores of x (N, H), whose dtype says in which one the router computes."""
         unit = 0.5 * torch.finfo(widen(x.dtype)).eps
-        wide = x.to(torch.float64)
-        logits, sizes = wide @ weight.T, wide.abs() @ weight.abs().T
-        if bias is not None:
-            logits, sizes = logits + bias, sizes + bias.abs()
-        # A product sums in vectors and blocks, whose roundings add up like a random walk.
-        error = unit * (4.0 * x.shape[-1] ** 0.5 + 8.0) * sizes.amax(dim=-1, keepdim=True)
+        logits, error = compute_logits(x, weight, bias)
         if spec.score == "sigmoid":
             return cls(logits.sigmoid(), error + 8.0 * unit)
         # All logits may be off, in different directions, and E exponentials are summed.
         return cls(logits.softmax(dim=-1), 2.0 * error + (8.0 + logits.shape[-1]) * unit)
+
+
+def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the logits (N, E) of x (N, H) in float64, and the largest error (N, 1) of the router's own."""
+    unit = 0.5 * torch.finfo(widen(x.dtype)).eps
+    wide = x.to(torch.float64)
+    logits, sizes = wide @ weight.T, wide.abs() @ weight.abs().T
+    if bias is not None:
+        logits, sizes = logits + bias, sizes + bias.abs()
+    # A product sums in vectors and blocks, whose roundings add up like a random walk.
+    return logits, unit * (4.0 * x.shape[-1] ** 0.5 + 8.0) * sizes.amax(dim=-1, keepdim=True)
 
 
 def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,13 +152,11 @@ class RouterStep:
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
 
 
-class RouterWatch(Watch[Reports]):
-    """Scores the tokens of each forward pass again, on the router's device, and keeps six numbers of it."""
+class RouterPasses(Watch[R]):
+    """Sees every forward pass of the reference model's routers on this rank, with the weight that it used."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._step = -1
-        self._seen: dict[tuple[int, str], list[Tensor]] = {}
-        self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
+        self.step = -1
         self._weights: dict[nn.Module, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
@@ -164,7 +168,7 @@ class RouterWatch(Watch[Reports]):
 
     def begin_step(self, step: int) -> None:
         """Note the number of the step; see `Watch`."""
-        self._step = step
+        self.step = step
 
     def close(self) -> None:
         """Take the hooks away; see `Watch`."""
@@ -173,9 +177,11 @@ class RouterWatch(Watch[Reports]):
         self._handles = []
         self._weights = {}
 
-    def report(self) -> Reports:
-        """Return what was wrong in each step; see `Watch`."""
-        return {key: _join(seen, self._sizes[key]) for key, seen in self._seen.items()}
+    def see(
+        self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
+    ) -> None:
+        """See one pass. Shapes: weight (E, H) float64, x (B, S, H), valid (B, S); this rank's own tokens."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def _keep_weight(self, module: nn.Module, _: Any) -> None:
@@ -191,19 +197,34 @@ class RouterWatch(Watch[Reports]):
             if weight is None or torch.compiler.is_compiling() or module.record is None:
                 return
             arguments = dict(zip(("x", "valid"), inputs, strict=False)) | named
-            x, valid = local_part(arguments["x"]).detach(), arguments.get("valid")
-            key = (self._step, name)
-            self._seen.setdefault(key, []).append(
-                count_wrong(module, weight, x, valid, routing, module.record)
-            )
-            tokens, experts = self._sizes.get(key, (0, 0))
-            num_tokens = x.flatten(0, -2).shape[0]
-            self._sizes[key] = (
-                tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)),
-                experts + len(weight),
-            )
+            x = local_part(arguments["x"]).detach()
+            self.see(name, module, weight, x, arguments.get("valid"), routing)
 
         return hook
+
+
+class RouterWatch(RouterPasses[Reports]):
+    """Scores the tokens of each forward pass again, on the router's device, and keeps six numbers of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._seen: dict[tuple[int, str], list[Tensor]] = {}
+        self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
+
+    def report(self) -> Reports:
+        """Return what was wrong in each step; see `Watch`."""
+        return {key: _join(seen, self._sizes[key]) for key, seen in self._seen.items()}
+
+    def see(
+        self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
+    ) -> None:
+        """Count what is wrong of one pass; see `RouterPasses`."""
+        assert router.record is not None
+        key = (self.step, name)
+        self._seen.setdefault(key, []).append(count_wrong(router, weight, x, valid, routing, router.record))
+        tokens, experts = self._sizes.get(key, (0, 0))
+        num_tokens = x.flatten(0, -2).shape[0]
+        self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
 def _join(seen: Sequence[Tensor], size: tuple[int, int]) -> RouterStep:

@@ -89,7 +89,7 @@ Escalate = Annotated[
     bool,
     typer.Option(
         "--escalate/--no-escalate",
-        help="Where a finding below float64 has no cause, run the case in wider precisions.",
+        help="Where a finding below float64 has no cause or only a place, run the case in wider precisions.",
     ),
 ]
 

@@ -29,6 +29,7 @@ class Precision(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    mixed = "mixed"
 
 
 Numbers = Annotated[

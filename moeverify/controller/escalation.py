@@ -1,4 +1,4 @@
-"""Runs a case in wider precisions at once where rounding hides the cause of a finding, and merges what they say.
+"""Runs a case in wider precisions at once where rounding may hide the cause of a finding, and merges what they say.
 
 No torch.
 """
@@ -33,7 +33,7 @@ def change_precision(case: Case, precision: Precision) -> Case:
 def escalate(
     cases: Sequence[Case], result: RunResult, options: RunOptions, on_event: Callable[[Event], None]
 ) -> RunResult:
-    """Return the run with what wider precisions say of findings without a cause; one launch serves all of them.
+    """Return the run with what wider precisions say of findings without a named cause; one launch serves all of them.
 
     They run under the same fault. Ranks that somebody else has started run nothing more.
     """
@@ -67,9 +67,14 @@ def escalate(
 
 
 def needs_escalation(case: CaseResult) -> bool:
-    """Return whether something differs, and none of what follows from nothing else has a cause."""
-    origins = [finding for finding in case.findings if not finding.follows]
-    return case.verdict == "mismatch" and bool(origins) and not any(each.is_explained for each in origins)
+    """Return whether something differs, and the leading finding does not say what was done to the right values."""
+    lead = find_lead(case)
+    return case.verdict == "mismatch" and lead is not None and not lead.names_operation
+
+
+def find_lead(case: CaseResult) -> Finding | None:
+    """Return the first finding that follows from none, which leads the report."""
+    return next((finding for finding in case.findings if not finding.follows), None)
 
 
 def list_wider(case: Case) -> Sequence[Case]:
@@ -85,33 +90,52 @@ def list_wider(case: Case) -> Sequence[Case]:
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:
     """Return a case with what it showed in wider precisions, the narrowest first.
 
-    What is named in the widest one that names something is the cause, and the findings of the case follow from it.
+    Where the leading finding of a wider precision says more of the cause, it leads, and the findings of the case that
+    say less follow from it; of several precisions that say as much, the widest does.
     """
     if not answers:
         return case
-    seen = tuple(_sum_up(precision, answer) for precision, answer in answers)
-    origins = [finding for finding in case.findings if not finding.follows]
+    known = _rate(find_lead(case))
+    seen = tuple(_sum_up(precision, answer, known) for precision, answer in answers)
     named = [
-        finding.model_copy(update={"wider": (each,)})
-        for each, (_, answer) in zip(seen, answers, strict=True)
-        if each.outcome == "named"
-        for finding in answer.findings
-        if not finding.follows and finding.is_explained
+        (_rate(find_lead(answer)), number)
+        for number, (_, answer) in enumerate(answers)
+        if seen[number].outcome == "named"
     ]
-    widest = [finding for finding in named if finding.wider[0].precision == named[-1].wider[0].precision]
-    findings: list[Finding] = list(widest)
+    leads: list[Finding] = []
+    if named:
+        number = max(named)[1]
+        leads = [
+            finding.model_copy(update={"wider": (seen[number],)})
+            for finding in answers[number][1].findings
+            if not finding.follows and finding.is_explained
+        ]
+    leading = {_identify(lead) for lead in leads}
+    findings = list(leads)
     for finding in case.findings:
         changed: dict[str, object] = {}
-        if any(finding is origin for origin in origins):
-            changed = {"wider": seen} | ({"follows": widest[0].tensor} if widest else {})
+        if not finding.follows and (not finding.names_operation or _identify(finding) in leading):
+            changed = {"wider": seen} | ({"follows": leads[0].tensor} if leads else {})
         findings.append(finding.model_copy(update=changed))
     return case.model_copy(update={"findings": tuple(findings)})
 
 
-def _sum_up(precision: Precision, answer: CaseResult) -> Wider:
+def _rate(finding: Finding | None) -> int:
+    """Return how much a finding says of its cause: nothing, a place or a size, or what was done."""
+    return 0 if finding is None else finding.is_explained + finding.names_operation
+
+
+def _identify(finding: Finding) -> tuple[str, str, str]:
+    return finding.check, finding.kind, finding.tensor
+
+
+def _sum_up(precision: Precision, answer: CaseResult, known: int) -> Wider:
+    """Return what a wider precision has shown, where the case itself says `known` of the cause."""
     if answer.verdict in ("error", "skipped"):
         return Wider(precision=precision, outcome="not-run", reason=answer.reason)
     if answer.verdict == "pass":
         return Wider(precision=precision, outcome="not-shown")
-    named = any(finding.is_explained for finding in answer.findings if not finding.follows)
-    return Wider(precision=precision, outcome="named" if named else "unexplained")
+    found = _rate(find_lead(answer))
+    if found > known:
+        return Wider(precision=precision, outcome="named")
+    return Wider(precision=precision, outcome="alike" if found else "unexplained")

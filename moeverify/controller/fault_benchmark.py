@@ -15,6 +15,7 @@ from moeverify.errors import CaseError, Problem
 from moeverify.faults.fault import Fault
 from moeverify.results.benchmark import FaultRow
 from moeverify.results.run import CaseResult, Event
+from moeverify.validation.rules import validate
 
 LOSS_CURVE = 1e-3
 
@@ -74,16 +75,23 @@ def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
 
 
 def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Fault]:
-    """Return the faults under the same recipes in another precision, but those that are none in it.
+    """Return the faults under the same recipes in another precision, but those that are none or cannot run in it.
 
     Raises CaseError where none is left.
     """
-    kept = [fault for fault in faults if precision in fault.precisions]
+    kept = [fault for fault in faults if precision in fault.precisions and _can_run(fault, precision)]
     if not kept:
-        needed = " or ".join(sorted({each for fault in faults for each in fault.precisions}))
+        others = {each for fault in faults for each in fault.precisions} - {precision}
         numbers = ", ".join(fault.number for fault in faults)
-        problem = f"{numbers}: no bug in a recipe of {precision}"
-        raise CaseError([Problem(problem, "--precision", remedy=f"leave it out, or write {needed}")])
+        raise CaseError(
+            [
+                Problem(
+                    f"{numbers}: no bug in a recipe of {precision}",
+                    "--precision",
+                    remedy=f"leave it out, or write {' or '.join(sorted(others))}",
+                )
+            ]
+        )
     return [
         replace(
             fault,
@@ -92,6 +100,11 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
         )
         for fault in kept
     ]
+
+
+def _can_run(fault: Fault, precision: Precision) -> bool:
+    cases = [fault.case] if fault.saver is None else [fault.saver, fault.case]
+    return not any(validate(change_case(case, precision)) for case in cases)
 
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:

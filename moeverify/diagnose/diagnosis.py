@@ -50,9 +50,9 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     if step is None:
         return [_explain_apart(finding) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
-    origins, explained = make_origins(_explain_step(first, inputs), first, inputs)
-    if not origins:
-        return list(findings)
+    # What only compares whole passes, such as margins of choices, leaves no tensor that could be examined.
+    causes = _explain_step(first, inputs) or [DiagnosedCause((), None)]
+    origins, explained = make_origins(causes, first, inputs)
     recomputed = [finding for finding in apart if finding.check in RECOMPUTED]
     origins, recomputed = merge_with_origins(origins, recomputed)
     apart = recomputed + [finding for finding in apart if finding.check not in RECOMPUTED]
@@ -65,7 +65,9 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
         and not (unsteady and finding.check == CheckName.REPEAT)
     ]
     independent = [_explain_apart(each) for each in apart if each.check in _ORIGINS]
-    return unsteady[:1] + origins + independent + unsteady[1:] + followers
+    late = [origin for origin in origins if origin.follows]
+    origins = [origin for origin in origins if not origin.follows]
+    return unsteady[:1] + origins + independent + unsteady[1:] + late + followers
 
 
 def _list_unsteady(findings: Sequence[Finding], step: int) -> list[Finding]:
@@ -215,7 +217,7 @@ def _choose_head(cause: DiagnosedCause, first: Sequence[Finding]) -> Finding:
 
 def _with_explanation(head: Finding, cause: DiagnosedCause) -> Finding:
     if cause.explanation is None:
-        names = tuple(tensor.name for tensor in cause.tensors)
+        names = tuple(tensor.name for tensor in cause.tensors) or (head.tensor,)
         seen = (*head.observations, *_note_rounding(cause))
         return head.model_copy(update={"unexplained": names, "observations": seen})
     return head.model_copy(

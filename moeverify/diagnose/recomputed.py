@@ -16,10 +16,16 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
         {Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.ROUTER_COUNTS}
     ),
+    CheckName.OBJECTIVE: frozenset({Kind.LOSS}),
     CheckName.CLIP: frozenset({Kind.GRADIENT_NORM}),
     CheckName.OPTIMIZER_STEP: frozenset({Kind.UPDATE, Kind.OPTIMIZER_STATE}),
 }
 """The kinds of logical tensors that each of these checks computes again."""
+
+_SCALARS = (
+    CheckName.CLIP,
+    CheckName.OBJECTIVE,
+)  # their tensors are single numbers, of which each is its own bug
 
 
 def join_alike(findings: Sequence[Finding]) -> list[Finding]:
@@ -73,7 +79,7 @@ def _signature(finding: Finding) -> object:
     """Return what is equal for findings of one bug: the quantity, and by which factors its terms are off."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
-        return finding.check, finding.kind, finding.tensor if finding.check == CheckName.CLIP else ""
+        return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else ""
     quantity = finding.kind if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     factors = tuple(
         (term.name, None if term.found is None else round(term.found / term.expected, 1))

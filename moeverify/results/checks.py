@@ -70,6 +70,7 @@ class CheckName(StrEnum):
     ACTIVATIONS = "activations", "the output of every block, with the first block that diverges", True
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
+    OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
     CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"

@@ -6,7 +6,8 @@ from enum import StrEnum
 
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Offset, Operation, Scaled, Unreduced
+from moeverify.results.operation import Altered, Offset, Operation, OwnValues, Rounded, Scaled, Unreduced
+from moeverify.results.part import WHOLE
 from moeverify.results.record import Record
 
 
@@ -61,6 +62,28 @@ class Explanation(Record):
         if isinstance(self.operation, Offset):
             return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
+
+    @property
+    def names_operation(self) -> bool:
+        """Return whether it says what was done to the right values, and not alone where or by how much they are off.
+
+        Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
+        a measurement. Runs that differ among themselves are explained by that alone.
+        """
+        operation = self.operation
+        if isinstance(operation, Altered):
+            is_part = operation.tokens is not None or operation.first_micro_batch > 0
+            return is_part or self.cause is Cause.NONDETERMINISM
+        if isinstance(operation, OwnValues):
+            return False
+        if isinstance(operation, Rounded):
+            return operation.is_representable
+        if isinstance(operation, Scaled):
+            return any(
+                each.part != WHOLE or each.factor.equals or each.factor.is_zero
+                for each in operation.contributions
+            )
+        return True
 
     def keep(self, left: tuple[Product, ...]) -> Explanation:
         """Return the explanation with these of its candidates alone."""

@@ -166,6 +166,12 @@ class ClipFacts(Record):
     is_coefficient: bool = False
 
 
+class ObjectiveFacts(Record):
+    """A reported loss that is not what the ranks' own values add up to; the finding's tensor is the term."""
+
+    about: Literal["objective"] = "objective"
+
+
 class RouterFacts(Record):
     """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
 
@@ -228,6 +234,7 @@ Facts = Annotated[
     | NonfiniteFacts
     | RecomputedFacts
     | ClipFacts
+    | ObjectiveFacts
     | RouterFacts,
     Field(discriminator="about"),
 ]

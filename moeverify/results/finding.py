@@ -94,14 +94,15 @@ class FollowUp(Record):
 
 
 class Wider(Record):
-    """What the same layout showed in a wider precision, where a finding had no cause.
+    """What the same layout showed in a wider precision, where a finding had no cause, or only a place.
 
-    `outcome` is `named` (the finding that follows from none there has a cause), `unexplained` (it has none there
-    either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run` for a `reason`.
+    `outcome` is `named` (the leading finding there says more of the cause), `alike` (it says no more), `unexplained`
+    (it has no cause there either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run`
+    for a `reason`.
     """
 
     precision: str
-    outcome: Literal["named", "unexplained", "not-shown", "not-run"]
+    outcome: Literal["named", "alike", "unexplained", "not-shown", "not-run"]
     reason: str = ""
 
 
@@ -155,6 +156,11 @@ class Finding(Record):
     def is_explained(self) -> bool:
         """Return whether a cause is known, as data, by its check, or from a file of an older version as words."""
         return self.explanation is not None or bool(self.code or self.cause)
+
+    @property
+    def names_operation(self) -> bool:
+        """Return whether its cause says what was done, and not alone where or by how much values are off."""
+        return self.is_explained if self.explanation is None else self.explanation.names_operation
 
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import EXACT, WrongTensor
+from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import LargestValue
@@ -40,7 +40,7 @@ def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
     unmoved: list[int] = []
     for shard in tensor.shards:
         expected, actual = tensor.expected_of(shard), shard.values()
-        if tensor.error_of(shard) <= EXACT * float(tensor.expected.norm()):
+        if tensor.error_of(shard) <= tensor.exact * float(tensor.expected.norm()):
             continue
         if bool(actual.any()) or not bool(expected.any()):
             return ()

@@ -11,7 +11,7 @@ from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed, RightAlike, ScalarValues
+from moeverify.results.observation import DiagnosisFailed, HiddenByRounding, RightAlike, ScalarValues
 from moeverify.results.operation import Altered
 
 
@@ -47,14 +47,12 @@ def describe_where(finding: Finding) -> str:
 
 def describe_evidence(finding: Finding) -> tuple[str, ...]:
     """Return what was measured, a line each; what the check itself found comes first."""
+    # That rounding may hide a cause is no news where wider precisions were asked.
+    left_out = (DiagnosisFailed, HiddenByRounding) if finding.wider else (DiagnosisFailed,)
     lines = [
         *describe_wider(finding),
         *describe_facts(finding.facts, finding).evidence,
-        *(
-            describe_observation(seen)
-            for seen in finding.observations
-            if not isinstance(seen, DiagnosisFailed)
-        ),
+        *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),
     ]
     if finding.unexplained:
         lines += [

@@ -22,6 +22,7 @@ from moeverify.results.facts import (
     ExpertFacts,
     Issue,
     NumCollectives,
+    ObjectiveFacts,
     PatternFacts,
     RecomputedFacts,
     ReplicaFacts,
@@ -206,6 +207,18 @@ def _(facts: ClipFacts, finding: Finding) -> Words:
     if facts.is_coefficient:
         return Words("the clip coefficient is not that of the gradient norm which this rank has")
     return Words("the gradient norm is not that of the gradients which the ranks have")
+
+
+@describe_facts.register
+def _(facts: ObjectiveFacts, finding: Finding) -> Words:
+    made_of = {
+        "lm": "the ranks' own token losses, divided by the valid tokens of the batch",
+        "total": "its terms, of which each is right",
+    }.get(finding.tensor, "the inputs and choices of the ranks' own routers")
+    numbers: tuple[str, ...] = ()
+    if finding.expected is not None and finding.actual is not None:
+        numbers = (f"computed again {finding.expected:.10g}, reported {finding.actual:.10g}",)
+    return Words(f"the reported {finding.tensor} loss is not that of {made_of}", "", numbers)
 
 
 @describe_facts.register

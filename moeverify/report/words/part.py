@@ -21,6 +21,7 @@ def name_part(part: Part) -> str:
     return " of ".join(names) or WHOLE_NAME
 
 
+_PLURALS = {"index": "indices"}
 _ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
 
 
@@ -44,8 +45,8 @@ def name_tokens(tokens: Tokens) -> str:
 
 def name_block(block: Block) -> str:
     """Return which indices of a dim are meant: `rows 0-3 of dim 0`."""
-    plural = "" if len(block.indices) == 1 else "s"
-    return f"{block.unit}{plural} {format_range(block.indices)} of dim {block.dim}"
+    plural = _PLURALS.get(block.unit, f"{block.unit}s")
+    return f"{block.unit if len(block.indices) == 1 else plural} {format_range(block.indices)} of dim {block.dim}"
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from moeverify.results.finding import Finding
 
 def describe_wider(finding: Finding) -> tuple[str, ...]:
     """Return a line for each thing that wider precisions say of a finding."""
-    if finding.is_explained and len(finding.wider) == 1:
-        return (f"found in {finding.wider[0].precision}, where rounding does not hide it",)
+    if not finding.follows and any(each.outcome == "named" for each in finding.wider):
+        return (f"found in {finding.wider[0].precision}, where rounding hides less",)
     by_outcome: dict[tuple[str, str], list[str]] = {}
     for each in finding.wider:
         by_outcome.setdefault((each.outcome, each.reason), []).append(each.precision)
@@ -18,6 +18,7 @@ def describe_wider(finding: Finding) -> tuple[str, ...]:
         lines.append(
             {
                 "named": f"in {names} it has a cause",
+                "alike": f"in {names} it differs too, and no more of the cause is seen",
                 "unexplained": f"in {names} it differs too, and no hypothesis explains it",
                 "not-shown": f"in {names} nothing differs: it is a matter of precision",
                 "not-run": f"{names} did not run: {reason}",

@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from moeverify.controller.escalation import list_wider, merge, needs_escalation
+from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
+from moeverify.results.observation import HiddenByRounding
+from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
+from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.run import CaseResult
 from moeverify.validation.load import build_case
 
@@ -30,11 +36,60 @@ NAMED = find("w", code=Cause.SCALE)
 UNKNOWN = find("w", unexplained=("w",))
 
 
-def test_only_cases_without_any_cause_are_asked() -> None:
+def explain(operation: Operation, cause: Cause = Cause.BACKWARD, tensor: str = "w") -> Finding:
+    subject = Subject(quantity=Quantity.GRADIENT, tensors=(tensor,))
+    explanation = Explanation(cause=cause, subject=subject, operation=operation)
+    return find(tensor, explanation=explanation, code=cause)
+
+
+def scale(value: float, *equals: Product, part: Part = WHOLE) -> Scaled:
+    return Scaled(contributions=(Contribution(part=part, factor=Factor(value=value, equals=equals)),))
+
+
+PLACED = explain(Altered())
+EXPLAINED = explain(scale(2.0, Product(times=("tp",))), Cause.SCALE)
+
+
+def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
     assert needs_escalation(answer(UNKNOWN))
     assert needs_escalation(answer(UNKNOWN, find("v", code=Cause.SCALE, follows="w")))
-    assert not needs_escalation(answer(UNKNOWN, NAMED))
+    assert needs_escalation(answer(UNKNOWN, NAMED))
+    assert needs_escalation(answer(PLACED, NAMED))
+    assert not needs_escalation(answer(NAMED, UNKNOWN))
     assert not needs_escalation(answer(verdict="pass"))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Altered(),
+        OwnValues(ranks=(1,)),
+        Rounded(dtype="bfloat16", is_representable=False),
+        scale(1.02216),
+    ],
+)
+def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Operation) -> None:
+    assert needs_escalation(answer(explain(operation)))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Altered(tokens=Tokens(padding=True)),
+        Altered(first_micro_batch=1),
+        Rounded(dtype="bfloat16", is_representable=True),
+        Unmoved(),
+        scale(2.0, Product(times=("tp",))),
+        scale(0.0),
+        scale(0.3, part=Part(term="balance")),
+    ],
+)
+def test_what_was_done_is_a_cause(operation: Operation) -> None:
+    assert not needs_escalation(answer(explain(operation)))
+
+
+def test_runs_that_differ_are_explained_by_that() -> None:
+    assert not needs_escalation(answer(explain(Altered(), Cause.NONDETERMINISM)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +115,7 @@ def test_what_persists_is_named_there() -> None:
     assert (cause.code, cause.wider[0].precision, cause.follows) == (Cause.SCALE, "float64", "")
     assert before.follows == "w"
     assert [each.outcome for each in before.wider] == ["unexplained", "named"]
-    assert describe_wider(cause) == ("found in float64, where rounding does not hide it",)
+    assert describe_wider(cause) == ("found in float64, where rounding hides less",)
 
 
 def test_what_vanishes_is_a_matter_of_precision() -> None:
@@ -76,3 +131,41 @@ def test_what_cannot_run_is_told() -> None:
     refused = answer(verdict="skipped", reason="megablocks has no float64")
     (finding,) = merge(answer(UNKNOWN), [("float64", refused)]).findings
     assert describe_wider(finding) == ("float64 did not run: megablocks has no float64",)
+
+
+def test_a_cause_found_wider_leads_a_place() -> None:
+    merged = merge(answer(PLACED), [("float32", answer(PLACED)), ("float64", answer(EXPLAINED))])
+    cause, before = merged.findings
+    assert (cause.code, cause.follows, before.follows) == (Cause.SCALE, "", "w")
+    assert [each.outcome for each in before.wider] == ["alike", "named"]
+
+
+def test_a_place_found_wider_does_not_lead_a_place() -> None:
+    merged = merge(answer(PLACED), [("float64", answer(explain(Altered(), Cause.FORWARD)))])
+    (finding,) = merged.findings
+    assert (finding.code, finding.follows) == (Cause.BACKWARD, "")
+    assert describe_wider(finding) == ("in float64 it differs too, and no more of the cause is seen",)
+
+
+def test_a_place_found_wider_leads_what_has_none() -> None:
+    place, before = merge(answer(UNKNOWN), [("float64", answer(PLACED))]).findings
+    assert (place.code, before.follows) == (Cause.BACKWARD, "w")
+
+
+def test_the_precision_that_says_most_leads_and_not_the_widest() -> None:
+    merged = merge(answer(UNKNOWN), [("float32", answer(EXPLAINED)), ("float64", answer(PLACED))])
+    assert merged.findings[0].wider[0].precision == "float32"
+
+
+def test_what_names_its_own_operation_stays_beside_the_leading_cause() -> None:
+    other = explain(Unmoved(), Cause.STALE, "v")
+    cause, place, own = merge(answer(PLACED, other), [("float64", answer(EXPLAINED))]).findings
+    assert (cause.follows, place.follows, own.follows) == ("", "w", "")
+
+
+def test_what_wider_precisions_were_asked_is_not_advised() -> None:
+    hint = HiddenByRounding(precision="float32")
+    unknown = find("w", unexplained=("w",), observations=(hint,))
+    (asked,) = merge(answer(unknown), [("float64", answer(UNKNOWN))]).findings
+    assert any("--set recipe.precision=float64" in line for line in describe_evidence(unknown))
+    assert not any("--set recipe.precision=float64" in line for line in describe_evidence(asked))

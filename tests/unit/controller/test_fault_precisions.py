@@ -22,6 +22,11 @@ def test_faults_that_are_none_in_a_precision_are_left_out():
     assert [fault.case.recipe.precision for fault in chosen] == ["float64", "float32", "mixed", "float64"]
 
 
+def test_faults_whose_layout_cannot_have_a_precision_are_left_out():
+    pipeline, data_parallel = choose_faults(["C19", "C11"])
+    assert [fault.number for fault in change_precision([pipeline, data_parallel], "mixed")] == ["C11"]
+
+
 def test_the_remedy_names_the_precisions_of_the_faults():
     with pytest.raises(CaseError) as caught:
         change_precision(choose_faults(["M04", "M05"]), "float32")

@@ -101,6 +101,21 @@ def test_what_nothing_explains_stands_for_all_of_it() -> None:
     assert {finding.follows for finding in rest} == {"w2"}
 
 
+def test_choices_without_a_tensor_to_examine_follow_the_router_that_was_scored_again() -> None:
+    router = "layers.1.moe.router"
+    flips = find("routing flips", router, kind="router_flips")
+    scored = find("router", router, kind="router_ids", code="routing", error=81.0)
+    origin, follower = diagnose([flips, scored], make_inputs())
+    assert (origin.check, origin.follows) == ("router", "")
+    assert (follower.check, follower.follows) == ("routing flips", router)
+
+
+def test_choices_without_a_tensor_to_examine_are_unexplained_by_themselves() -> None:
+    router = "layers.1.moe.router"
+    (origin,) = diagnose([find("routing flips", router, kind="router_flips")], make_inputs())
+    assert (origin.unexplained, origin.explanation) == ((router,), None)
+
+
 @pytest.mark.parametrize(("precision", "says"), [(torch.float64, False), (torch.bfloat16, True)])
 def test_where_rounding_may_hide_a_cause_it_is_noted(precision: torch.dtype, says: bool) -> None:
     tensor = make_tensor(draw(6, 4), *2 * [draw(6, 4, seed=3)], precision=precision)

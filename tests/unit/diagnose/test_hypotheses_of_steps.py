@@ -194,6 +194,18 @@ def test_an_update_of_zero_is_unmoved() -> None:
     assert examine("unmoved", make_tensor(expected, 2 * expected, kind="update")).explanation is None
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3])
+def test_in_float32_one_rank_stands_still_where_the_others_match_but_for_rounding(noise: float) -> None:
+    expected = draw(8, 4)
+    first = expected[:4] * (1.0 + noise * draw(4, 4, seed=1))
+    tensor = make_sharded(expected, first, 0 * expected[4:], kind="update", precision=torch.float32)
+    explanation = examine("unmoved", tensor).explanation
+    if noise < 1e-3:
+        assert (explanation.cause, explanation.operation) == (Cause.STALE, Unmoved(ranks=(1,)))
+    else:
+        assert explanation is None
+
+
 def test_an_update_of_another_size_is_scaled() -> None:
     expected = draw(16)
     explanation = examine("one_factor", make_tensor(expected, 2 * expected, kind="update")).explanation

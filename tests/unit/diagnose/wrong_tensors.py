@@ -46,7 +46,12 @@ def make_tensor(
 
 
 def make_sharded(
-    expected: Tensor, *locals_: Tensor, name: str = WEIGHT, kind: str = "gradient", before: Any = None
+    expected: Tensor,
+    *locals_: Tensor,
+    name: str = WEIGHT,
+    kind: str = "gradient",
+    before: Any = None,
+    precision: torch.dtype = torch.float64,
 ) -> WrongTensor:
     """Return a tensor of which every rank has as many rows, one rank after another."""
     size = expected.shape[0] // len(locals_)
@@ -59,7 +64,7 @@ def make_sharded(
         RankShard(rank, region, local, None if before is None else before[rank])
         for rank, (region, local) in enumerate(zip(regions, locals_, strict=True))
     )
-    return WrongTensor((0, kind, name), expected, shards)
+    return WrongTensor((0, kind, name), expected, shards, precision)
 
 
 def make_origin(

@@ -1,0 +1,380 @@
+"""Whether the losses that each rank reports are those of the ranks' own token losses, router inputs and choices.
+
+The comparison with the golden allows a loss what the rounding of the whole forward pass does to it, 2^-7 in bfloat16
+and more. A wrong divisor, a weighted micro-batch or a balance loss of other counts is often less. Here the forward
+pass plays no part: the token losses are added up again in float64, the z and balance losses are computed again from
+what each router saw and chose, and they are divided by the tokens that the recipe's data says are valid. So only the
+rounding of the losses themselves is left, which are computed in float32 at least.
+
+A rank does not know which other ranks see the same tokens (tp), or that it sees them twice (recomputation). Of each
+router and row, the valid tokens that all ranks have seen must be a whole multiple m of those of the row, and sums are
+divided by m.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import MoE
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.router import RouterPasses, Scored, compute_logits
+from moeverify.compare.assembled import Key
+from moeverify.layout.placement import local_part
+from moeverify.layout.region import Region
+from moeverify.model.precision import widen
+from moeverify.model.router import Router, Routing
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import ObjectiveFacts
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.part import Part
+from moeverify.results.place import Place, Stage
+from moeverify.train.data import make_batch, whole_share
+from moeverify.train.program import Program
+from moeverify.train.reference_subject import ReferenceSubject
+
+LM, BALANCE, Z, TOTAL = "lm", "balance", "z", "total"
+_CHUNK = 1 << 12  # tokens whose float64 copies, (tokens, hidden), are there at once
+
+
+@dataclass
+class RouterSums:
+    """What one router of a rank has seen in a step, in float64.
+
+    `z` has how many valid tokens there were, the sum of their squared logsumexp, and the largest error of that sum.
+    `rows` has, for each row of the global batch (or for 0, where the balance loss is one of the whole batch), the
+    valid tokens (1), summed probabilities (E) and counts (E), one after the other. `relative` is the largest relative
+    error of a probability, `eps` the machine epsilon in which the router computes.
+    """
+
+    z: Tensor
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    relative: float = 0.0
+    eps: float = 0.0
+
+
+@dataclass
+class StepSums:
+    """One rank's step: the sum of the token losses of each region, sums of its routers, and the losses it reports."""
+
+    token_losses: dict[str, tuple[float, int]] = field(default_factory=dict)
+    routers: dict[str, RouterSums] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass of a router: `z` (3), `rows` (B, 1 + 2E) and `relative` (), on the router's device."""
+
+    name: str
+    z: Tensor
+    rows: Tensor
+    relative: Tensor
+    eps: float
+
+
+class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
+    """Adds up token losses, and what the balance and z losses need, without a word to the CPU before the end."""
+
+    def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
+        super().__init__(program.model)
+        # A layout with router losses of its own defines them itself: megablocks' are means over local tokens.
+        self._judges_routers = is_whole and program.own_router_losses is None
+        self._by_row = by_row
+        self._pending: list[_Pass] = []
+        self._passes: dict[int, list[tuple[_Pass, Sequence[int] | None]]] = {}
+        self._token_losses: dict[int, dict[str, tuple[Tensor, int]]] = {}
+        self._losses: dict[int, dict[str, Tensor]] = {}
+        self._eps: dict[int, float] = {}
+
+    def see(
+        self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
+    ) -> None:
+        """Keep the sums of one pass; see `RouterPasses`."""
+        if not self._judges_routers:
+            return
+        if valid is None:
+            valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)
+        eps = torch.finfo(widen(x.dtype)).eps
+        z, rows, relative = _sum_pass(router.spec, x, weight, bias, valid, routing.ids)
+        self._pending.append(_Pass(name, z, rows, relative, eps))
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Note token losses and reported losses; see `Watch`."""
+        if local is None:
+            return
+        if kind == Kind.TOKEN_LOSS:
+            total = local.detach().to(torch.float64).sum()
+            self._token_losses.setdefault(step, {})[region.key] = (total, region.numel)
+            self._eps[step] = max(self._eps.get(step, 0.0), torch.finfo(local.dtype).eps)
+            # What the routers have seen since the last micro-batch was shown is of this one.
+            self._file(step, region.dims[0])
+        elif kind == Kind.LOSS:
+            self._losses.setdefault(step, {})[name] = local.detach().clone()
+            self._file(step, None)
+
+    def report(self) -> dict[int, StepSums]:
+        """Return the sums of every step; see `Watch`."""
+        steps = sorted({*self._token_losses, *self._passes, *self._losses})
+        return {step: self._report_step(step) for step in steps}
+
+    def _file(self, step: int, rows: Sequence[int] | None) -> None:
+        self._passes.setdefault(step, []).extend((each, rows) for each in self._pending)
+        self._pending = []
+
+    def _report_step(self, step: int) -> StepSums:
+        losses = self._token_losses.get(step, {})
+        return StepSums(
+            {key: (float(total), size) for key, (total, size) in losses.items()},
+            self._join_passes(self._passes.get(step, [])),
+            {name: float(value) for name, value in self._losses.get(step, {}).items()},
+            self._eps.get(step, 0.0),
+        )
+
+    def _join_passes(self, passes: Sequence[tuple[_Pass, Sequence[int] | None]]) -> dict[str, RouterSums]:
+        joined: dict[str, RouterSums] = {}
+        for each, indices in passes:
+            sums = joined.setdefault(each.name, RouterSums(torch.zeros(3, dtype=torch.float64)))
+            sums.z += each.z.cpu()
+            sums.relative = max(sums.relative, float(each.relative))
+            sums.eps = max(sums.eps, each.eps)
+            rows = each.rows.cpu()
+            if not self._by_row:
+                _add_rows(sums, [0], rows.sum(dim=0, keepdim=True))
+            elif indices is not None and len(indices) == len(rows):
+                _add_rows(sums, indices, rows)
+        return joined
+
+
+def _add_rows(sums: RouterSums, indices: Sequence[int], rows: Tensor) -> None:
+    for index, row in zip(indices, rows, strict=True):
+        sums.rows[index] = sums.rows[index] + row if index in sums.rows else row
+
+
+def _sum_pass(
+    spec: MoE, x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z (3), rows (B, 1 + 2E) and the largest relative error () of one pass; see `RouterSums`.
+
+    Shapes: x (B, S, H), weight (E, H), valid (B, S), ids (B, S, k).
+    """
+    num_rows, num_experts = x.shape[0], weight.shape[0]
+    row_of = torch.arange(num_rows, device=x.device).unsqueeze(1).expand_as(valid)[valid]
+    tokens, chosen = x[valid], ids[valid]
+    unit = 0.5 * torch.finfo(widen(x.dtype)).eps
+    z = torch.zeros(3, dtype=torch.float64, device=x.device)
+    rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
+    relative = torch.zeros((), dtype=torch.float64, device=x.device)
+    parts = zip(*(torch.split(each, _CHUNK) for each in (tokens, chosen, row_of)), strict=True)
+    for part, of_part, row in parts:
+        if not len(part):
+            continue
+        logits, error = compute_logits(part, weight, bias)
+        scored = Scored.compute(spec, part, weight, bias)
+        sizes = logits.logsumexp(dim=-1)
+        # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.
+        error = error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
+        z += torch.stack(
+            [
+                sizes.new_tensor(float(len(part))),
+                sizes.square().sum(),
+                (2.0 * sizes.abs() * error + error.square()).sum(),
+            ]
+        )
+        probabilities = scored.scores / scored.scores.sum(dim=-1, keepdim=True)
+        counts = torch.zeros_like(probabilities)
+        counts.scatter_add_(1, of_part, torch.ones_like(of_part, dtype=torch.float64))
+        ones = torch.ones_like(probabilities[:, :1])
+        rows.index_add_(0, row, torch.cat([ones, probabilities, counts], dim=1))
+        # Sigmoid scores are divided by their sum, which is off by as much.
+        relative = torch.maximum(relative, 2.0 * scored.relative.amax())
+    return z, rows, relative
+
+
+class Objective(Check[dict[int, StepSums]]):
+    """The losses of each step on every rank, of the reference model; other models divide as they like."""
+
+    name = CheckName.OBJECTIVE
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepSums]] | None:
+        """Return what adds up; see `Check`."""
+        if not isinstance(program.subject, ReferenceSubject):
+            return None
+        moe = run.case.recipe.model.moe
+        by_row = moe is not None and moe.balance_scope == "sequence"
+        # A stage of a pipeline has a part of the routers and several micro-batches under way, and only the last one
+        # shows losses: there lm alone is judged.
+        return ObjectiveWatch(program, by_row=by_row, is_whole=run.case.layout.pp == 1)
+
+    def judge(self, shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome | None:
+        """Return whether each loss is what the ranks' own values add up to; see `Check`."""
+        return judge_losses(shown, reports) if any(reports) else None
+
+
+def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome:
+    """Return the verdict, with a finding for each loss of a step that some rank reports otherwise."""
+    findings: list[Finding] = []
+    limits: dict[Key, float] = {}
+    worst: Worst | None = None
+    for step in sorted(set().union(*reports)):
+        of_step = [report.get(step, StepSums()) for report in reports]
+        for name, (expected, bound) in _compute_losses(shown, step, of_step).items():
+            rows = [(rank, each.losses[name]) for rank, each in enumerate(of_step) if name in each.losses]
+            if not rows or expected <= 0.0:
+                continue
+            errors = {rank: _relative(expected, actual) for rank, actual in rows}
+            rank = max(errors, key=errors.__getitem__)
+            key = (step, Kind.LOSS, name)
+            limits[key] = bound
+            if worst is None or errors[rank] / bound > worst.error / worst.bound:
+                worst = Worst(tensor=name, error=errors[rank], bound=bound, step=step)
+            wrong = tuple(each for each, error in errors.items() if not error <= bound)
+            # A total of wrong terms is wrong too, and says nothing more.
+            if wrong and not (name == TOTAL and any(finding.step == step for finding in findings)):
+                values = (expected, dict(rows)[rank], bound)
+                findings.append(_make_finding(shown, key, (rank, *wrong), values))
+    result = CheckResult(
+        name=CheckName.OBJECTIVE,
+        verdict="mismatch" if findings else "pass",
+        tensors=len(limits),
+        worst=worst,
+    )
+    return Outcome(result, tuple(findings), limits)
+
+
+def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dict[str, tuple[float, float]]:
+    """Return (expected, relative bound) of each loss that what the ranks have noted is enough for."""
+    recipe = shown.case.recipe
+    model, data = recipe.model, recipe.data
+    batch = make_batch(data, model.vocab_size, recipe.seed, step, whole_share(data), torch.device("cpu"))
+    lengths = batch.row_valid.to(torch.float64)
+    found: dict[str, tuple[float, float]] = {}
+    lm = _compute_lm(of_step, float(lengths.sum()), batch.valid.numel())
+    if lm is not None:
+        found[LM] = lm
+    if model.moe is not None:
+        sums = _merge_routers(of_step)
+        z = _compute_z(model.moe, sums, float(lengths.sum()))
+        balance = _compute_balance(model.moe, sums, lengths)
+        found |= {name: each for name, each in ((Z, z), (BALANCE, balance)) if each is not None}
+    if len(found) == (1 if model.moe is None else 3):
+        total = sum(value for value, _ in found.values())
+        error = sum(value * bound for value, bound in found.values())
+        found[TOTAL] = total, error / total + 4.0 * max(each.eps for each in of_step)
+    return found
+
+
+def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
+    """Return the mean of the token losses over valid tokens; None where they are not those of the whole batch.
+
+    Every rank adds up n losses of one sign in blocks, whose roundings add up like a random walk, divides, and adds
+    its micro-batches.
+    """
+    regions = {key: value for each in of_step for key, value in each.token_losses.items()}
+    if sum(size for _, size in regions.values()) != num_tokens:
+        return None
+    unit = 0.5 * max(each.eps for each in of_step)
+    most = max(len(each.token_losses) for each in of_step)
+    largest = max(size for _, size in regions.values())
+    bound = unit * (4.0 * math.sqrt(largest) + 8.0 + most)
+    return sum(total for total, _ in regions.values()) / num_valid, bound
+
+
+def _merge_routers(of_step: Sequence[StepSums]) -> dict[str, RouterSums]:
+    """Return the sums of each router over all ranks."""
+    merged: dict[str, RouterSums] = {}
+    for each in of_step:
+        for name, own in each.routers.items():
+            sums = merged.setdefault(name, RouterSums(torch.zeros(3, dtype=torch.float64)))
+            sums.z += own.z
+            sums.relative, sums.eps = max(sums.relative, own.relative), max(sums.eps, own.eps)
+            for index, row in own.rows.items():
+                _add_rows(sums, [index], row.unsqueeze(0))
+    return merged
+
+
+def _count_times(num_seen: float, num_valid: float) -> float | None:
+    """Return how often each valid token was seen, None where they were not all seen equally often."""
+    times = num_seen / num_valid
+    return times if times >= 1.0 and times == round(times) else None
+
+
+def _compute_z(moe: MoE, routers: dict[str, RouterSums], num_valid: float) -> tuple[float, float] | None:
+    """Return the z loss over all layers (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    value, error, eps = 0.0, 0.0, 0.0
+    for sums in routers.values():
+        num_seen, squares, largest = sums.z.tolist()
+        times = _count_times(num_seen, num_valid)
+        if times is None:
+            return None
+        value, error, eps = value + squares / times, error + largest / times, max(eps, sums.eps)
+    if not value:
+        return None
+    rounding = 0.5 * eps * (4.0 * math.sqrt(num_valid) + 8.0 + len(routers))
+    return moe.z_coef * value / num_valid, error / value + rounding
+
+
+def _compute_balance(moe: MoE, routers: dict[str, RouterSums], lengths: Tensor) -> tuple[float, float] | None:
+    """Return the balance loss over all layers, as `moeverify.train.objective` defines it. Shape: lengths (B).
+
+    All its terms are of one sign, so it is off by no more than the probability that is off most.
+    """
+    by_row = moe.balance_scope == "sequence"
+    wanted = dict(enumerate(lengths.tolist())) if by_row else {0: float(lengths.sum())}
+    value, relative, eps = 0.0, 0.0, 0.0
+    for sums in routers.values():
+        if sums.rows.keys() != wanted.keys():
+            return None
+        for index, row in sums.rows.items():
+            times = _count_times(float(row[0]), wanted[index])
+            if times is None:
+                return None
+            probabilities, counts = (row[1:] / (times * wanted[index])).chunk(2)
+            value += float((probabilities * counts).sum()) / len(wanted)
+        relative, eps = max(relative, sums.relative), max(eps, sums.eps)
+    if not value:
+        return None
+    num_terms = len(wanted) * moe.num_experts
+    rounding = 4.0 * math.sqrt(float(lengths.sum())) + 4.0 * math.sqrt(num_terms) + 8.0 + len(routers)
+    return moe.balance_coef * moe.num_experts / moe.top_k * value, relative + 0.5 * eps * rounding
+
+
+def _relative(expected: float, actual: float) -> float:
+    error = abs(actual - expected) / expected
+    return error if math.isfinite(error) else math.inf
+
+
+def _make_finding(
+    shown: Shown, key: Key, ranks: tuple[int, ...], values: tuple[float, float, float]
+) -> Finding:
+    """Return the finding of a loss, without a cause; `ranks` has the worst one first, and then all wrong ones."""
+    step, kind, name = key
+    rank, *wrong = ranks
+    expected, actual, bound = values
+    terms = () if name == TOTAL else (Part(term=name),)
+    return Finding(
+        check=CheckName.OBJECTIVE,
+        kind=kind,
+        tensor=name,
+        step=step,
+        rank=rank,
+        ranks=tuple(wrong),
+        coordinates=shown.place(rank),
+        error=_relative(expected, actual),
+        bound=bound,
+        scale=actual / expected if math.isfinite(actual) else None,
+        expected=expected,
+        actual=actual,
+        facts=ObjectiveFacts(),
+        place=Place(ranks=tuple(wrong), stage=Stage.LOSS, parts=terms),
+    )
+
+
+CHECKS = (Objective(),)
