@@ -25,6 +25,8 @@ from multiprocessing_pdb.rank.streams import CommandInput, CommandOutput
 from multiprocessing_pdb.wire.framing import Frame
 from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX
 
+_TOO_LATE: Frame = {"error": "the rank went on before it came to this"}
+
 
 @dataclass(frozen=True)
 class Stop:
@@ -146,7 +148,7 @@ class Session:
             self._reply(self._current, {"end": end, "out": self.stdout.take()})
             self._current = None
         while not self._requests.empty():  # meant for this stop; at the next one nobody expects them
-            self._reply(self._requests.get(), {"error": "the rank went on before it came to this"})
+            self._reply(self._requests.get(), _TOO_LATE)
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
@@ -172,6 +174,7 @@ class Session:
                 self._set_state("stopped")
                 request = self._requests.get()
                 if self._is_of_an_earlier_stop(request):
+                    self._reply(request, _TOO_LATE)
                     continue
                 self._set_state("busy")
                 if self._handler.handles(request.frame["do"]):

@@ -161,7 +161,9 @@ def test_a_request_that_came_while_its_stop_ended_is_not_done_at_the_next_one():
         def paint(self, colors):
             pass
 
-    earlier, later = types.SimpleNamespace(), types.SimpleNamespace()
+    refused = []
+    earlier = types.SimpleNamespace(send=lambda connection, frame: refused.append(frame["error"]))
+    later = types.SimpleNamespace()
     session = Session()
     session.debuggers.append(Prompt())
     session._is_fresh = False
@@ -171,6 +173,7 @@ def test_a_request_that_came_while_its_stop_ended_is_not_done_at_the_next_one():
         session._state = "busy"  # as close() finds it when the request comes in beside it
         session.receive(server, 1, {"do": "line", "text": text})
     assert session._read_line() == "where\n"
+    assert refused == ["the rank went on before it came to this"]
 
 
 def test_consoles_learn_that_the_server_has_ended_however_it_ends(tmp_path, monkeypatch):
