@@ -29,7 +29,7 @@ from multiprocessing_pdb.console.source import LocalSource
 from multiprocessing_pdb.rank import debugger, endpoint, server, session
 from multiprocessing_pdb.rank.process_state import PROCESS
 
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "75"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "25"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
 )  # a lost rank is lost for ever, a slow one is not
