@@ -165,35 +165,34 @@ def _sum_pass(
     Shapes: x (B, S, H), weight (E, H), valid (B, S), ids (B, S, k).
     """
     num_rows, num_experts = x.shape[0], weight.shape[0]
-    row_of = torch.arange(num_rows, device=x.device).unsqueeze(1).expand_as(valid)[valid]
-    tokens, chosen = x[valid], ids[valid]
+    row_of = torch.arange(num_rows, device=x.device).unsqueeze(1).expand_as(valid)
+    # Padding is kept and counts nothing: to leave it out, a GPU would have to tell the host how many tokens are left.
+    flat = (x.flatten(0, 1), ids.flatten(0, 1), row_of.flatten(), valid.flatten())
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
     z = torch.zeros(3, dtype=torch.float64, device=x.device)
     rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
     relative = torch.zeros((), dtype=torch.float64, device=x.device)
-    parts = zip(*(torch.split(each, _CHUNK) for each in (tokens, chosen, row_of)), strict=True)
-    for part, of_part, row in parts:
-        if not len(part):
-            continue
+    for part, chosen, row, kept in zip(*(torch.split(each, _CHUNK) for each in flat), strict=True):
         logits, error = compute_logits(part, weight, bias)
         scored = Scored.compute(spec, part, weight, bias)
         sizes = logits.logsumexp(dim=-1)
         # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.
         error = error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
-        z += torch.stack(
-            [
-                sizes.new_tensor(float(len(part))),
-                sizes.square().sum(),
-                (2.0 * sizes.abs() * error + error.square()).sum(),
-            ]
-        )
+        of_tokens = [
+            torch.ones_like(sizes),
+            sizes.square(),
+            2.0 * sizes.abs() * error + error.square(),
+        ]
+        z += torch.stack([torch.where(kept, each, 0.0).sum() for each in of_tokens])
         probabilities = scored.scores / scored.scores.sum(dim=-1, keepdim=True)
         counts = torch.zeros_like(probabilities)
-        counts.scatter_add_(1, of_part, torch.ones_like(of_part, dtype=torch.float64))
+        counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
         ones = torch.ones_like(probabilities[:, :1])
-        rows.index_add_(0, row, torch.cat([ones, probabilities, counts], dim=1))
+        seen = torch.cat([ones, probabilities, counts], dim=1)
+        rows.index_add_(0, row, torch.where(kept.unsqueeze(1), seen, 0.0))
         # Sigmoid scores are divided by their sum, which is off by as much.
-        relative = torch.maximum(relative, 2.0 * scored.relative.amax())
+        worst = torch.where(kept.unsqueeze(1), scored.relative, 0.0).amax()
+        relative = torch.maximum(relative, 2.0 * worst)
     return z, rows, relative
 
 
