@@ -258,7 +258,7 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
     lm = _compute_lm(of_step, float(lengths.sum()), batch.valid.numel())
     if lm is not None:
         found[LM] = lm
-    if model.moe is not None:
+    if model.moe is not None and _copies_agree(of_step, float(lengths.sum())):
         sums = _merge_routers(of_step)
         z = _compute_z(model.moe, sums, float(lengths.sum()))
         balance = _compute_balance(model.moe, sums, lengths)
@@ -284,6 +284,28 @@ def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) 
     largest = max(size for _, size in regions.values())
     bound = unit * (4.0 * math.sqrt(largest) + 8.0 + most)
     return sum(total for total, _ in regions.values()) / num_valid, bound
+
+
+def _copies_agree(of_step: Sequence[StepSums], num_valid: float) -> bool:
+    """Return whether ranks that have seen the same tokens made the same of them, up to rounding.
+
+    Where the copies of a router have drifted apart, there is no one loss that the ranks should report.
+    """
+    groups: dict[frozenset[str], list[StepSums]] = {}
+    for each in of_step:
+        groups.setdefault(frozenset(each.token_losses), []).append(each)
+    names = {name for each in of_step for name in each.routers}
+    for name in names:
+        num_seen = sum(float(each.routers[name].z[0]) for each in of_step if name in each.routers)
+        if num_seen <= num_valid:  # each token was seen by one rank
+            continue
+        for group in groups.values():
+            z = torch.stack(
+                [each.routers[name].z for each in group if name in each.routers] or [torch.zeros(3)]
+            )
+            if float(z[:, 1].max() - z[:, 1].min()) > float(z[:, 2].max()):
+                return False
+    return True
 
 
 def _merge_routers(of_step: Sequence[StepSums]) -> dict[str, RouterSums]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,17 @@ def test_ranks_that_see_the_same_tokens_count_once(train_watched: Train) -> None
     shown, report = train_watched(SOFTMAX, "float32")
     assert judge_losses(shown, [report, report]).findings == ()
     assert judge_losses(shown, [report, report]).result.tensors == 12
+
+
+def test_routers_whose_copies_have_drifted_apart_have_no_one_loss(train_watched: Train) -> None:
+    shown, report = train_watched(SOFTMAX, "float32")
+    drifted = copy.deepcopy(report)
+    for sums in drifted[1].routers.values():
+        sums.z[1] *= 1.001
+    outcome = judge_losses(shown, [report, drifted])
+    assert outcome.findings == ()
+    assert {name for step, _, name in outcome.limits if step == 1} == {"lm"}
+    assert {name for step, _, name in outcome.limits if step == 0} == {"lm", "balance", "z", "total"}
 
 
 def test_what_was_not_seen_as_a_whole_is_not_judged(train_watched: Train) -> None:
