@@ -1,13 +1,16 @@
 """What the debugger costs: a Tra() that does not stop, importing it, and asking 64 stopped ranks.
 
-    python benchmarks/debugger_cost.py [--ranks 64] [--repeats 5]
+    python benchmarks/debugger_cost.py [--ranks 64] [--nodes 1] [--repeats 5] [--size 4] [--device cpu]
 
 Prints numbers and ratios: against a plain function call, and against asking the ranks one after the other, as
-a debugger for one process has to.
+a debugger for one process has to. With --nodes the ranks are divided over runtime directories of their own, each
+behind a relay, as on so many nodes. Of a tensor of 1 GB it prints the time of one core, or of the device.
 """
 
 import argparse
+import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -42,31 +45,52 @@ def measure_import(module):
     return min(float(run.stdout) for run in runs) * 1e3
 
 
-def measure_ask(world, repeats):
+def open_registry(directories):
+    """Return a new console's registry: of this node's ranks, or of those behind a relay for each directory."""
+    from multiprocessing_pdb.console.registry import RankRegistry
+    from multiprocessing_pdb.console.remote import RemoteSource
+    from multiprocessing_pdb.console.source import LocalSource
+
+    if len(directories) == 1:
+        return RankRegistry([LocalSource(print)], None)
+    lines = [f"env MPDB_DIR={shlex.quote(directory)} sh -c" for directory in directories]
+    return RankRegistry([RemoteSource(line, sys.executable, print) for line in lines], None)
+
+
+def measure_ask(world, size, repeats, directories):
     """Return seconds: until all have stopped, of a first diff, of later ones, and of asking one by one."""
     from multiprocessing_pdb.console.broadcast import ask
     from multiprocessing_pdb.console.comparison import compare
-    from multiprocessing_pdb.console.registry import RankRegistry
-    from multiprocessing_pdb.console.source import LocalSource
 
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     begun = time.perf_counter()
-    job = subprocess.Popen(
-        [sys.executable, RANKS, str(world)],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    registry = RankRegistry([LocalSource(print)], None)
+    share = world // len(directories)
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, RANKS, str(share), str(size), str(share * node)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "MPDB_DIR": directory,
+                "MPDB_JOB": "crowd",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for node, directory in enumerate(directories)
+    ]
+    registry = open_registry(directories)
     registry.await_count(world, 300)
     stopping = time.perf_counter() - begun
     registry.close()
-    registry = RankRegistry([LocalSource(print)], None)  # as a console that is opened now
     begun = time.perf_counter()
+    registry = open_registry(directories)
     _, text = compare(registry.find(), "loss", 60)
     first = time.perf_counter() - begun
+    begun = time.perf_counter()
     targets = registry.find()
+    finding = time.perf_counter() - begun
     together, in_turn = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -76,17 +100,52 @@ def measure_ask(world, repeats):
         for target in targets:
             ask([target], {"do": "line", "text": "p loss"}, 60)
         in_turn.append(time.perf_counter() - begun)
+    arrays = []
+    for _ in range(repeats if size else 0):
+        begun = time.perf_counter()
+        compare(targets, "big", 60)
+        arrays.append(time.perf_counter() - begun)
     ask(targets, {"do": "line", "text": "continue", "command": True}, 60)
     registry.close()
-    job.wait(60)
-    return stopping, first, statistics.median(together), statistics.median(in_turn), text
+    for job in jobs:
+        job.wait(60)
+    big = statistics.median(arrays) if arrays else math.nan
+    return stopping, first, finding, statistics.median(together), statistics.median(in_turn), big, text
+
+
+def measure_gigabyte(device):
+    """Yield what 1 GB is and the seconds of its norm and hash: of a core's time on a CPU, of the clock elsewhere."""
+    import torch
+
+    from multiprocessing_pdb.rank.tensors import summarise
+
+    torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    side = 1 << 14
+    for name, make in {
+        "float32": lambda: torch.randn(side, side, device=device),
+        "bfloat16": lambda: torch.randn(2 * side, side, device=device, dtype=torch.bfloat16),
+        "float32, transposed": lambda: torch.randn(side, side, device=device).t(),
+    }.items():
+        value = make()
+        summarise(value[:64], lambda: None)
+        times = []
+        for _ in range(3):
+            begun = clock()
+            summarise(value, lambda: None)
+            times.append(clock() - begun)
+        yield f"norm and hash of 1 GB of {name}", f"{min(times):.2f} s"
+        del value
 
 
 def main():
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=1, help="each behind a relay of its own")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--size", type=int, default=4, help="MB of an array on each rank")
+    parser.add_argument("--device", default="cpu", help="of the tensors of 1 GB")
     options = parser.parse_args()
     print_setting()
     from multiprocessing_pdb import MultiprocessingPdb
@@ -98,13 +157,23 @@ def main():
         for name in ("multiprocessing_pdb", "pdb", "pdbpp")
     ]
     with tempfile.TemporaryDirectory(prefix="mpdb-cost-", dir="/tmp") as directory:
+        directories = [directory]
         os.environ["MPDB_DIR"] = directory
-        stopping, first, together, in_turn, text = measure_ask(options.ranks, options.repeats)
+        if options.nodes > 1:  # the console has a directory of no node: relays would take it over
+            directories = [str(Path(directory, f"node{number}")) for number in range(options.nodes)]
+            del os.environ["MPDB_DIR"]
+        os.environ["PYTHONPATH"] = str(ROOT)
+        stopping, first, finding, together, in_turn, big, text = measure_ask(
+            options.ranks, options.size, options.repeats, directories
+        )
     rows += [
         ("all ranks started and stopped", f"{stopping:.2f} s"),
         ("diff of a console just opened, connecting included", f"{first * 1e3:.0f} ms"),
+        ("finding out which ranks are stopped, before each command", f"{finding * 1e3:.0f} ms"),
         ("diff, all ranks at once", f"{together * 1e3:.0f} ms"),
         ("p, one rank after the other", f"{in_turn * 1e3:.0f} ms"),
+        (f"diff of {options.size} MB on each rank", f"{big * 1e3:.0f} ms"),
+        *measure_gigabyte(options.device),
     ]
     print_table(("what", "takes"), rows, f"{options.ranks} ranks:")
     print(

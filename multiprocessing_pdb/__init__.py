@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from multiprocessing_pdb.rank.nan_hooks import NanHooks
+    from multiprocessing_pdb.rank.reference import Reference
 
 __all__ = [
     "MultiprocessingPdb",
@@ -29,6 +30,7 @@ __all__ = [
     "install",
     "on_nan",
     "post_mortem",
+    "set_reference",
     "set_trace",
     "stop",
     "stop_all",
@@ -84,6 +86,18 @@ def stop_all(reason: str = "stop_all()") -> int:
     from multiprocessing_pdb.rank.peers import ask_peers_to_stop
 
     return ask_peers_to_stop(reason)
+
+
+def set_reference(reference: Reference | None) -> None:
+    """Compare with this at `diff --golden`; None ends that. No collective.
+
+        set_reference(golden)  # golden.compare(value, check) returns rows, see multiprocessing_pdb.rank.reference
+
+    For programs that know what their tensors should be; the ranks of `moeverify run --debug` do.
+    """
+    from multiprocessing_pdb.rank.reference import register_reference
+
+    register_reference(reference)
 
 
 def on_nan(model: Any) -> NanHooks:

@@ -46,11 +46,15 @@ def debug_first(
     case, at = stops[0]
     os.environ.setdefault(_JOB, f"moeverify-{os.getpid()}")
 
+    where = f"when they have made {at.about}"
+    if at.place is not None:
+        where = f"{'at' if at.place.site else 'inside'} {at.place.about}, or else {where}"
+
     def announce() -> None:
         context.out.print(
-            f"debug  {case.name} trains again; its ranks stop when they have made {at.about}\n"
+            f"debug  {case.name} trains again; its ranks stop {where}\n"
             f"       console, in another terminal: python -m multiprocessing_pdb {os.environ[_JOB]}\n"
-            "       at the prompt: expected, actual, region; `@all c` lets the ranks go on",
+            "       there: `diff --golden actual`; at a prompt: expected, actual, region; `@all c` lets ranks go on",
             soft_wrap=True,
             markup=False,
         )

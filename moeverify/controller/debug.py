@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from typing import Any
 
 from moeverify.case.schema import Case
 from moeverify.controller.goldens import GoldenSet
@@ -13,17 +14,24 @@ from moeverify.controller.run import run_folder
 from moeverify.controller.search_path import search_path
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.errors import RankFailure
-from moeverify.jobs import WORKER, DebugJob, DebugResult, Refusal, StopPoint
+from moeverify.jobs import WORKER, BlamedPlace, DebugJob, DebugResult, Refusal, StopPoint
 from moeverify.launch.plan import JobOutcome, LaunchEvent
 from moeverify.report.words.failure import describe_failure
 from moeverify.results.checks import Kind
-from moeverify.results.finding import Finding
+from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.observation import Direction
+from moeverify.results.operation import Altered, Scaled, Unmasked
 from moeverify.results.run import CaseResult
 
 PATIENCE = 7 * 86400.0
 """Seconds that somebody may look at stopped ranks."""
 
 _SHOWN = frozenset(Kind)
+# Quantities that a module makes in one call.
+_DIRECTIONS: Mapping[Quantity, Direction] = {
+    Quantity.OUTPUT: "forward",
+    Quantity.MODULE_GRADIENT: "backward",
+}
 
 
 def find_stop(result: CaseResult) -> StopPoint | None:
@@ -31,18 +39,34 @@ def find_stop(result: CaseResult) -> StopPoint | None:
 
     What a run in a wider precision has named is not made in this one; then it is what that explains here.
     """
-    found = [
-        finding for finding in result.findings if finding.kind in _SHOWN and not _is_of_wider_run(finding)
-    ]
+    found = [finding for finding in result.findings if finding.kind in _SHOWN and not finding.is_of_wider_run]
     first = min(found, key=lambda finding: bool(finding.follows), default=None)
     if first is None:
         return None
     about = f"{first.tensor} at step {first.step}"
-    return StopPoint(kind=first.kind, tensor=first.tensor, step=first.step, about=about)
+    place = find_place(first.explanation, first.step) if first.explanation is not None else None
+    return StopPoint(kind=first.kind, tensor=first.tensor, step=first.step, about=about, place=place)
 
 
-def _is_of_wider_run(finding: Finding) -> bool:
-    return len(finding.wider) == 1 and finding.wider[0].outcome == "named" and not finding.follows
+def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
+    """Return the collective or the module call that a cause names, or None where it names neither."""
+    operation, subject = explanation.operation, explanation.subject
+    direction = _DIRECTIONS.get(subject.quantity)
+    fields: dict[str, Any] = {}
+    if direction is not None and subject.module:
+        fields = {"direction": direction, "module": subject.module, "inner": subject.inner}
+    if isinstance(operation, Altered):
+        fields["micro_batch"] = operation.first_micro_batch
+    site = ""
+    if isinstance(operation, Scaled) and operation.reduced_again is not None:
+        site = operation.reduced_again.site
+    elif isinstance(operation, Unmasked):
+        site = operation.summed_by.partition(" at ")[2]
+    if site:
+        return BlamedPlace(about=f"the collective at {site} in step {step}", site=site, **fields)
+    if not fields.get("module"):
+        return None
+    return BlamedPlace(about=f"{subject.module}, {direction} in step {step}", **fields)
 
 
 def debug_case(

@@ -3,81 +3,160 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.axes.mesh import MeshPlan
+import multiprocessing_pdb
 from moeverify.case.schema import Case
 from moeverify.checks.base import Watch
 from moeverify.checks.registry import choose_checks
+from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.gather import gather_on_first
 from moeverify.faults.injection import injected
 from moeverify.golden.store import StoredGolden
 from moeverify.jobs import DebugResult, StopPoint
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
-from moeverify.worker.verify import Assembly, train_observed
+from moeverify.results.checks import CheckName, Kind
+from moeverify.train.program import Program
+from moeverify.worker.blamed_place import BlamedStop, read_expected
+from moeverify.worker.golden_reference import GoldenReference
+from moeverify.worker.verify import Assembly, make_bounds, train_observed
 
-_LOOP = "moeverify.train.loop"
+# What shows and compares tensors stands between the stop and the code that made them.
+_INNER = ("moeverify.worker.", "moeverify.checks.", "moeverify.train.module_taps", "torch.")
+_IN_PARAMETERS = frozenset(
+    {
+        Kind.INITIAL_WEIGHT,
+        Kind.GRADIENT,
+        Kind.UPDATE,
+        Kind.WEIGHT,
+        Kind.OPTIMIZER_STATE,
+        CheckName.ACTIVATIONS,
+    }
+)
 
 
 class StopWatch(Watch[bool]):
-    """Stops this rank once it has made the tensor that a finding is about; reports whether it has."""
+    """Stops this rank once it has made the tensor that a finding is about; reports whether it has stopped.
 
-    def __init__(self, at: StopPoint, golden: StoredGolden) -> None:
+    A rank that has no part of the tensor, such as another pipeline stage, stops at the first one of that kind. One
+    that has come to the `blamed` place has stopped there, and does not stop again.
+    """
+
+    def __init__(
+        self,
+        at: StopPoint,
+        golden: StoredGolden,
+        reference: GoldenReference,
+        has_part: bool,
+        blamed: BlamedStop | None = None,
+    ) -> None:
         self._at = at
         self._golden = golden
+        self._reference = reference
+        self._has_part = has_part
+        self._blamed = blamed
+        self._watching = ExitStack()
         self._has_stopped = False
+
+    def begin_step(self, step: int) -> None:
+        """Hear that a step begins; see `Watch`."""
+        self._reference.begin_step(step)
+        self.close()
+        if self._blamed is not None and step == self._at.step:
+            self._watching.enter_context(self._blamed.watching())
+
+    def close(self) -> None:
+        """Stop at the blamed place no longer."""
+        self._watching.close()
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Stop where the tensor is the finding's; see `Watch`."""
-        if (step, kind, name) != (self._at.step, self._at.kind, self._at.tensor):
+        self._reference.observe(step, kind, name, local, region)
+        if self._blamed is not None and self._blamed.has_stopped:
             return
-        import multiprocessing_pdb
+        if (step, kind) != (self._at.step, self._at.kind):
+            return
+        if name == self._at.tensor:
+            expected = self._golden.read(step, kind, name, region)
+            self._stop(self._at.about, {"expected": expected, "actual": local, "region": region})
+        elif not self._has_part and not self._has_stopped:
+            self._stop(f"{self._at.about}, of which this rank has no part", {})
 
+    def _stop(self, about: str, values: Mapping[str, object]) -> None:
         self._has_stopped = True
-        expected = self._golden.read(step, kind, name, region)
-        values = {"expected": expected, "actual": local, "region": region}
-        multiprocessing_pdb.stop(self._at.about, frame=_find_loop(), frame_locals=values)
+        stop_rank(about, None, values)
 
     def report(self) -> bool:
         """Return whether this rank has stopped; see `Watch`."""
-        return self._has_stopped
+        return self._has_stopped or (self._blamed is not None and self._blamed.has_stopped)
 
 
-def _find_loop() -> FrameType:
-    """Return the frame of the training loop that shows the tensor: what is beneath it is the comparison's."""
+def stop_rank(about: str, frame: FrameType | None, values: Mapping[str, object]) -> None:
+    """Stop this rank in a frame, or else in the one that has the tensor."""
+    multiprocessing_pdb.stop(about, frame=frame or _find_caller(), frame_locals=values)
+
+
+def _find_caller() -> FrameType:
+    """Return the frame that has the tensor: the training loop's, or what called a module that has a hook."""
     caller = frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") != _LOOP:
+    while frame.f_globals.get("__name__", "").startswith(_INNER):
         if frame.f_back is None:
             return caller
         frame = frame.f_back
     return frame
 
 
+def has_part(at: StopPoint, program: Program) -> bool:
+    """Return whether a rank will make the tensor; of what has another name than parameters and modules, each does."""
+    if at.kind not in _IN_PARAMETERS:
+        return True
+    inside = (at.tensor, at.tensor.rpartition(".")[0]) if at.kind == Kind.OPTIMIZER_STATE else (at.tensor,)
+    return any(shard.name in inside or shard.name.startswith(f"{at.tensor}.") for shard in program.shards)
+
+
 def debug_case(
-    case: Case, golden: StoredGolden, device: torch.device, at: StopPoint, fault: str | None = None
+    case: Case,
+    golden: StoredGolden,
+    device: torch.device,
+    at: StopPoint,
+    trace: CollectiveTrace,
+    fault: str | None = None,
 ) -> DebugResult | None:
     """Return on rank 0 which ranks have stopped; None on the others.
 
-    Ranks that do not have the tensor wait in their next collective for those that have: the timeouts of all process
-    groups are raised meanwhile. Collective: all ranks of the default process group.
+    Meanwhile `diff --golden` compares with the golden, and the timeouts of all process groups are raised. Collective:
+    all ranks of the default process group.
     """
-    import multiprocessing_pdb
-
+    expected = read_expected(
+        case, golden, at, device
+    )  # before a fault: it would be in one device's model too
     with injected(fault):
         assemble_program = Assembly(case, device, build_meshes(case.layout, device.type))
+        program = assemble_program()
+        reference = GoldenReference(program, golden, make_bounds(case, golden))
+        blamed = None
+        if at.place is not None and (at.place.site or expected):
+            blamed = BlamedStop(
+                case, dist.get_rank(), program, at.place, expected, trace, stop_rank, reference.show
+            )
+        watch = StopWatch(at, golden, reference, has_part(at, program), blamed)
+        checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
+        multiprocessing_pdb.set_reference(reference)
         multiprocessing_pdb.arm(hold=True)
         try:
-            watch = StopWatch(at, golden)
-            checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
-            train_observed(case, golden, assemble_program(), watch, checks, num_steps=max(at.step, 0) + 1)
+            with closing(watch):
+                train_observed(case, golden, program, watch, checks, num_steps=max(at.step, 0) + 1)
         finally:
             multiprocessing_pdb.disarm()
+            multiprocessing_pdb.set_reference(None)
     stopped = gather_on_first(watch.report())
     if stopped is None:
         return None
-    world_size = MeshPlan.of(case.layout).world_size
-    return DebugResult(ranks=tuple(rank for rank in range(world_size) if stopped[rank]))
+    return DebugResult(ranks=tuple(rank for rank, has_stopped in enumerate(stopped) if has_stopped))

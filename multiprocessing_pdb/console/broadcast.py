@@ -57,7 +57,7 @@ def ask(
         what = str(request.get("text") or request.get("do"))
         for target, number in waiting.values():
             target.give_up(number, what)
-            if request.get("do") in ("evaluate", "hash"):
+            if request.get("do") in ("evaluate", "hash", "compare"):
                 target.cancel(number)
             answers[id(target)].failure = f"no answer in {seconds:g} s" if seconds else "no answer"
     return [answers[id(target)] for target in targets]

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+from multiprocessing_pdb.console.arming import ArmError, arm_process
 from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, show_groups
 from multiprocessing_pdb.console.link import LinkClosedError
@@ -44,8 +45,7 @@ def list_ranks(registry: RankRegistry, targets: Sequence[Target], armed: Sequenc
     """Return the table of `ls`."""
     answers = ask([*targets, *armed], {"do": "status"}, _STATUS_SECONDS)
     explain_silence(answers, _STATUS_SECONDS)
-    records = [record for source in registry.sources for record in source.list_armed()]
-    return "\n".join([show_table(answers), *show_countdowns(targets, records)])
+    return "\n".join([show_table(answers), *show_countdowns(targets, registry.list_armed())])
 
 
 def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
@@ -127,6 +127,29 @@ def set_breakpoint(targets: Sequence[Target], rest: str, seconds: float) -> str:
     return "\n".join(blocks)
 
 
+def arm(registry: RankRegistry, which: str) -> str:
+    """Arm a process by its pid, or with "all" every rank of the job that is not armed yet. Raises CommandError."""
+    if which.isdecimal():
+        try:
+            return f"pid {which} is armed, in job {arm_process(int(which))}"
+        except (ArmError, OSError) as error:
+            raise CommandError(str(error)) from None
+    if which != "all":
+        raise CommandError("arm needs a pid, or all: arm 4711")
+    job = registry.find_job()
+    found = registry.list_processes(job, "arm")
+    if not found:
+        raise CommandError(f"no rank of {job} that is not armed was found")
+    groups = group((clean(process.get("text", "")), process) for process in found)
+    text = "\n".join(
+        show_block(", ".join(_name(process) for process in members), clean(members[0]["text"]) or "armed")
+        for members in groups
+    )
+    if any(process.get("text") for process in found):
+        raise CommandError(text)
+    return text
+
+
 def kill(targets: Sequence[Target]) -> str:
     """Kill the processes of these ranks."""
     for target in targets:
@@ -140,17 +163,13 @@ def kill_job(registry: RankRegistry) -> str:
     job = registry.find_job()
     stopped = registry.find()
     text = kill(stopped) if stopped else "no rank is stopped"
-    others = [process for source in registry.sources for process in source.list_processes(job, "kill")]
+    others = registry.list_processes(job, "kill")
     return f"{text}; sent SIGKILL to {len(others)} process(es) of {job}"
 
 
 def dump_stacks(registry: RankRegistry) -> str:
     """Return the stacks of all processes of the job, stopped, running or hung; equal ones once."""
-    processes = [
-        process
-        for source in registry.sources
-        for process in source.list_processes(registry.find_job(), "stacks")
-    ]
+    processes = registry.list_processes(registry.find_job(), "stacks")
     if not processes:
         return "no process of the job was found"
     groups = group((clean(process.get("text", "")), process) for process in processes)

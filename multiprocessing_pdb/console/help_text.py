@@ -6,6 +6,9 @@ attach R           a whole pdb session with one rank; detach or Ctrl-D leaves it
 @SELECTION CMD     a pdb command on some ranks, the answers together: @all p loss, @0,2:8:2 up, @tp=1 pp x
                    (ranks, slices, mesh axes, labels); any command below takes a selection too
 diff EXPR          evaluates on all ranks and groups equal answers; tensors by form, norm and first difference
+diff --golden [EXPR]
+                   a value, or all that is complete, against what it should be: ranks of moeverify run --debug,
+                   and programs that call set_reference(); a Tra() under plain moeverify run has no golden
 where              the stacks of the stopped ranks, equal ones once
 step next until return c
                    in lockstep on all stopped ranks, or on a selection
@@ -15,6 +18,7 @@ watch EXPR changes|nan|inf
 stop, stop @tp=1   stops ranks that run, if they are armed or have a breakpoint set
 break FILE:LINE [if CONDITION]
                    sets a breakpoint on stopped ranks and on armed ones that run
+arm PID, arm all   arms a process, or all ranks of the job, that never called arm(): Python 3.14 and later
 interrupt          interrupts what the ranks evaluate, or asks those that run to stop
 wait N [SECONDS]   waits until N ranks are stopped
 stacks             stacks of every process of the job, also of those that run or hang in C

@@ -14,6 +14,7 @@ from typing import Protocol
 from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, Transform, encode
 from multiprocessing_pdb.wire.handshake import Response
 from multiprocessing_pdb.wire.peer_credentials import check_peer
+from multiprocessing_pdb.wire.process_exit import ProcessExit
 from multiprocessing_pdb.wire.procfs import read_start, send_signal
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
@@ -65,6 +66,7 @@ class SocketLink:
         self._connection = connection
         self._pid = pid
         self._start = read_start(pid)
+        self.exit = ProcessExit(pid) if pid else None
         self._decoder = Decoder()
         self._seal: Transform | None = None
 
@@ -150,6 +152,8 @@ class SocketLink:
     def close(self) -> None:
         """Close the socket."""
         self._fail("closed here")
+        if self.exit is not None:
+            self.exit.close()
 
 
 def wait(channels: Iterable[Channel], seconds: float) -> None:

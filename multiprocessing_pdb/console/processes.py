@@ -10,9 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from multiprocessing_pdb.console.arming import ArmError, arm_process
 from multiprocessing_pdb.console.stacks import dump_stacks
 from multiprocessing_pdb.wire.identity import name_job, read_rank
-from multiprocessing_pdb.wire.procfs import find_ancestors, is_alive, read_environ, read_start, send_signal
+from multiprocessing_pdb.wire.procfs import (
+    find_ancestors,
+    is_alive,
+    read_environ,
+    read_parent,
+    read_start,
+    send_signal,
+)
 from multiprocessing_pdb.wire.runtime_directory import (
     ARMED_SUFFIX,
     CONTROL_SUFFIX,
@@ -63,9 +71,11 @@ def read_armed() -> list[ProcessInfo]:
 
 
 def list_processes(job: str, action: str) -> list[ProcessInfo]:
-    """Return {"pid", "start", "rank", "command"} of each process of a job, and for "stacks" those in "text".
+    """Return {"pid", "start", "rank", "command"} of each process of a job.
 
-    "kill" sends SIGKILL to each. Ranks come first, in order; launchers and helpers have no rank.
+    "stacks" adds them in "text". "arm" arms those of ranks that are not armed, and returns these alone, with what
+    went wrong in "text". "kill" sends SIGKILL to each. The processes of ranks come first, in
+    order; launchers and helpers have no rank.
     """
     armed = {record["pid"]: record for record in read_armed() if record.get("job") == job}
     processes: list[ProcessInfo] = []
@@ -85,9 +95,24 @@ def list_processes(job: str, action: str) -> list[ProcessInfo]:
         processes = [
             {**process, "text": text[:_MOST_TEXT]} for process, text in zip(processes, texts, strict=True)
         ]
+    elif action == "arm":
+        processes = _arm_ranks([process for process in processes if process["pid"] not in armed])
     elif action == "kill":
         ancestors = find_ancestors()
         processes = [process for process in processes if process["pid"] not in ancestors]
         for process in processes:
             send_signal(process["pid"], process["start"], signal.SIGKILL)
     return sorted(processes, key=lambda p: (p["rank"] is None, p["rank"] or 0, p["pid"]))
+
+
+def _arm_ranks(processes: list[ProcessInfo]) -> list[ProcessInfo]:
+    """Arm the processes of ranks, but not their children: a data loader's worker inherits its parent's rank."""
+    ranks = {process["pid"]: process["rank"] for process in processes if process["rank"] is not None}
+    chosen = [p for p in processes if p["pid"] in ranks and ranks.get(read_parent(p["pid"])) != p["rank"]]
+    for process in chosen:
+        try:
+            arm_process(process["pid"])
+            process["text"] = ""
+        except (ArmError, OSError) as error:
+            process["text"] = str(error)
+    return chosen

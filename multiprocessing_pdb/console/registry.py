@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from multiprocessing_pdb.console.broadcast import ask
+from multiprocessing_pdb.console.deaths import LastSeen
 from multiprocessing_pdb.console.link import PEER_CLOSED, Link
 from multiprocessing_pdb.console.source import Source
 from multiprocessing_pdb.console.target import Target, clean, read_number
@@ -27,6 +29,7 @@ class RankRegistry:
         self.job = job
         self._targets: dict[bool, dict[int, Target]] = {False: {}, True: {}}  # of armed processes: True
         self._links: dict[bool, dict[int, Link]] = {}  # keeps them alive: their ids are our keys
+        self._last_seen = LastSeen()
 
     def refresh(self) -> list[Target]:
         """Return the stopped ranks of all jobs, in order."""
@@ -34,6 +37,7 @@ class RankRegistry:
 
     def _refresh(self, *, armed: bool) -> list[Target]:
         """Return the stopped ranks, or the armed processes; of one that may have changed the state is asked."""
+        self._begin("refresh", armed=armed)
         links = {stem: link for source in self.sources for stem, link in source.refresh(armed=armed).items()}
         known = {id(link): link for link in links.values()}
         targets = {key: target for key, target in self._targets[armed].items() if key in known}
@@ -52,6 +56,33 @@ class RankRegistry:
             t for t in targets.values() if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
         ]
         return sorted(found, key=lambda t: (t.number is None, t.number or 0, t.label))
+
+    def take_deaths(self) -> list[str]:
+        """Return a line for each rank that has died since the last call, with its job where another one is chosen.
+
+        The first console that looks removes what a dead rank has left, so no other one would say it.
+        """
+        for target in [target for found in self._targets.values() for target in found.values()]:
+            running = target.state in ("armed", "running")
+            self._last_seen.note(target.info, target.place, is_running=running)
+        self._begin("deaths")
+        deaths = [death for source in self.sources for death in source.take_deaths()]
+        return [clean(self._last_seen.show(death, self.job)) for death in deaths]
+
+    def _begin(self, op: str, **fields: Any) -> None:
+        """Have all places look at once: hundreds of ranks are on dozens of nodes."""
+        for source in self.sources:
+            source.begin(op, **fields)
+
+    def list_armed(self) -> list[dict[str, Any]]:
+        """Return what armed processes that are not stopped say of themselves."""
+        self._begin("armed")
+        return [record for source in self.sources for record in source.list_armed()]
+
+    def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
+        """Return the processes of a job, with what `action` ("list", "stacks", "kill", "arm") got from each."""
+        self._begin("processes", job=job, action=action)
+        return [process for source in self.sources for process in source.list_processes(job, action)]
 
     def find_armed(self) -> list[Target]:
         """Return the armed processes of the job of which no thread is stopped or being stepped."""

@@ -45,6 +45,8 @@ class _Relay:
             self._warnings.clear()
         elif op == "armed":
             self.send({"id": frame.get("id"), "processes": self._source.list_armed()})
+        elif op == "deaths":
+            self.send({"id": frame.get("id"), "processes": self._source.take_deaths()})
         elif op == "processes":
             job, action = str(frame.get("job")), str(frame.get("action"))
             self.send({"id": frame.get("id"), "processes": self._source.list_processes(job, action)})

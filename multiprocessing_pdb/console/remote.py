@@ -11,6 +11,7 @@ from collections import deque
 from itertools import count
 from typing import Any
 
+from multiprocessing_pdb.console.deaths import Death
 from multiprocessing_pdb.console.link import Channel, Link, LinkClosedError, wait
 from multiprocessing_pdb.console.relay import GREETING
 from multiprocessing_pdb.console.source import Warn
@@ -85,6 +86,7 @@ class RemoteSource:
         self._numbers = count(1)
         self._links: dict[int, RemoteLink] = {}
         self._answers: dict[int, Frame] = {}
+        self._begun: dict[str, int] = {}  # the number of a request that was sent ahead, by what it asks
         self._decoder = Decoder()
         self._is_greeted = False
         self._noise = b""
@@ -158,11 +160,21 @@ class RemoteSource:
             self._fail(str(error))
             raise LinkClosedError(str(error)) from None
 
+    def begin(self, op: str, **fields: Any) -> None:
+        """Send a request ahead: the method that asks for this waits for its answer only."""
+        frame = {"op": op, **fields}
+        with contextlib.suppress(LinkClosedError):  # said where it is asked for
+            self._begun[repr(frame)] = self._send_request(frame)
+
+    def _send_request(self, frame: Frame) -> int:
+        number = next(self._numbers)
+        self.send({**frame, "id": number})
+        return number
+
     def _ask(self, frame: Frame, seconds: float) -> Frame:
         """Return the relay's own answer, empty when it gives none."""
-        number = next(self._numbers)
         try:
-            self.send({**frame, "id": number})
+            number = self._begun.pop(repr(frame), None) or self._send_request(frame)
         except LinkClosedError:
             return {}
         deadline = time.monotonic() + (seconds if self._is_greeted else _START_SECONDS)
@@ -195,6 +207,11 @@ class RemoteSource:
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of the job on that node."""
         return self._list_records({"op": "processes", "job": job, "action": action}, _PROCESSES_SECONDS)
+
+    def take_deaths(self) -> list[Death]:
+        """Return the ranks of that node that have died since the last call."""
+        found = self._list_records({"op": "deaths"}, _ANSWER_SECONDS)
+        return [death for death in found if {"pid", "start", "label", "how", "time"} <= death.keys()]
 
     def close(self) -> None:
         """End the relay; the ranks stay as they are."""

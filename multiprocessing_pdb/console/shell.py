@@ -8,6 +8,7 @@ from pathlib import Path
 from multiprocessing_pdb.console import commands
 from multiprocessing_pdb.console.attach import Attachment
 from multiprocessing_pdb.console.comparison import compare
+from multiprocessing_pdb.console.golden import compare_with_golden
 from multiprocessing_pdb.console.grouping import name_ranks, show_groups
 from multiprocessing_pdb.console.help_text import HELP
 from multiprocessing_pdb.console.recording import PROMPT, Recording, RecordingError, read_commands
@@ -43,6 +44,7 @@ class Shell:
         }
         self._on_console: dict[str, Callable[[str], str | None]] = {
             "wait": self._wait,
+            "arm": lambda rest: commands.arm(self._registry, rest),
             "stacks": lambda _: commands.dump_stacks(self._registry),
             "jobs": lambda _: self._list_jobs(),
             "job": self._choose_job,
@@ -63,6 +65,7 @@ class Shell:
         while not self._is_over:
             try:
                 self._show_late_answers()
+                self._show_deaths()
                 line = self._terminal.read(PROMPT, self._complete)
             except EOFError:
                 self.do("quit")
@@ -76,6 +79,7 @@ class Shell:
         """Do one command and show what it says; return whether it could be done."""
         self._terminal.record(line.strip())
         try:
+            self._show_deaths()
             text = self._dispatch(line.strip())
         except (SelectionError, JobError, UsageError, RecordingError, commands.CommandError) as error:
             self._terminal.show(f"*** {error}")
@@ -142,6 +146,9 @@ class Shell:
     def _diff(self, targets: Sequence[Target], expression: str) -> str:
         if not expression:
             raise UsageError("diff needs an expression, such as: diff loss")
+        flag, _, rest = expression.partition(" ")
+        if flag == "--golden":  # no Python expression: golden would have to be a name
+            return compare_with_golden(targets, rest.strip(), self._deadline)
         _, text = compare(targets, expression, self._deadline)
         return text
 
@@ -235,6 +242,10 @@ class Shell:
             if not self.do(line):
                 raise UsageError(f"replay ends at command {number} of {len(lines)}: {line}")
         return f"replayed {len(lines)} command(s) of {rest}"
+
+    def _show_deaths(self) -> None:
+        for line in self._registry.take_deaths():
+            self._terminal.show(f"*** {line}")
 
     def _show_late_answers(self) -> None:
         for target in self._registry.refresh():

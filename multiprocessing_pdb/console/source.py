@@ -6,13 +6,23 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from multiprocessing_pdb.console import processes
+from multiprocessing_pdb.console.deaths import Death, describe_death
 from multiprocessing_pdb.console.link import Link, LinkClosedError, SocketLink, connect_local, connect_tcp
+from multiprocessing_pdb.wire.identity import FileOwner
 from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError
+from multiprocessing_pdb.wire.process_exit import ProcessExit
+from multiprocessing_pdb.wire.procfs import is_alive
 from multiprocessing_pdb.wire.runtime_directory import CONTROL_SUFFIX, SOCKET_SUFFIX, RuntimeDirectory
 
 
 class Source(Protocol):
     """A place that stopped ranks are found in."""
+
+    def begin(self, op: str, **fields: Any) -> None:
+        """Begin to look, so that many places look at once: the call that follows waits less. It changes no answer.
+
+        `op` with its fields is `refresh` (armed), `armed`, `processes` (job, action) or `deaths`.
+        """
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
         """Return a link to each stopped rank, or to each armed process, by the stem of its file.
@@ -25,6 +35,9 @@ class Source(Protocol):
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return the processes of a job, with what `action` ("list", "stacks", "kill") got from each."""
+
+    def take_deaths(self) -> list[Death]:
+        """Return the ranks that have died since the last call."""
 
     def close(self) -> None:
         """Close all links; the ranks stay as they are."""
@@ -39,6 +52,11 @@ class LocalSource:
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._links: dict[str, SocketLink] = {}
+        self._deaths: dict[tuple[int, int], Death] = {}  # by pid and start, each once
+        self._num_taken = 0
+
+    def begin(self, op: str, **fields: Any) -> None:
+        """Do nothing: here it takes no time."""
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
         """Return the links; a socket file whose process is gone is removed."""
@@ -52,7 +70,9 @@ class LocalSource:
             for name in [name for name in self._links if name.endswith(suffix)]:
                 self._links[name].pump()
                 if self._links[name].closed or name not in names:
-                    self._links.pop(name).close()
+                    link = self._links.pop(name)
+                    self._look_for_death(directory, name, link.exit)
+                    link.close()
             for name in names:
                 if name not in self._links:
                     self._connect(directory, name)
@@ -62,12 +82,30 @@ class LocalSource:
     def _connect(self, directory: RuntimeDirectory, name: str) -> None:
         try:
             self._links[name] = connect_local(directory, name)
-        except ConnectionRefusedError:
-            directory.remove(name)  # a socket gets its name only once it listens: this one's process died
+        except ConnectionRefusedError:  # a socket gets its name only once it listens: this one's process died
+            self._look_for_death(directory, name, None)
+            directory.remove(name)
         except FileNotFoundError:
             pass  # it went on meanwhile
         except (UnauthenticatedPeerError, OSError) as error:
             self._warn(f"{name}: {error}")
+
+    def _look_for_death(self, directory: RuntimeDirectory, name: str, end: ProcessExit | None) -> None:
+        owner = FileOwner.parse(name.rpartition(".")[0])
+        if is_alive(owner.pid, owner.start) or (owner.pid, owner.start) in self._deaths:
+            return
+        status = (end or ProcessExit(owner.pid)).read_status()
+        death = describe_death(directory, owner, status, is_left=directory.has(name))
+        if death is not None:
+            self._deaths[owner.pid, owner.start] = death
+
+    def take_deaths(self) -> list[Death]:
+        """Return the ranks that have died since the last call."""
+        for armed in (False, True):
+            self.refresh(armed=armed)
+        found = list(self._deaths.values())[self._num_taken :]
+        self._num_taken += len(found)
+        return found
 
     def list_armed(self) -> list[dict[str, Any]]:
         """Return the records of armed processes that are alive."""
@@ -91,6 +129,9 @@ class TcpSource:
         self._token = token
         self._warn = warn
         self._links: dict[str, SocketLink] = {}
+
+    def begin(self, op: str, **fields: Any) -> None:
+        """Do nothing: known links take no time."""
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
         """Return a link per address that answers the proof; none to armed processes, which do not listen."""
@@ -117,6 +158,10 @@ class TcpSource:
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
         """Return nothing: TCP leads to stopped ranks only."""
+        return []
+
+    def take_deaths(self) -> list[Death]:
+        """Return nothing: how a process ended is known on its own machine only."""
         return []
 
     def close(self) -> None:

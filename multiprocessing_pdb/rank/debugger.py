@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -16,12 +17,21 @@ from typing import TYPE_CHECKING, Any
 from multiprocessing_pdb.rank.conditions import Condition, parse_watch
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.interruption import Interrupted
+from multiprocessing_pdb.rank.ipython_prompt import has_ipython, run_ipython
 from multiprocessing_pdb.rank.pdb_loader import is_own_module, load_pdb, without_readline
 from multiprocessing_pdb.rank.streams import redirect_streams
 
 if TYPE_CHECKING:
     from multiprocessing_pdb.rank.session import Session, Stop
 
+# What pdb and pdbpp keep of a prompt after it, and the types of what they begin the next one with.
+_LEFT_BY_A_PROMPT: dict[str, Callable[[], object]] = {
+    "curframe_locals": dict,
+    "_curframe_locals": dict,
+    "fullstack": list,
+    "_hidden_frames": list,
+    "_via_set_trace_frame": type(None),
+}
 # All debuggers of a process know the same breakpoints, as bdb's own list of them is one per process.
 _BREAKS: dict[str, list[int]] = {}
 
@@ -81,8 +91,11 @@ class ConsolePdb:
         sys.settrace(None)
         with self._guard():
             self.interaction(frame, None)
-        if not self.runs_free:
-            sys.settrace(self.trace_dispatch)  # type: ignore[attr-defined]
+        if self.runs_free:
+            return
+        if self.stopframe is frame and _is_returning(frame):  # type: ignore[attr-defined]
+            self._set_stopinfo(None, None)  # type: ignore[attr-defined]  # as bdb does after a return that it saw
+        sys.settrace(self.trace_dispatch)  # type: ignore[attr-defined]
 
     # Called by bdb when the program has reached a place to stop at.
 
@@ -274,8 +287,11 @@ class ConsolePdb:
     do_cl = do_clear
 
     def do_interact(self, argument: str) -> Any:
-        """Start an interactive interpreter in the console; end of input leaves it."""
+        """Start IPython, or else Python's interpreter, in the console; end of input leaves it."""
         with redirect_streams(self.session.stdin, self.session.stdout), without_readline():
+            if has_ipython():
+                run_ipython({**self.curframe.f_globals, **self.frame_locals()})  # type: ignore[attr-defined]
+                return None
             return super().do_interact(argument)  # type: ignore[misc]
 
     def do_debug(self, argument: str) -> None:
@@ -300,6 +316,17 @@ class ConsolePdb:
             return self.curframe.f_locals  # type: ignore[attr-defined]
         return self.curframe_locals  # type: ignore[attr-defined]
 
+    def release(self) -> None:
+        """Let go of the frames and values of the last prompt, so that the program's objects live as long as it wants.
+
+        A tensor that pdb went on holding would stay in a GPU's memory.
+        """
+        held = vars(self)
+        held.update({name: empty() for name, empty in _LEFT_BY_A_PROMPT.items() if name in held})
+        for displays in (held.get(name, {}) for name in ("displaying", "display_list")):
+            for frame in [frame for frame, shown in displays.items() if not shown]:
+                del displays[frame]
+
     def complete_words(self, text: str, line: str, begin: int, end: int) -> list[str]:
         """Return what may stand for `text`, as pdb's own completion finds it, without readline."""
         margin = len(line) - len(line.lstrip())
@@ -322,6 +349,12 @@ class ConsolePdb:
             config.use_pygments = None if colors else False
         elif hasattr(self, "colorize"):  # Python 3.14
             self.colorize = colors
+
+
+def _is_returning(frame: FrameType) -> bool:
+    """Return whether a frame executes no further line: its stop was called by what a profiler sees at its return."""
+    at = frame.f_lasti
+    return at >= 0 and dis.opname[frame.f_code.co_code[at]].startswith("RETURN_")
 
 
 @cache

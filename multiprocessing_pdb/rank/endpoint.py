@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from multiprocessing_pdb.rank.descriptors import above_standard_streams
 from multiprocessing_pdb.rank.server import Server
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import Frame
 from multiprocessing_pdb.wire.handshake import read_token, token_path
 from multiprocessing_pdb.wire.identity import RankIdentity
@@ -22,15 +23,23 @@ Leave = Callable[[int], None]
 
 
 class Endpoint:
-    """A server and the socket file `name` that leads to it.
+    """A server and the socket file `name` that leads to it; `tick` runs in the server's thread every two seconds.
 
     Raises OSError when the directory, the token file or the TCP address cannot be used.
     """
 
-    def __init__(self, name: str, receive: Receive, leave: Leave, tcp: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        receive: Receive,
+        leave: Leave,
+        tcp: str | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> None:
         with above_standard_streams():
             self._name = name
             self._is_hidden = False
+            self._more_ticks = tick
             self._lock = threading.Lock()  # hiding the file, against making it again
             self._directory = RuntimeDirectory.open(create=True)
             listeners: list[socket.socket] = []
@@ -39,7 +48,7 @@ class Endpoint:
                 listeners.append(self._directory.listen(name))
                 if tcp:
                     listeners.append(_listen_tcp(tcp))
-                self.server = Server(listeners, receive, leave, self._restore_file, token)
+                self.server = Server(listeners, receive, leave, self._tick, token)
             except BaseException:
                 for listener in listeners:
                     listener.close()
@@ -61,9 +70,14 @@ class Endpoint:
             self.abandon()
             raise
 
+    def _tick(self) -> None:
+        self._restore_file()
+        if self._more_ticks is not None:
+            self._more_ticks()
+
     def _restore_file(self) -> None:
         """Listen anew where something has removed the socket file: a stopped rank must stay reachable."""
-        with self._lock, contextlib.suppress(OSError), above_standard_streams():
+        with UNSTOPPED, self._lock, contextlib.suppress(OSError), above_standard_streams():
             if self._is_hidden or self._directory.has(self._name):
                 return
             directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
@@ -78,7 +92,7 @@ class Endpoint:
 
     def hide(self) -> None:
         """Remove the file, so that no console finds a server that is about to end."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             self._is_hidden = True
             self._directory.remove(self._name)
 

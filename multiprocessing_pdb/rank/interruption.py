@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
+
 _Result = TypeVar("_Result")
 
 # How long an exception is offered to a thread that is not the main one, and how long it is withdrawn afterwards.
@@ -83,6 +85,7 @@ class Interruption:
 
         Raises Interrupted, also when it comes too late for `function`: never after this has returned.
         """
+        depth = UNSTOPPED.depth
         try:
             try:
                 self.allow()
@@ -92,6 +95,8 @@ class Interruption:
         except Interrupted:
             self.forbid()
             raise
+        finally:
+            UNSTOPPED.restore(depth)
 
     def send(self) -> bool:
         """Interrupt the thread, and return whether it accepts that now."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import linecache
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from multiprocessing_pdb.rank import tensors, variables
 from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
 from multiprocessing_pdb.rank.pdb_loader import is_own_module
+from multiprocessing_pdb.rank.reference import ReferenceRow, find_reference
 from multiprocessing_pdb.rank.values import Value
 from multiprocessing_pdb.wire.framing import Frame
 
@@ -26,15 +29,19 @@ class CancelledError(RuntimeError):
 class RequestHandler:
     """Answers the requests of consoles about one stopped thread.
 
-    The value of a `diff` is kept for the console that asked, so that it can look for the first difference in
-    what it was shown; it is dropped at the next question, when that console goes and when the thread goes on.
+    The value of a `diff`, or the rows of a `diff --golden`, are kept for the console that asked, so that it can ask
+    on about what it was shown; they are dropped at the next question, when that console goes and when the thread
+    goes on.
     """
 
     def __init__(self) -> None:
         self._retained: dict[int, Value] = {}
+        self._rows: dict[int, Sequence[ReferenceRow]] = {}
         self._cancelled: set[tuple[int, object]] = set()
         self._handlers: dict[str, _Answer] = {
             "evaluate": self._evaluate,
+            "compare": self._compare,
+            "rows": self._list_rows,
             "leaves": self._list_leaves,
             "hash": self._hash,
             "element": self._read_element,
@@ -53,8 +60,10 @@ class RequestHandler:
         """Drop what is kept for a console, or for all."""
         if connection is None:
             self._retained.clear()
+            self._rows.clear()
         else:
             self._retained.pop(connection, None)
+            self._rows.pop(connection, None)
 
     def cancel(self, connection: int, number: object) -> None:
         """Give up comparing for a request, from another thread; evaluating the expression itself goes on."""
@@ -79,14 +88,27 @@ class RequestHandler:
         return check
 
     def _evaluate(self, debugger: Any, connection: int, frame: Frame) -> Frame:
-        self._retained.pop(connection, None)
-        code = compile_expression(str(frame["text"]), "<console>")
-        torch = sys.modules.get("torch")
-        quiet = torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
-        with quiet:
-            found = evaluate(code, debugger.curframe.f_globals, debugger.frame_locals())
+        self.forget(connection)
+        with _without_gradients():
+            found = _evaluate_at(debugger, str(frame["text"]))
             value = self._retained[connection] = Value(found, self._make_check(connection, frame))
         return {"value": value.describe()}
+
+    def _compare(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        """Compare a value, or without a text all that is complete, with what the program expects of it."""
+        self.forget(connection)
+        reference = find_reference()
+        with _without_gradients():
+            found = _evaluate_at(debugger, str(frame["text"])) if frame.get("text") else None
+            if frame.get("text") and found is None:
+                return {"error": f"{frame['text']} is None here"}
+            rows = reference.compare(found, self._make_check(connection, frame))
+        self._rows[connection] = rows
+        return {"count": len(rows)}
+
+    def _list_rows(self, debugger: Any, connection: int, frame: Frame) -> Frame:
+        begin = int(frame["begin"])
+        return {"rows": [_describe_row(row) for row in self._rows[connection][begin : begin + _MOST_LEAVES]]}
 
     def _list_leaves(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         begin = int(frame["begin"])
@@ -145,3 +167,22 @@ class RequestHandler:
                 text, text, variables.evaluate_in(debugger, int(frame["index"]), text)
             )
         }
+
+
+def _without_gradients() -> contextlib.AbstractContextManager[Any]:
+    torch = sys.modules.get("torch")
+    return torch.no_grad() if hasattr(torch, "no_grad") else contextlib.nullcontext()  # type: ignore[union-attr]
+
+
+def _evaluate_at(debugger: Any, text: str) -> Any:
+    code = compile_expression(text, "<console>")
+    return evaluate(code, debugger.curframe.f_globals, debugger.frame_locals())
+
+
+def _describe_row(row: ReferenceRow) -> Frame:
+    """Return the fields as JSON has them: numbers that JSON has not are text."""
+    fields = dataclasses.asdict(row)
+    return {
+        name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }

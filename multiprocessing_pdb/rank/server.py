@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 from multiprocessing_pdb.rank.descriptors import above_standard_streams
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import LIMIT, Decoder, Frame, FrameError, Transform, encode
 from multiprocessing_pdb.wire.handshake import Challenge
 from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError, check_peer
@@ -95,7 +96,7 @@ class Server(threading.Thread):
 
     def send(self, number: int, frame: Frame) -> None:
         """Queue a frame for a connection, from any thread; one that has ended is ignored."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             connection = self._connections.get(number)
             if connection is None:
                 return
@@ -147,7 +148,7 @@ class Server(threading.Thread):
     def _is_done(self) -> bool:
         if self._closing_at is None:
             return False
-        with self._lock:
+        with UNSTOPPED, self._lock:
             waiting = any(connection.outgoing for connection in self._connections.values())
         return not waiting or time.monotonic() > self._closing_at
 
@@ -173,7 +174,7 @@ class Server(threading.Thread):
         connection = Connection(next(_NUMBERS), stream, challenge, source)
         if challenge is not None:
             connection.outgoing += encode(challenge.request())
-        with self._lock:
+        with UNSTOPPED, self._lock:
             self._connections[connection.number] = connection
         self._selector.register(stream, selectors.EVENT_READ, connection)
 
@@ -204,7 +205,7 @@ class Server(threading.Thread):
     def _serve(self, connection: Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                with self._lock:
+                with UNSTOPPED, self._lock:
                     sent = connection.stream.send(connection.outgoing[:65536])
                     del connection.outgoing[:sent]
             if events & selectors.EVENT_READ:
@@ -240,7 +241,7 @@ class Server(threading.Thread):
                 self._selector.modify(connection.stream, wanted, connection)
 
     def _disconnect(self, connection: Connection) -> None:
-        with self._lock:
+        with UNSTOPPED, self._lock:
             self._connections.pop(connection.number, None)
         self._selector.unregister(connection.stream)
         connection.stream.close()

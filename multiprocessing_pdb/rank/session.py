@@ -22,7 +22,9 @@ from multiprocessing_pdb.rank.request_handler import RequestHandler
 from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.stacks import format_stacks
 from multiprocessing_pdb.rank.streams import CommandInput, CommandOutput
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import Frame
+from multiprocessing_pdb.wire.procfs import is_thread_alive
 from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX
 
 _TOO_LATE: Frame = {"error": "the rank went on before it came to this"}
@@ -70,6 +72,7 @@ class Session:
         self._banner = self._prompt = ""
         self._is_fresh = True  # nothing printed since this stop began
         self._handler = RequestHandler()
+        self._thread_id = threading.get_native_id()
         self.interruption = Interruption(threading.current_thread())
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._current: Request | None = None
@@ -86,7 +89,8 @@ class Session:
         """
         if not self.debuggers:
             self._coordinates = dict(stop.coordinates) if stop.coordinates is not None else None
-        return self._reopen(stop)
+        with UNSTOPPED:
+            return self._reopen(stop)
 
     def _reopen(self, stop: Stop) -> bool:
         if self._endpoint is not None:
@@ -94,7 +98,7 @@ class Session:
         self.rank = identify()
         try:
             name = self.rank.file_stem() + SOCKET_SUFFIX
-            endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp)
+            endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp, self._end_with_thread)
             self._endpoint = endpoint  # before it answers: the answers go through it
             endpoint.start()
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no threads at interpreter's end
@@ -121,6 +125,7 @@ class Session:
         """Let the program run; the endpoint stays open when a step or a breakpoint will stop it again."""
         self.interruption.forbid()
         self.debuggers.remove(debugger)
+        debugger.release()
         self._handler.forget()
         while self._given:
             names, name = self._given.pop()
@@ -142,6 +147,10 @@ class Session:
 
     def close(self, end: str) -> None:
         """Answer the command that let the program go, and close the endpoint."""
+        with UNSTOPPED:
+            self._close(end)
+
+    def _close(self, end: str) -> None:
         if self._endpoint is not None:
             self._endpoint.hide()
         if self._current is not None:
@@ -153,6 +162,14 @@ class Session:
         if endpoint is not None:
             endpoint.close()
         PROCESS.remove(self)
+
+    def end(self) -> None:
+        """Close, and let go of everything that the debuggers hold: the thread ends, or has ended."""
+        self.close("ended")
+        if self.base is not None:
+            vars(self.base).clear()  # it is in circles of references that live until a collection
+        self.base = None
+        self.debuggers.clear()
 
     def abandon(self) -> None:
         """Forget the endpoint in a forked child; a stop there opens its own."""
@@ -260,14 +277,8 @@ class Session:
         return self._current is not None
 
     def _reply(self, request: Request, frame: Frame) -> None:
-        # A command runs traced. A step that is still under way must not stop in json under the server's lock:
-        # its thread would wait for the lock, and no console would be answered again.
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
+        with UNSTOPPED:  # a command runs traced
             request.server.send(request.connection, {"id": request.frame.get("id"), **frame})
-        finally:
-            sys.settrace(trace)
 
     # Called by the server's thread.
 
@@ -275,7 +286,9 @@ class Session:
         """Answer at once what needs no stopped thread, and leave the rest to it."""
         do = frame.get("do")
         request = Request(server, connection, frame)
-        if do == "status":
+        if not isinstance(frame.get("id"), int | None):
+            self._reply(request, {"error": "the id of a request is no number"})
+        elif do == "status":
             self._reply(request, self.describe())
         elif do == "attach":
             self._attached.add(connection)
@@ -307,6 +320,11 @@ class Session:
             and all(isinstance(n, int) and 0 < n < 9999 for n in size)
         ):
             self.terminal_size = (size[0], size[1])
+
+    def _end_with_thread(self) -> None:
+        """End when the thread is gone without having said so: a destructor that ran last of all stopped in it."""
+        if self._endpoint is not None and not is_thread_alive(self._thread_id):
+            self.end()
 
     def forget_connection(self, connection: int) -> None:
         """Forget a console that has gone, however it went."""

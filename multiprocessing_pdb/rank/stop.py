@@ -14,6 +14,7 @@ from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.pdb_loader import load_pdb
 from multiprocessing_pdb.rank.session import Session, Stop
 from multiprocessing_pdb.rank.stacks import serves_debugger
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 
 _THREAD = threading.local()
 
@@ -21,17 +22,20 @@ _THREAD = threading.local()
 class _ThreadEnd:
     """Ends the session of a thread that was being stepped when its function returned.
 
-    Thread locals are dropped as the thread ends, and also in a forked child, which must not touch the files.
+    Thread locals are dropped as the thread ends, and also in a forked child, which must not touch the files. Where a
+    circle of references kept them longer, a garbage collection drops them, in any thread and even in the middle of
+    what holds the endpoint's lock: there the server's next tick ends the session instead.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pid = os.getpid()
+        self._thread_id = threading.get_native_id()
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and threading.get_native_id() == self._thread_id:
             sys.settrace(None)  # a step past the thread's end must not stop in what closes the endpoint
-            self._session.close("ended")
+            self._session.end()
 
 
 def is_disabled() -> bool:
@@ -57,7 +61,9 @@ def owns_terminal() -> bool:
 
 def _may_stop() -> bool:
     """Return whether the calling thread may stop: not while the interpreter ends or the debugger evaluates."""
-    if is_disabled() or sys.is_finalizing() or serves_debugger(threading.current_thread()):
+    if is_disabled() or sys.is_finalizing() or UNSTOPPED.depth > 0:
+        return False
+    if serves_debugger(threading.current_thread()):
         return False  # the server's thread would wait for itself, for example in a __del__
     session: Session | None = getattr(_THREAD, "session", None)
     return session is None or session.accepts_stops
@@ -104,11 +110,12 @@ def stop_after(error: BaseException, stop: Stop) -> None:
     """Stop the calling thread in the frame that raised `error`; it goes on when a console lets it."""
     if not _may_stop():
         return
+    trace = sys.gettrace()
+    sys.settrace(None)  # a step that came here must not stop in what opens the endpoint
     debugger = _make_terminal_debugger() if owns_terminal() else _prepare(stop)
     if debugger is None:
+        sys.settrace(trace)
         return
-    trace = sys.gettrace()
-    sys.settrace(None)
     try:
         debugger.reset()
         debugger.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
@@ -127,8 +134,11 @@ def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] 
     """
     if not _may_stop():
         return
+    trace = sys.gettrace()
+    sys.settrace(None)
     debugger = _prepare(stop)
     if debugger is None:
+        sys.settrace(trace)
         return
     if place is None:
         debugger.start_tracing(frame)
@@ -139,6 +149,7 @@ def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] 
     if problem:
         write_stderr(f"rank {debugger.session.rank.label}: {problem}")
         debugger.session.close("resumed")
+        sys.settrace(trace)
         return
     debugger.start_tracing(frame)
     debugger.set_continue()

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_CHUNK = 1 << 20  # elements read at once
+_BLOCK = 1 << 20  # elements read at once: of a transposed tensor whole cache lines
+# Elements looked at at once on a CPU: few enough that their copy in float64 (1 MiB) stays in a core's cache, and so
+# many that the calls are no cost. bfloat16 takes 2.2 s for 1 GB with chunks of 2^15 and 1.4 s with these.
+_CHUNK = 1 << 17
 _MOST_PARTS = 256
 _FEW = 8  # so many elements are shown
 
@@ -62,7 +65,7 @@ def _read_block(value: Any, begin: int, end: int) -> Any:
     if first > last:  # inside one row
         at = begin // row
         return _read_block(value[at], begin - at * row, end - at * row)
-    parts = [value[first:last].reshape(-1)]
+    parts = [_gather(value[first:last])]
     if begin < first * row:
         parts.insert(0, _read_block(value[first - 1], begin - (first - 1) * row, row))
     if last * row < end:
@@ -70,6 +73,14 @@ def _read_block(value: Any, begin: int, end: int) -> Any:
     if len(parts) == 1:
         return _copy(parts[0])
     return sys.modules["torch"].cat(parts) if is_torch(value) else sys.modules["numpy"].concatenate(parts)
+
+
+def _gather(rows: Any) -> Any:
+    """Return whole rows as one flat array; what lies together is copied together first.
+
+    A transposed tensor read column by column misses the TLB at each element: 4.4 s for 1 GB instead of 1.6 s.
+    """
+    return (rows.clone() if is_torch(rows) else rows.copy(order="K")).reshape(-1)
 
 
 def _copy(part: Any) -> Any:
@@ -102,9 +113,13 @@ def _hash_chunk(chunk: Any, key: Any) -> None:
 
 
 def _read_chunks(value: Any, begin: int, end: int, check: Check) -> Iterator[Any]:
-    for at in range(begin, end, _CHUNK):
+    for at in range(begin, end, _BLOCK):
         check()
-        yield read_flat(value, at, min(end, at + _CHUNK))
+        block = read_flat(value, at, min(end, at + _BLOCK))
+        if getattr(block, "is_cpu", True):  # numpy 1 has no such attribute
+            yield from (block[place : place + _CHUNK] for place in range(0, len(block), _CHUNK))
+        else:
+            yield block
 
 
 def hash_parts(value: Any, begin: int, end: int, parts: int, check: Check) -> list[list[Any]]:
@@ -147,9 +162,9 @@ class Norm:
         squares = float(wide @ wide)
         if not math.isfinite(squares):  # only then is it worth another look at every element
             library = sys.modules["torch" if is_torch(wide) else "numpy"]
-            self.nans += int(library.isnan(wide).sum())
-            self.infinities += int(library.isinf(wide).sum())
-            finite = wide[library.isfinite(wide)]
+            self.nans += int(library.count_nonzero(library.isnan(wide)))
+            self.infinities += int(library.count_nonzero(abs(wide) == math.inf))
+            finite = library.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
             squares = float(finite @ finite)
         self.squares += squares
 

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
+
 RAISED = timedelta(days=7)
 
 
@@ -46,13 +48,13 @@ class Timeouts:
 
     def hold(self, reason: Hashable) -> None:
         """Raise all timeouts until the reason is released."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             self._reasons.add(reason)
             self.extend()
 
     def extend(self) -> None:
         """Raise those of process groups that were made since, if there is a reason."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             for key, backend in _find_backends() if self._reasons else ():
                 limit = _read(backend)
                 if limit is not None and limit < self.limit:
@@ -61,7 +63,7 @@ class Timeouts:
 
     def release(self, reason: Hashable) -> None:
         """Restore what was raised when this was the last reason."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             self._reasons.discard(reason)
             if self._reasons or not self._originals:
                 return
@@ -72,12 +74,12 @@ class Timeouts:
 
     def are_raised(self) -> bool:
         """Tell whether a collective that starts now gets a raised timeout."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             return bool(self._originals)
 
     def shortest(self) -> float | None:
         """Return the shortest timeout in seconds as the program set it; None without process groups."""
-        with self._lock:
+        with UNSTOPPED, self._lock:
             limits = [self._originals.get(key) or _read(backend) for key, backend in _find_backends()]
         seconds = [limit.total_seconds() for limit in limits if limit is not None]
         return min(seconds, default=None)

@@ -1,4 +1,4 @@
-"""Facts about processes from /proc: environment, ancestry, and whether one is still the process it was."""
+"""Facts from /proc about processes and threads: environment, ancestry, and whether one is still what it was."""
 
 from __future__ import annotations
 
@@ -24,10 +24,22 @@ def read_start(pid: int) -> int:
     return int(status[19]) if len(status) > 19 else 0
 
 
+def read_parent(pid: int) -> int:
+    """Return the pid of a process's parent; 0 when there is none."""
+    status = _read_status(pid)
+    return int(status[1]) if len(status) > 1 else 0
+
+
 def is_alive(pid: int, start: int) -> bool:
     """Return whether the process runs; one that has ended and was not waited for by its parent does not."""
     status = _read_status(pid)
     return len(status) > 19 and status[0] not in "ZX" and int(status[19]) == start
+
+
+def is_thread_alive(native_id: int) -> bool:
+    """Return whether a thread of this process runs; True where there is no /proc to say so."""
+    tasks = Path("/proc/self/task")
+    return (tasks / str(native_id)).exists() or not tasks.exists()
 
 
 def send_signal(pid: int, start: int, number: int) -> bool:
@@ -62,6 +74,5 @@ def find_ancestors() -> set[int]:
     found, pid = set(), os.getpid()
     while pid > 1:
         found.add(pid)
-        status = _read_status(pid)
-        pid = int(status[1]) if len(status) > 1 else 0
+        pid = read_parent(pid)
     return found

@@ -20,6 +20,7 @@ SOCKET_SUFFIX = ".sock"
 ARMED_SUFFIX = ".armed"  # what an armed process says of itself, written by it
 CONTROL_SUFFIX = ".control"  # the socket of an armed process that runs
 STACKS_SUFFIX = ".stacks"  # what faulthandler wrote
+SCRIPT_SUFFIX = ".py"  # what a process is asked to run that has not called arm()
 _RECORD_LIMIT = 64 * 1024
 _PATH_LIMIT = 104  # of sun_path: 108 bytes on Linux, 104 elsewhere, the final zero included
 

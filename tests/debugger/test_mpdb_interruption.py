@@ -120,7 +120,7 @@ def test_a_step_past_the_end_of_a_thread_does_not_stop_in_what_closes_its_endpoi
     traced = []
 
     class Session:
-        def close(self, end):
+        def end(self):
             traced.append(sys.gettrace())
 
     ends = [_ThreadEnd(Session())]
@@ -188,3 +188,5 @@ def test_consoles_learn_that_the_server_has_ended_however_it_ends(tmp_path, monk
     server.start()
     with client:
         assert client.recv(1) == b""
+    server.join(PATIENCE)  # while its end is not reported: the next test would be blamed
+    assert not server.is_alive()

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "multiprocessing_pdb"
 ALLOWED = {"wire": {"wire"}, "rank": {"rank", "wire"}, "console": {"console", "wire"}}
-OPTIONAL = {"tabulate", "pdbpp", "pdb", "IPython", "torch", "numpy"}
+OPTIONAL = {"tabulate", "pdbpp", "pdb", "IPython", "traitlets", "torch", "numpy"}  # traitlets is IPython's
 
 
 def list_imports(path):

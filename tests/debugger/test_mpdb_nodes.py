@@ -1,8 +1,12 @@
 """Ranks of several nodes in one console: the other node is a directory behind a stand-in for ssh."""
 
 import os
+import sys
 
 import pytest
+
+from multiprocessing_pdb.console.registry import RankRegistry
+from multiprocessing_pdb.console.remote import RemoteSource
 
 # Runs its last argument as ssh does, in an environment whose runtime directory is the other node's.
 STAND_IN = """#!/bin/sh
@@ -78,3 +82,36 @@ def test_a_node_that_cannot_be_reached_does_not_hide_the_others(nodes):
     done = nodes.run_console("diff value", options=["--via", "false", "--ssh", "node1"])
     assert "multiprocessing_pdb: false: " in done.stderr
     assert done.stdout.splitlines() == ["rank 0: 0", "rank 1: 10", "rank 2: 20"]
+
+
+def test_all_nodes_are_asked_before_the_first_answer_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPDB_DIR", str(tmp_path / "nobody"))
+    events = []
+    sources = [RemoteSource("sh -c", sys.executable, pytest.fail) for _ in range(2)]
+    for number, source in enumerate(sources):
+        send, ask = source.send, source._ask
+
+        def note_send(frame, number=number, send=send):
+            events.append(("sent to", number))
+            send(frame)
+
+        def note_answer(frame, seconds, number=number, ask=ask):
+            events.append(("waits for", number))
+            return ask(frame, seconds)
+
+        monkeypatch.setattr(source, "send", note_send)
+        monkeypatch.setattr(source, "_ask", note_answer)
+    registry = RankRegistry(sources, "job")
+    looks = (
+        registry.refresh,
+        registry.take_deaths,
+        registry.list_armed,
+        lambda: registry.list_processes("job", "list"),
+    )
+    try:
+        for look in looks:
+            events.clear()
+            look()
+            assert events == [("sent to", 0), ("sent to", 1), ("waits for", 0), ("waits for", 1)]
+    finally:
+        registry.close()

@@ -89,7 +89,7 @@ def test_diff_keeps_what_was_assigned_at_the_prompt(site, flavour):
 
 
 def test_questions_are_answered_from_the_console(site):
-    ranks = site.start_ranks(2, "work.py")
+    ranks = site.start_ranks(2, "work.py", env={"MPDB_IPYTHON": "0"})
     site.await_ranks(2)
     site.ask("@all b 19")
     assert "Clear all breaks?" in site.ask("@all clear")
@@ -226,3 +226,33 @@ def maze_result(site, ops):
     plain = site.start_python("maze.py", *ops, env={"MPDB_DISABLE": "1"}, name="plain")
     site.await_exit(plain)
     return site.read("plain")
+
+
+def test_interact_is_ipython_where_it_is_installed(site):
+    pytest.importorskip("IPython")
+    (rank,) = site.start_ranks(1, "work.py")
+    site.await_ranks(1)
+    assert "In [1]:" in site.ask("@0 interact")
+    assert "value" in site.ask("@0 %who")
+    assert "Out[2]: 8" in site.ask("@0 value + 8")
+    assert "   ...:" in site.ask("@0 for number in range(2):")
+    assert "In [4]:" in site.ask("@0     print('cell', number)", "@0 ")
+    assert "ZeroDivisionError" in site.ask("@0 1 / 0")
+    assert "(Pdb" not in site.ask("@0 import __main__; __main__.work")
+    site.ask("@0 exit")
+    assert (
+        site.ask("@0 p 'Shell' in str(type(__import__('builtins').__dict__.get('get_ipython')))")
+        == "rank 0: False\n"
+    )
+    assert site.ask("@0 p __import__('sys').modules['__main__'].work is work") == "rank 0: True\n"
+    assert site.ask("c") == "rank 0: runs on\n"
+    site.await_exit(rank)
+
+
+def test_interact_is_pythons_own_where_ipython_is_not_wanted(site):
+    (rank,) = site.start_ranks(1, "work.py", env={"MPDB_IPYTHON": "0"})
+    site.await_ranks(1)
+    assert ">>>" in site.ask("@0 interact")
+    assert "18" in site.ask("@0 value + 18")
+    site.ask("@0 EOF", "c")
+    site.await_exit(rank)

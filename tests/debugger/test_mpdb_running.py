@@ -19,7 +19,10 @@ def start_steady(site, world):
     go = site.home / "go"
     ranks = site.start_ranks(world, "steady.py", go)
     poll(lambda: len(list(site.runtime.glob("*.control"))) == world, "armed ranks")
-    poll(lambda: len(list(site.runtime.glob("*.armed"))) == world, "their notes, written after the sockets")
+    # A note has a hidden name until it is whole.
+    poll(
+        lambda: len(list(site.runtime.glob("[!.]*.armed"))) == world, "their notes, written after the sockets"
+    )
     return ranks, go
 
 
@@ -86,7 +89,7 @@ def test_a_stopped_rank_answers_for_its_own_stacks_and_others_name_the_remedy(si
 @pytest.mark.parametrize("action", ["stacks", "kill"])
 def test_a_process_that_got_the_pid_of_a_dead_rank_is_left_alone(site, action):
     ranks, _ = start_steady(site, 1)
-    (record,) = site.runtime.glob("*.armed")
+    (record,) = site.runtime.glob("[!.]*.armed")
     content = json.loads(poll(record.read_text, "a record that is written"))
     ranks[0].kill()
     ranks[0].wait()

@@ -1,8 +1,10 @@
 """Nobody else gets in, malformed frames are refused, and an unused debugger costs nothing."""
 
 import ast
+import contextlib
 import json
 import os
+import random
 import re
 import socket
 import stat
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, poll
 
 from multiprocessing_pdb.wire import peer_credentials
 from multiprocessing_pdb.wire.framing import LIMIT, Decoder, FrameError, encode
@@ -382,3 +384,64 @@ def test_a_long_runtime_path_works(site):
     site.start_ranks(1, "work.py")
     site.await_ranks(1)
     assert re.search(r"rank 0: 0", site.ask("@0 p value"))
+
+
+# Not those that do something to a rank when they are asked as they should be: stop, break, line, kill.
+HARMLESS = ["status", "stacks", "attach", "detach", "cancel", "evaluate", "leaves", "hash", "element"]
+HARMLESS += ["compare", "rows"]
+HARMLESS += ["complete", "where", "frames", "variables", "inspect", "", "eof\0", None, 7, [], {"do": 1}]
+STRANGE = [
+    None,
+    -1,
+    0,
+    2**70,
+    1.5,
+    True,
+    "",
+    "1",
+    "number",
+    "x" * 5000,
+    "\x1b]0;title\x07",
+    [],
+    [[[]]],
+    {"a": {}},
+]
+FIELDS = ["id", "text", "begin", "end", "parts", "path", "at", "index", "scope", "line", "request", "size"]
+
+
+def make_frames(seed, count):
+    """Return frames with requests that exist and fields that make no sense, some with a few bits flipped."""
+    chosen = random.Random(seed)
+    for _ in range(count):
+        fields = {name: chosen.choice(STRANGE) for name in chosen.sample(FIELDS, chosen.randint(0, 6))}
+        payload = bytearray(encode({"do": chosen.choice(HARMLESS), **fields}))
+        for _ in range(chosen.choice([0, 0, 0, 1, 3])):
+            payload[chosen.randrange(4, len(payload))] ^= 1 << chosen.randrange(8)
+        yield bytes(payload)
+
+
+def test_no_frame_costs_a_rank_its_server_or_its_result(site):
+    """What a broken console may send: to a rank that runs armed, then to the same one while it is stopped."""
+    go = site.home / "go"
+    (rank,) = site.start_ranks(1, "steady.py", go)
+    poll(lambda: list(site.runtime.glob("*.armed")), "the armed rank")
+    for suffix, count in ((".control", 150), (".sock", 150)):
+        if suffix == ".sock":
+            site.ask("stop", "wait 1 60")
+        (path,) = site.runtime.glob(f"*{suffix}")
+        for payload in make_frames(suffix, count):
+            assert path.exists(), site.explain()
+            raw = connect(path)
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                raw.sendall(payload)
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(1 << 16):  # until the rank has ended the connection
+                    pass
+            raw.close()
+        assert rank.poll() is None, site.explain()
+        assert "steady.py" in site.ask("ls")
+    assert site.ask("@0 p number >= 0", "c") == "rank 0: True\nrank 0: runs on\n"
+    go.touch()
+    site.await_exit(rank)
+    assert "steps agree" in site.read("rank0")
+    assert "Traceback" not in site.read("rank0", "stderr")

@@ -1,4 +1,7 @@
-"""crowd.py N: forks N ranks, which stop at the same line; rank 37 holds another value."""
+"""crowd.py N [MB [FIRST]]: forks N ranks from FIRST on, which stop at the same line; rank 37 has another value.
+
+Each has an array of MB.
+"""
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
 import multiprocessing
@@ -11,8 +14,13 @@ from multiprocessing_pdb.rank.debugger import load_pdb
 Tra = MultiprocessingPdb().set_trace
 
 
-def work(rank, world):
+def work(rank, world, size):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    if size:
+        import numpy
+
+        big = numpy.arange(size << 18, dtype=numpy.float32)
+        big[5] = rank == 37
     loss = float("nan") if rank == 37 else 3.14
     Tra()
     return loss
@@ -20,9 +28,11 @@ def work(rank, world):
 
 if __name__ == "__main__":
     world = int(sys.argv[1])
+    size = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    first = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     load_pdb()  # once for all ranks: importing pdbpp 64 times takes most of a minute on two cores
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=work, args=(rank, world)) for rank in range(world)]
+    ranks = [context.Process(target=work, args=(rank, world, size)) for rank in range(first, first + world)]
     for process in ranks:
         process.start()
     for process in ranks:

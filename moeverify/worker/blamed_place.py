@@ -1,0 +1,271 @@
+"""On every rank: stop inside the module, or at the all-reduce, that the cause of a finding names."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moeverify.axes.mesh import MeshPlan
+from moeverify.case.schema import Case
+from moeverify.collectives.interception import flatten
+from moeverify.collectives.trace import CollectiveTrace
+from moeverify.diagnose.first_divergence import READING_BOUNDS, locate_tokens
+from moeverify.diagnose.wrong_tensor import MODULE_KINDS
+from moeverify.golden.store import StoredGolden
+from moeverify.jobs import BlamedPlace, StopPoint
+from moeverify.launch.single_rank_world import single_rank_world
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import is_partial, local_part
+from moeverify.layout.region import Region
+from moeverify.parallel.pipeline import Stage
+from moeverify.train.module_taps import FORWARD, Reading, Tap, list_floats
+from moeverify.train.program import Program, dtype_of
+from moeverify.worker.investigate import read_golden_modules
+
+Stop = Callable[[str, FrameType | None, Mapping[str, object]], None]
+"""Stops the rank: the reason, the frame (None: whoever called the module), more names at the prompt."""
+
+
+@dataclass(frozen=True)
+class ModuleValue:
+    """What this rank has at one end of a module, and what one device has there.
+
+    Shapes: `expected` (rows, positions, ...) of the global batch, float64; `actual` holds `region` of it.
+    """
+
+    direction: str
+    module: str
+    expected: Tensor
+    actual: Tensor
+    region: Region
+    bound: float
+
+    @property
+    def kind(self) -> str:
+        """Return what it is in a sentence: module output, or module gradient."""
+        return MODULE_KINDS[self.direction]
+
+
+def read_expected(
+    case: Case, golden: StoredGolden, at: StopPoint, device: torch.device
+) -> tuple[Reading, ...]:
+    """Return on every rank what one device reads where the blamed module first differs.
+
+    Nothing without a module, and in bfloat16, whose rounding hides where it began. Rank 0 trains the model on one
+    device as far as the step. Collective: all ranks of the default process group.
+    """
+    place = at.place
+    if place is None or not place.reading or dtype_of(case.recipe.precision) not in READING_BOUNDS:
+        return ()
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with single_rank_world(device):
+            readings = read_golden_modules(case.recipe, golden, at.step, device)
+        found[0] = tuple(each for each in readings if is_at(place, each))
+    dist.broadcast_object_list(found)
+    return tuple(found[0])
+
+
+def is_at(place: BlamedPlace, reading: Reading) -> bool:
+    """Return whether a reading is the one in which ranks first differ from one device."""
+    return (reading.direction, reading.module, reading.end) == (place.direction, place.reading, place.end)
+
+
+class BlamedStop:
+    """Stops this rank once, in one step, at the place that a cause names.
+
+    `show` gets the value of a module before the stop, so that the debugger can compare it.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        program: Program,
+        place: BlamedPlace,
+        expected: Sequence[Reading],
+        trace: CollectiveTrace,
+        stop: Stop,
+        show: Callable[[ModuleValue], None],
+    ) -> None:
+        self._program = program
+        self._place = place
+        self._expected = expected
+        self._trace = trace
+        self._stop_rank = stop
+        self._show = show
+        self._tp = (MeshPlan.of(case.layout).coordinates(rank).get("tp", 0), case.layout.tp)
+        self._bound = READING_BOUNDS.get(
+            dtype_of(case.recipe.precision), 0.0
+        )  # without one, nothing is expected
+        self._shares = program.share.micro_batches(program.num_micro_batches)
+        self._micro_batch = -1  # of the module's stage, counted by its calls
+        self.has_stopped = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stop while the block runs."""
+        place = self._place
+        with ExitStack() as stack:
+            if place.site:
+                self._trace.on_issue = self._look_at_collective
+                stack.callback(setattr, self._trace, "on_issue", None)
+            elif place.direction == FORWARD and not place.inner:
+                stack.enter_context(self._watch_returns())
+            else:
+                stack.enter_context(self._watch_readings())
+            yield
+
+    def _stop(self, frame: FrameType | None, value: ModuleValue | None, **others: object) -> None:
+        self.has_stopped = True
+        if value is not None:
+            self._show(value)
+            expected = value.region.take(value.expected)
+            others |= {"expected": expected, "actual": value.actual, "region": value.region}
+        self._stop_rank(self._place.about, frame, others)
+
+    # At a collective.
+
+    def _look_at_collective(self, site: str, frame: FrameType | None, operands: Any) -> None:
+        if self.has_stopped or site != self._place.site:
+            return
+        brought = [tensor.detach() for tensor in flatten(operands)]
+        values = (self._find_value(each, micro_batch=0) for each in brought)
+        self._stop(frame, next(filter(None, values), None), operands=brought)
+
+    # At what a module takes in its midst, or at a gradient.
+
+    @contextmanager
+    def _watch_readings(self) -> Iterator[None]:
+        share = self._shares[0]
+        tap = Tap(
+            self._program.model,
+            len(share.rows),
+            len(self._program.share.positions),
+            scale=self._program.scale,
+            limit=1 << 62,
+        )
+        tap.on_reading = self._look_at_reading
+        with tap.reading():
+            yield
+
+    def _look_at_reading(self, reading: Reading) -> None:
+        is_due = reading.micro_batch == self._place.micro_batch and is_at(self._place, reading)
+        if self.has_stopped or not is_due:
+            return
+        value = self._find_value(reading.local, reading.micro_batch, reading.slot)
+        if value is not None:
+            self._stop(None, value)
+
+    # At the end of a module's own function.
+
+    @contextmanager
+    def _watch_returns(self) -> Iterator[None]:
+        """Stop when the module's function returns: in its frame, with its variables, at the line of its return."""
+        found = _find_callable(self._program.model, self._place.module)
+        if found is None:  # it is on another pipeline stage
+            yield
+            return
+        owner, called, root = found
+        handles = [
+            root.register_forward_pre_hook(self._count_call, prepend=True),
+            owner.register_forward_pre_hook(self._make_begin(called), prepend=False),
+        ]
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            for handle in handles:
+                handle.remove()
+
+    def _count_call(self, module: nn.Module, inputs: Any) -> None:
+        self._micro_batch += 1
+
+    def _make_begin(self, called: Any) -> Callable[..., None]:
+        code = _find_code(called)
+
+        def on_event(frame: FrameType, event: str, result: Any) -> None:
+            if event != "return" or frame.f_code is not code or _first_argument(frame) is not called:
+                return
+            sys.setprofile(None)
+            if not self.has_stopped and result is not None:  # None: it has raised
+                self._stop(frame, self._choose_value(result))
+
+        def begin(module: nn.Module, inputs: Any) -> None:
+            if not self.has_stopped and self._micro_batch == self._place.micro_batch:
+                sys.setprofile(on_event)
+
+        return begin
+
+    def _choose_value(self, result: Any) -> ModuleValue | None:
+        """Return the first tensor of an output that differs from the golden, or else the first that it has."""
+        values = [
+            value
+            for slot, tensor in list_floats(result)
+            if not is_partial(tensor)
+            and (value := self._find_value(local_part(tensor.detach()), self._micro_batch, slot)) is not None
+        ]
+        return next((each for each in values if _differs(each)), values[0] if values else None)
+
+    def _find_value(self, local: Tensor, micro_batch: int, slot: str = "") -> ModuleValue | None:
+        """Return a tensor of this rank beside one device's; None where that has none of its shape."""
+        share = self._shares[min(micro_batch, len(self._shares) - 1)]
+        num_tokens = len(share.rows) * len(share.positions)
+        if local.ndim == 2 and local.shape[0] == num_tokens:  # (tokens, n)
+            local = local.view(len(share.rows), len(share.positions), -1)
+        for reading in self._expected:
+            expected = reading.local.to(torch.float64)
+            if slot and reading.slot != slot:
+                continue
+            region = locate_tokens(expected, local, share.rows, share.positions, self._tp)
+            if region is not None:
+                place = self._place
+                return ModuleValue(place.direction, place.reading, expected, local, region, self._bound)
+        return None
+
+
+def _differs(value: ModuleValue) -> bool:
+    expected = value.region.take(value.expected)
+    error = float((value.actual.detach().cpu().to(torch.float64) - expected).norm())
+    return not error <= value.bound * float(value.expected.norm())
+
+
+def _find_callable(model: nn.Module, path: str) -> tuple[nn.Module, Any, nn.Module] | None:
+    """Return the module of a path, what is called there, and the stage that it is in.
+
+    What is called is the module, or an attribute of it that is no module, as the dispatcher of a mixture of experts.
+    """
+    root = model
+    modules: dict[str, tuple[nn.Module, nn.Module]] = {}
+    for name, module in model.named_modules():
+        root = module if isinstance(module, Stage) else root
+        modules[logical_name(name)] = (module, root)  # the innermost of those that wrap one another
+    if path in modules:
+        module, root = modules[path]
+        return module, module, root
+    around, _, attribute = path.rpartition(".")
+    if around not in modules:
+        return None
+    module, root = modules[around]
+    called = getattr(module, attribute, None)
+    return None if called is None else (module, called, root)
+
+
+def _find_code(called: Any) -> CodeType | None:
+    kind = type(called)
+    function = inspect.unwrap(kind.forward if isinstance(called, nn.Module) else kind.__call__)
+    return getattr(function, "__code__", None)
+
+
+def _first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names else None

@@ -1,0 +1,45 @@
+"""expected.py [SECONDS]: two shards of one tensor on four ranks, of which the program knows what they should be."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+import multiprocessing_pdb
+from multiprocessing_pdb import MultiprocessingPdb
+from multiprocessing_pdb.rank.reference import ReferenceRow
+
+Tra = MultiprocessingPdb().set_trace
+RANK = int(os.environ["RANK"])
+SHARD = ReferenceRow("weight w", f"shard {RANK // 2}", 0.0, norm=5.0, bound=0.1)
+OTHER = replace(SHARD, name="gradient w", region="whole")
+
+
+class Expected:
+    """Knows three values: the right one, one that is wrong on a single replica, and one with a nan."""
+
+    def compare(self, value, check):
+        """Return the rows of a value, as a program with a golden would."""
+        if value is None:
+            return [OTHER, SHARD, *self.compare("wrong", check)]
+        if value == "slow":
+            for _ in range(int(1000 * float(sys.argv[1]))):
+                time.sleep(0.001)
+                check()
+        elif value == "near":  # each shard is off by less than the bound of the whole, both together are not
+            return [replace(SHARD, squared_error=0.16, index=(3, RANK // 2), expected=1.0, actual=1.4)]
+        elif value == "wrong":
+            found = {"squared_error": 25.0, "index": (1, 2), "expected": 3.0, "actual": 8.0}
+            return [replace(SHARD, name="wrong w", **(found if RANK == 3 else {}))]
+        elif value == "nan":
+            return [replace(SHARD, squared_error=float("inf"), actual=float("nan"), index=(0,))]
+        elif value != "right":
+            raise LookupError(f"nothing is expected of {value}")
+        return [SHARD]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        multiprocessing_pdb.set_reference(Expected())
+    Tra()
+    sys.stdout.write("done\n")
