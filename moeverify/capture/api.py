@@ -11,11 +11,18 @@ from moeverify.capture.settings import Settings
 from moeverify.capture.start import start
 
 
-def watch(model: nn.Module, *optimizers: Optimizer, out: str | Path, steps: tuple[int, int] = (0, 3)) -> None:
+def watch(
+    model: nn.Module,
+    *optimizers: Optimizer,
+    out: str | Path,
+    steps: tuple[int, int] = (0, 3),
+    outputs: bool = False,
+) -> None:
     """Record optimizer steps `steps[0]` to `steps[1]` of this process from now on, for `moeverify compare`.
 
     Call it after the model is parallelized and before the first step, on every rank, e.g.
-    `moeverify.watch(model, optimizer, out="runs/ep2")`. `out` must hold no recorded run.
+    `moeverify.watch(model, optimizer, out="runs/ep2")`. `out` must hold no recorded run. `outputs` records what
+    goes into modules and comes out of them too.
 
     Raises: ValueError where an optimizer has parameters that the model has not.
     """
@@ -24,7 +31,6 @@ def watch(model: nn.Module, *optimizers: Optimizer, out: str | Path, steps: tupl
         groups = [group["params"] for group in optimizer.param_groups]
         if any(id(parameter) not in known for group in groups for parameter in group):
             raise ValueError(f"{type(optimizer).__name__} has parameters that are not of this model")
-    settings = Settings(out=Path(out).resolve(), first=steps[0], last=steps[1])
+    settings = Settings(out=Path(out).resolve(), first=steps[0], last=steps[1], outputs=outputs)
     recorder = start(settings.model_dump_json())
-    recorder.model.add(model)
-    recorder.on_model()
+    recorder.take_model(model)

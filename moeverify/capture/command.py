@@ -8,6 +8,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from moeverify.capture.lines import LINES, End
+from moeverify.capture.settings import RANK_FILE
 from moeverify.errors import CaseError, Problem
 
 _STARTUP = Path(__file__).parents[1] / "startup"
@@ -50,6 +54,20 @@ def run_command(
         for number, handler in kept.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def count_steps(folder: Path) -> dict[int, int]:
+    """Return how many optimizer steps each rank of a recorded run made; ranks that were cut off are left out."""
+    found: dict[int, int] = {}
+    for path in folder.glob(RANK_FILE.format(rank="*")):
+        last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
+        try:
+            line = LINES.validate_json(last)
+        except ValidationError:
+            continue
+        if isinstance(line, End):
+            found[int(path.stem.removeprefix("rank"))] = line.num_steps
+    return found
 
 
 def _wait(process: subprocess.Popen[bytes], look: Callable[[], bool] | None) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from moeverify.calls.call import Call
 from moeverify.results.record import Record
 
 VERSION = 1
@@ -29,23 +30,6 @@ class Header(Record):
     first: int
     last: int
     nudge: int | None = None
-
-
-class Call(Record):
-    """A call of the training loop, in the order in which they came.
-
-    `step` is the number of optimizer steps before it, `site` the file:line of the caller. `losses` are the numbers
-    that a backward pass began with, `discarded` is the norm of the gradients that a `zero_grad` threw away.
-    """
-
-    line: Literal["call"] = "call"
-    step: int
-    name: str
-    site: str = ""
-    losses: tuple[float, ...] = ()
-    discarded: float = 0.0
-    norm: float | None = None
-    max_norm: float | None = None
 
 
 class Span(Record):
@@ -100,13 +84,35 @@ class Options(Record):
 
 
 class Rows(Record):
-    """Hashes of the rows (dim 0) of an integer input of the model, in one forward pass."""
+    """Hashes of the rows (dim 0) of an integer input of the model, in one forward pass of the step."""
 
     line: Literal["rows"] = "rows"
     step: int
+    forward: int = 0
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, ...]
+
+
+class Output(Record):
+    """What went into a module (`is_input`), or came out of it, in its n-th `call` within a forward pass.
+
+    `where` is the region of a tensor (rows, positions, ...) whose rows are those of the `Rows` of that pass. Where
+    the tensor was too large, only every `stride`-th position was kept.
+    """
+
+    line: Literal["output"] = "output"
+    step: int
+    forward: int
+    name: str
+    call: int = 1
+    is_input: bool = False
+    where: Where
+    is_placed: bool = False
+    stride: int = 1
+    dtype: str
+    offset: int
+    bits: int
 
 
 class Note(Record):
@@ -124,5 +130,5 @@ class End(Record):
     num_steps: int
 
 
-Line = Annotated[Header | Call | Values | Options | Rows | Note | End, Field(discriminator="line")]
+Line = Annotated[Header | Call | Values | Options | Rows | Output | Note | End, Field(discriminator="line")]
 LINES: TypeAdapter[Line] = TypeAdapter(Line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from moeverify.capture.zero import find_fragments
 from moeverify.compare.difference import hash_words
-from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.local_shard import LocalShard, logical_name, parameters
 from moeverify.layout.region import Region
 
+ROOT = "model"
+"""The name of an outermost module."""
 _NARROW = (torch.float16, torch.bfloat16)
 _FRAMES = 4  # from our hook up to the frame of torch that has the arguments of the model
 
@@ -25,6 +29,9 @@ class WatchedModel:
         self.roots: list[nn.Module] = []
         self.dtypes: set[str] = set()
         self._shards: dict[int, LocalShard] = {}  # by id of the parameter
+        self._fragments: dict[int, list[LocalShard]] = {}  # by id of a flat partition of ZeRO
+        self._owners: dict[str, int] = {}  # name -> number of the outermost module that has it
+        self._prefixes: dict[int, str] = {}  # by number of the outermost module
 
     def add(self, module: nn.Module) -> bool:
         """Take an outermost module; return whether it is new and has parameters that no other one has."""
@@ -38,8 +45,41 @@ class WatchedModel:
 
     def learn(self, module: nn.Module) -> None:
         """Learn the shards of a module, at a time when FSDP has not gathered its parameters."""
-        for shard in parameters(module):
+        for shard in self.name_shards(module):
             self._shards.setdefault(id(shard.tensor), shard)
+
+    def name_shards(self, module: nn.Module) -> list[LocalShard]:
+        """Return the shards of an outermost module, by names that no other one has.
+
+        Where the second model of a script has names of the first, all of its names begin with `model1.`: models are
+        numbered by their first forward passes, which every run of the script makes in the same order.
+        """
+        shards = list(parameters(module))
+        number = next(place for place, root in enumerate(self.roots) if root is module)
+        if number not in self._prefixes:
+            unknown = [shard.name for shard in shards if id(shard.tensor) not in self._shards]
+            is_taken = any(self._owners.get(name, number) != number for name in unknown)
+            self._prefixes[number] = f"model{number}." if is_taken else ""
+            for name in unknown:
+                self._owners.setdefault(self._prefixes[number] + name, number)
+        prefix = self._prefixes[number]
+        return [replace(shard, name=prefix + shard.name) for shard in shards] if prefix else shards
+
+    def name_modules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return an outermost module and all below it, with the names that they have in the unwrapped model.
+
+        Of wrappers that have one name together the innermost one is returned, which is the module of the script.
+        """
+        self.name_shards(module)
+        prefix = self._prefixes[next(place for place, root in enumerate(self.roots) if root is module)]
+        found = {prefix + logical_name(name): each for name, each in module.named_modules()}
+        return [(name.rstrip(".") or ROOT, each) for name, each in found.items()]
+
+    def forget(self) -> None:
+        """Let go of all models, so that a script may free them."""
+        self.roots.clear()
+        self._shards.clear()
+        self._fragments.clear()
 
     def find_names(self, optimizer: Optimizer) -> None:
         """Learn the shards of the optimizer's parameters; a parameter that no module has gets a name by its group.
@@ -47,13 +87,20 @@ class WatchedModel:
         FSDP1 makes other parameters of a model while it runs, so they are looked up again when one is unknown.
         """
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if wanted <= self._shards.keys():
+        if wanted <= self._shards.keys() | self._fragments.keys():
             return
         for root in self.roots:
             self.learn(root)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                if id(parameter) not in self._shards:
+                if id(parameter) in self._shards or id(parameter) in self._fragments:
+                    continue
+                found = [
+                    part for root in self.roots for part in find_fragments(parameter, self.name_shards(root))
+                ]
+                if found:
+                    self._fragments[id(parameter)] = found
+                else:
                     name = f"{type(optimizer).__name__}.group{number}.{place}"
                     self._shards[id(parameter)] = LocalShard(name, parameter, Region.whole(parameter.shape))
 
@@ -65,10 +112,16 @@ class WatchedModel:
         return list(self._shards.values())
 
     def shards_of(self, optimizer: Optimizer, number: int | None = None) -> list[LocalShard]:
-        """Return the shards of an optimizer's parameters, or of one of its groups, each once."""
+        """Return the shards of an optimizer's parameters, or of one of its groups, each once.
+
+        A flat partition has several: `LocalShard.tensor` is then the partition.
+        """
         groups = optimizer.param_groups if number is None else [optimizer.param_groups[number]]
-        found = [self._shards.get(id(p)) for group in groups for p in group["params"]]
-        return [shard for shard in found if shard is not None and shard.region.numel]
+        found: list[LocalShard] = []
+        for parameter in (each for group in groups for each in group["params"]):
+            own = self._shards.get(id(parameter))
+            found += self._fragments.get(id(parameter), []) if own is None else [own]
+        return [shard for shard in found if shard.region.numel]
 
 
 def hash_rows(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,19 +13,23 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from moeverify.calls.call import Call
 from moeverify.capture.lines import (
     LINES,
     VERSION,
-    Call,
     End,
     Header,
     Note,
     Options,
+    Output,
     Rows,
+    Span,
     Values,
+    Where,
 )
 from moeverify.capture.settings import DATA_FILE, RANK_FILE
 from moeverify.capture.tensors import make_region
+from moeverify.compare.difference import fingerprint_bits
 from moeverify.errors import FormatError
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
@@ -37,13 +42,16 @@ class RankRecord:
     """What one rank has recorded; `end` is None where it was cut off."""
 
     header: Header
+    folder: Path
     data: mmap.mmap | None
     calls: list[Call] = field(default_factory=list)
     values: dict[Key, Values] = field(default_factory=dict)
     options: list[Options] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: End | None = None
+    _verified: set[int] = field(default_factory=set)  # ids of the lines whose hash was compared
 
     @property
     def rank(self) -> int:
@@ -56,16 +64,42 @@ class RankRecord:
         return sorted({step for step, kind, _ in self.values if kind == "update"})
 
     def read(self, line: Values) -> Tensor | None:
-        """Return the local values of a tensor, None where only a sketch of them was kept, or nothing."""
-        if line.offset is None or self.data is None:
+        """Return the local values of a tensor, None where only a sketch of them was kept, or nothing.
+
+        Raises: FormatError where they are not those that were written.
+        """
+        if line.offset is None:
             return None
-        region = make_region(line.where)
-        dtype = getattr(torch, line.dtype)
-        if not region.numel:
-            return torch.zeros(region.local_shape, dtype=dtype)
-        return torch.frombuffer(self.data, dtype=dtype, count=region.numel, offset=line.offset).reshape(
-            region.local_shape
-        )
+        return self._load(line, line.offset, make_region(line.where).local_shape)
+
+    def read_output(self, line: Output) -> Tensor:
+        """Return what a rank has of a module's input or output.
+
+        Shapes: (rows, positions / stride, ...).
+        Raises: FormatError where it is not what was written.
+        """
+        rows, positions, *rest = make_region(line.where).local_shape
+        return self._load(line, line.offset, (rows, -(-positions // line.stride), *rest))
+
+    def _load(self, line: Values | Output, offset: int, shape: tuple[int, ...]) -> Tensor:
+        dtype, numel = getattr(torch, line.dtype), math.prod(shape)
+        if not numel:
+            local = torch.zeros(shape, dtype=dtype)
+        elif self.data is None or offset + numel * dtype.itemsize > len(self.data):
+            raise self._explain_damage(line, "it ends too early")
+        else:
+            local = torch.frombuffer(self.data, dtype=dtype, count=numel, offset=offset).reshape(shape)
+        if id(line) not in self._verified:
+            # A bit that a disk has flipped would be a difference of the user's layout.
+            if int(fingerprint_bits(local)) != line.bits:
+                raise self._explain_damage(line, "its hash is another")
+            self._verified.add(id(line))
+        return local
+
+    def _explain_damage(self, line: Values | Output, what: str) -> FormatError:
+        file = self.folder / DATA_FILE.format(rank=self.rank)
+        kind = line.kind if isinstance(line, Values) else line.line
+        return FormatError(f"{file}: damaged at {kind} {line.name}: {what}", "record it again")
 
 
 @dataclass
@@ -110,6 +144,12 @@ class RecordedRun:
     def steps(self) -> list[int]:
         """Return the steps that every rank has recorded completely."""
         return sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
+
+    @cached_property
+    def num_steps(self) -> int | None:
+        """Return the number of optimizer steps that the script made, None where a rank was cut off."""
+        ends = [rank.end for rank in self.ranks]
+        return min((end.num_steps for end in ends if end is not None), default=None) if all(ends) else None
 
     @cached_property
     def names(self) -> list[str]:
@@ -176,15 +216,48 @@ def _read_rank(path: Path) -> RankRecord | None:
                 raise FormatError(
                     f"{path} has version {line.version}, this moeverify reads {VERSION}", "record it again"
                 )
-            record = RankRecord(line, _map(path.parent / DATA_FILE.format(rank=line.rank)))
+            record = RankRecord(line, path.parent, _map(path.parent / DATA_FILE.format(rank=line.rank)))
         elif record is None:
             raise FormatError(f"{path} has no header", "record it again")
         else:
+            if isinstance(line, Values | Output) and (wrong := _find_problem(line)):
+                raise FormatError(
+                    f"{path}:{number} is no line of a recorded run ({wrong})", "record it again"
+                )
             _add(record, line)
     return record
 
 
-def _add(record: RankRecord, line: Call | Values | Options | Rows | Note | End) -> None:
+def _find_problem(line: Values | Output) -> str:
+    """Return what no recorder writes, or nothing: a type, a region or a place in the data that cannot be."""
+    if line.offset is not None and not isinstance(getattr(torch, line.dtype, None), torch.dtype):
+        return f"dtype: {line.dtype!r} is none of torch"
+    if line.offset is not None and line.offset < 0:
+        return f"offset: {line.offset}"
+    if isinstance(line, Output) and (line.stride < 1 or len(line.where.dims) < 2):
+        return f"stride: {line.stride}" if line.stride < 1 else "where.dims: fewer than 2"
+    return _find_problem_of_region(line.where)
+
+
+def _find_problem_of_region(where: Where) -> str:
+    if any(size < 0 for size in where.shape):
+        return f"where.shape: {list(where.shape)}"
+    if where.flat is not None:
+        fits = 0 <= where.flat.start <= where.flat.stop <= math.prod(where.shape)
+        return "" if fits else "where.flat: it is outside of the tensor"
+    if len(where.dims) != len(where.shape):
+        return f"where.dims: {len(where.dims)} for a shape of {len(where.shape)}"
+    for dim, (indices, size) in enumerate(zip(where.dims, where.shape, strict=True)):
+        if isinstance(indices, Span):
+            fits = 0 <= indices.start <= indices.stop <= size
+        else:
+            fits = all(0 <= index < size for index in indices)
+        if not fits:
+            return f"where.dims[{dim}]: it is outside of the tensor"
+    return ""
+
+
+def _add(record: RankRecord, line: Call | Values | Options | Rows | Output | Note | End) -> None:
     if isinstance(line, Values):
         record.values[line.step, line.kind, line.name] = line
     elif isinstance(line, End):
@@ -193,6 +266,8 @@ def _add(record: RankRecord, line: Call | Values | Options | Rows | Note | End) 
         record.calls.append(line)
     elif isinstance(line, Options):
         record.options.append(line)
+    elif isinstance(line, Output):
+        record.outputs.append(line)
     elif isinstance(line, Rows):
         record.rows.append(line)
     else:

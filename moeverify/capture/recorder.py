@@ -8,18 +8,24 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moeverify.capture.lines import Call, End, Header, Note, Options, Rows
-from moeverify.capture.listener import Listener, find_site, safely, to_float
+from moeverify.calls.call import Call
+from moeverify.calls.listener import find_site, safely, to_float
+from moeverify.capture.lines import End, Header, Note, Options, Rows
+from moeverify.capture.listener import ModelListener
 from moeverify.capture.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
+from moeverify.capture.outputs import ModuleOutputs
 from moeverify.capture.rank_file import RankFile
 from moeverify.capture.settings import Settings
 from moeverify.capture.tensors import keep_tensor
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.placement import local_part
 from moeverify.results.checks import Kind
@@ -27,7 +33,7 @@ from moeverify.results.checks import Kind
 _MOST_ROWS = 4096
 
 
-class Recorder(Listener):
+class Recorder(ModelListener):
     """Records the optimizer steps that the settings name."""
 
     def __init__(self, settings: Settings, rank: int, world_size: int) -> None:
@@ -35,12 +41,16 @@ class Recorder(Listener):
         self.settings = settings
         self.step = 0
         self._file: RankFile | None = None
-        self._steps: dict[int, int] = {}  # by id of the optimizer
+        # By the optimizer itself: one that is made after another is gone may have its id.
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._before: dict[int, Tensor] = {}  # id of the parameter -> its value before the step
         self._norms: dict[
             int, float
         ] = {}  # id of the parameter -> norm of its gradient after the last backward
-        self._has_initial: set[int] = set()
+        self._forwards = (0, 0)  # step, and the number of its forward passes that train
+        self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
+        self._has_initial: set[tuple[int, str]] = set()
+        self._stepped: set[int] = set()  # ids of parameters, which the model keeps alive
         atexit.register(self.close)
 
     # What hooks call -----------------------------------------------------------------------------------------
@@ -74,7 +84,7 @@ class Recorder(Listener):
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Keep what the optimizer gets, and what its parameters are."""
-        step = self._steps.get(id(optimizer), 0)
+        step = self._find_step(optimizer)
         self.step = max(self.step, step)
         self._add_call("optimizer step")
         if not self.settings.includes(step):
@@ -93,18 +103,23 @@ class Recorder(Listener):
                 gradient,
                 before=self._norms.get(id(shard.tensor)),
             )
-            self._before[id(shard.tensor)] = local_part(shard.tensor).detach().clone()
+            if id(shard.tensor) not in self._before:
+                self._before[id(shard.tensor)] = local_part(shard.tensor).detach().clone()
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Keep the updates; after the last step that is recorded, stop."""
-        step = self._steps.get(id(optimizer), 0)
+        step = self._find_step(optimizer)
         if self.settings.includes(step):
             for shard in self.model.shards_of(optimizer):
-                change = local_part(shard.tensor).detach() - self._before.pop(id(shard.tensor))
+                self._stepped.add(id(shard.tensor))
+                change = local_part(shard.tensor).detach() - self._before[id(shard.tensor)]
                 keep_tensor(self._open(), self.settings.limit, step, Kind.UPDATE, shard, change)
-        self._steps[id(optimizer)] = step + 1
-        self.step = max(self._steps.values())
+                self._keep_state(optimizer, step, shard)
+            for shard in self.model.shards_of(optimizer):
+                self._before.pop(id(shard.tensor), None)
+        self._steps[optimizer] = step + 1
+        self.step = max(self.step, step + 1)
         if min(self._steps.values()) > self.settings.last:
             self.close()
 
@@ -115,19 +130,20 @@ class Recorder(Listener):
         # A child that was forked, such as a worker of a data loader, has the files of its parent.
         if not self.is_active or os.getpid() != self.pid:
             return
-        self.is_active = False
-        self.on_stop()
-        if self._file is not None:
+        self._stop()
+        if self.model.roots:
             try:
-                self._file.add(End(num_steps=self.step))
+                # Also where no step was to be recorded: who reads the folder learns how many the script made.
+                self._open().add(End(num_steps=self.step))
             except OSError as error:
                 _warn(f"the last line was not written: {error}")
+        if self._file is not None:
             self._file.close()
+        self.model.forget()
 
     def fail(self, error: Exception) -> None:
         """Stop recording, and say why; what was written stays usable."""
-        self.is_active = False
-        self.on_stop()
+        self._stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         _warn(f"recording stopped at step {self.step}: {type(error).__name__}: {reason}; the script goes on")
         if self._file is not None:
@@ -135,20 +151,38 @@ class Recorder(Listener):
                 self._file.add(Note(about="stopped", text=f"{type(error).__name__}: {reason}"))
             self._file.close()
 
+    def _stop(self) -> None:
+        self.is_active = False
+        self.on_stop()
+        if self._outputs is not None:
+            self._outputs.end()
+            self._outputs.remove()
+
     # What is kept --------------------------------------------------------------------------------------------
 
     @safely
     def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
-        if self.model.add(module):
-            self._prepare(module)
+        self.take_model(module)
+        if self._outputs is not None:
+            self._outputs.end()
         if not trains or not self._records():
             return
         self._add_call("forward")
+        number = self._forwards[1] if self._forwards[0] == self.step else 0
+        self._forwards = self.step, number + 1
+        sizes = None
         for name, tensor in find_rows(frame):
-            rows = hash_rows(tensor)[:_MOST_ROWS]
-            self._open().add(
-                Rows(step=self.step, name=name, shape=tuple(tensor.shape), rows=tuple(rows.tolist()))
-            )
+            rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
+            shape = tuple(tensor.shape)
+            sizes = sizes or (shape[0], shape[1])
+            self._open().add(Rows(step=self.step, forward=number, name=name, shape=shape, rows=rows))
+        if self._outputs is not None:
+            self._outputs.begin(self.step, number, sizes)
+
+    def take_model(self, module: nn.Module) -> None:
+        """Take a model that is seen for the first time."""
+        if self.model.add(module):
+            self._prepare(module)
 
     def _prepare(self, module: nn.Module) -> None:
         """Put other weights into a model that is seen for the first time, and note what draws random numbers."""
@@ -156,11 +190,19 @@ class Recorder(Listener):
         if self.settings.weights is not None:
             from moeverify.capture.weights import load_weights
 
-            load_weights(module, self.settings.weights, *self.find_rank())
+            shards = self.model.name_shards(module)
+            load_weights(shards, self.settings.weights, *self.find_rank())
         if self.settings.nudge is not None:
             from moeverify.capture.weights import nudge_weights
 
-            nudge_weights(module, self.settings.nudge)
+            nudge_weights(self.model.name_shards(module), self.settings.nudge)
+        if self._outputs is not None:
+            self._outputs.watch(self.model.name_modules(module))
+        names = [shard.name for shard in self.model.name_shards(module)]
+        number = len(self.model.roots) - 1
+        if names and names[0].startswith(f"model{number}."):
+            text = f"{type(module).__name__}, first called in step {self.step}, is model{number}"
+            self._open().add(Note(about="model", text=text))
         for text in find_dropout(module):
             self._open().add(Note(about="dropout", text=text))
 
@@ -174,12 +216,31 @@ class Recorder(Listener):
             self.model.dtypes.add(narrower)
             self._open().add(Note(about="dtype", text=narrower))
 
+    def _find_step(self, optimizer: Optimizer) -> int:
+        """Return the number of the step that an optimizer is about to make, or has just made.
+
+        Two optimizers that step one after the other begin with step 0 together. One that comes later than that, with
+        a model that is built a second time or for one that was trained before, begins with the next step.
+        """
+        if optimizer not in self._steps:
+            groups = [group["params"] for group in optimizer.param_groups]
+            is_again = any(id(parameter) in self._stepped for group in groups for parameter in group)
+            self._steps[optimizer] = self.step if is_again or self.step > 1 else 0
+        return self._steps[optimizer]
+
     def _keep_initial(self, optimizer: Optimizer) -> None:
         for shard in self.model.shards_of(optimizer):
-            if id(shard.tensor) not in self._has_initial:
-                self._has_initial.add(id(shard.tensor))
+            if (id(shard.tensor), shard.name) not in self._has_initial:
+                self._has_initial.add((id(shard.tensor), shard.name))
                 # Whole whatever the limit: places are found by these values, and other runs load them.
                 keep_tensor(self._open(), sys.maxsize, INITIAL, Kind.INITIAL_WEIGHT, shard, shard.tensor)
+
+    def _keep_state(self, optimizer: Optimizer, step: int, shard: LocalShard) -> None:
+        """Keep what an optimizer has of a parameter's shape: moments, but no step counters or factored moments."""
+        for key, value in optimizer.state.get(shard.tensor, {}).items():
+            if isinstance(value, Tensor) and value.shape == shard.tensor.shape and value.is_floating_point():
+                named = replace(shard, name=f"{shard.name}.{key}")
+                keep_tensor(self._open(), self.settings.limit, step, Kind.OPTIMIZER_STATE, named, value)
 
     def _keep_options(self, optimizer: Optimizer, step: int) -> None:
         name = type(optimizer).__name__

@@ -19,7 +19,7 @@ class Settings(Record):
     Optimizer steps `first` to `last` are recorded, counted from 0. A tensor of which a rank has more than `limit`
     bytes is kept as a sketch. `weights` is the folder of a run whose initial weights are put into the model. `nudge`
     moves every initial weight by one unit of rounding, with signs of that seed: a second run of one device then
-    shows how far rounding alone moves everything.
+    shows how far rounding alone moves everything. `outputs` records what goes into modules and comes out of them.
     """
 
     out: Path
@@ -29,6 +29,7 @@ class Settings(Record):
     weights: Path | None = None
     seed: int | None = None
     nudge: int | None = None
+    outputs: bool = False
 
     def includes(self, step: int) -> bool:
         """Return whether the tensors of a step are recorded."""

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from moeverify.capture.hooks import install
+from moeverify.calls.hooks import install
 from moeverify.capture.recorder import Recorder
 from moeverify.capture.settings import Settings
 

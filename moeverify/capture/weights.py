@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from moeverify.capture.read import RecordedRun
 from moeverify.errors import FormatError
 from moeverify.hashing import hash_counter, key_of
-from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path, rank: int, world_size: int) -> None:
-    """Put the initial weights that a run has recorded into a model, by logical name and region.
+def load_weights(shards: Sequence[LocalShard], folder: Path, rank: int, world_size: int) -> None:
+    """Put the initial weights that a run has recorded into the shards of a model, by logical name and region.
 
     A plain tensor that is smaller than the recorded one along one dim is taken for the part of its rank, the ranks
     in order.
@@ -27,7 +27,7 @@ def load_weights(model: nn.Module, folder: Path, rank: int, world_size: int) -> 
     run = RecordedRun.read(folder)
     found: list[tuple[LocalShard, torch.Tensor]] = []
     problems: list[str] = []
-    for shard in parameters(model):
+    for shard in shards:
         whole = run.read_whole(Kind.INITIAL_WEIGHT, shard.name)
         region = None if whole is None else _place(shard, tuple(whole.shape), rank, world_size)
         if whole is None or region is None:
@@ -43,9 +43,9 @@ def load_weights(model: nn.Module, folder: Path, rank: int, world_size: int) -> 
 
 
 @torch.no_grad()
-def nudge_weights(model: nn.Module, seed: int) -> None:
+def nudge_weights(shards: Sequence[LocalShard], seed: int) -> None:
     """Move every weight by one unit of rounding, up or down by a hash of its global index."""
-    for shard in parameters(model):
+    for shard in shards:
         local = shard.local()
         if not local.is_floating_point() or not shard.region.numel:
             continue

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from moeverify.capture.read import RankRecord, RecordedRun
 from moeverify.results.finding import Finding
+from moeverify.results.observation import OtherPasses
 from moeverify.results.script import BatchFacts, ScriptCheck
 
 
@@ -37,6 +38,32 @@ def count_inputs(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -
     )
 
 
+def find_other_passes(expected: RecordedRun, actual: RecordedRun, step: int) -> OtherPasses | None:
+    """Return how the forward passes of a step differ, None where both runs put the same rows into one pass.
+
+    A loss that is a mean over rows does not depend on it. A router's balance loss does: it multiplies two means over
+    the tokens of one pass.
+    """
+    for name in _list_inputs(expected, step):
+        is_alike = _global_rows(expected, step, name) == _global_rows(actual, step, name)
+        wanted, found = _list_passes(expected, step, name), _list_passes(actual, step, name)
+        if is_alike and wanted != found:
+            sizes = [tuple(sorted(map(len, passes.elements()))) for passes in (wanted, found)]
+            return OtherPasses(step=step, expected=sizes[0], actual=sizes[1])
+    return None
+
+
+def _list_passes(run: RecordedRun, step: int, name: str) -> Counter[tuple[int, ...]]:
+    """Return the rows of each forward pass, in any order; ranks that share the work on their rows count once."""
+    distinct = {
+        _all_rows(rank, step): [
+            tuple(sorted(row.rows)) for row in rank.rows if (row.step, row.name) == (step, name)
+        ]
+        for rank in run.ranks
+    }
+    return Counter(rows for passes in distinct.values() for rows in passes)
+
+
 def _list_inputs(run: RecordedRun, step: int) -> list[str]:
     return list(dict.fromkeys(row.name for rank in run.ranks for row in rank.rows if row.step == step))
 
@@ -46,8 +73,13 @@ def _rows_of(rank: RankRecord, step: int, name: str) -> tuple[int, ...]:
 
 
 def _global_rows(run: RecordedRun, step: int, name: str) -> Counter[int]:
-    distinct = dict.fromkeys(_rows_of(rank, step, name) for rank in run.ranks)
-    return Counter(value for rows in distinct for value in rows)
+    # By all inputs together: the rows of an attention mask are alike on every rank, whatever the tokens are.
+    distinct = {_all_rows(rank, step): _rows_of(rank, step, name) for rank in run.ranks}
+    return Counter(value for rows in distinct.values() for value in rows)
+
+
+def _all_rows(rank: RankRecord, step: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((row.name, row.rows) for row in rank.rows if row.step == step)
 
 
 def _shape(run: RecordedRun, step: int, name: str) -> set[tuple[int, ...]]:
@@ -62,9 +94,8 @@ def _make_finding(
     others = {value for value in surplus if value not in wanted}
     wrong = others or set(surplus)
     ranks = tuple(rank for rank, rows in by_rank.items() if wrong.intersection(rows))
-    repeated = tuple(
-        rank for rank, rows in by_rank.items() if missing and list(by_rank.values()).count(rows) > 1
-    )
+    seen = {rank.rank: _all_rows(rank, step) for rank in run.ranks}
+    repeated = tuple(rank for rank, rows in seen.items() if missing and list(seen.values()).count(rows) > 1)
     facts = BatchFacts(
         num_rows=wanted.total(),
         num_missing=missing.total(),

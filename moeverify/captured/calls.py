@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from moeverify.capture.lines import Call
+from moeverify.calls.call import Call
+from moeverify.calls.rules import backward_range, clips, find_discarded, find_early_clip
 from moeverify.capture.read import RankRecord, RecordedRun
-from moeverify.capture.rules import backward_range, clips, find_discarded, find_early_clip
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 

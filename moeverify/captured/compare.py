@@ -15,6 +15,7 @@ from moeverify.captured.explain import explain_gradients
 from moeverify.captured.limits import Precision, make_bounds
 from moeverify.captured.norm import explain_norm
 from moeverify.captured.options import find_other_options, find_other_parameters
+from moeverify.captured.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.captured.places import Places, find_places, find_repeated_parts
 from moeverify.checks.base import Compared, Outcome, make_outcome
 from moeverify.checks.golden_tensors import GoldenTensors
@@ -27,8 +28,10 @@ from moeverify.layout.observer import INITIAL
 from moeverify.report.words.script import (
     describe_bounds,
     describe_early_end,
+    describe_layout,
     describe_note,
     describe_scope,
+    describe_steps,
     describe_uncompared,
 )
 from moeverify.results.checks import CheckName, Kind
@@ -36,13 +39,15 @@ from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 from moeverify.results.script import ScriptCheck
 
-_ORDER = {kind.value: number for number, kind in enumerate(Kind)}
-_KINDS = (Kind.GRADIENT, Kind.UPDATE)
+_ORDER = {CheckName.ACTIVATIONS.value: -1, **{kind.value: number for number, kind in enumerate(Kind)}}
+_KINDS = (Kind.GRADIENT, Kind.UPDATE)  # of every parameter; moments are those that an optimizer has
 _TENSOR_CHECKS = (
     GoldenTensors(CheckName.INITIAL_STATE, (Kind.INITIAL_WEIGHT,), exact=True),
+    GoldenTensors(CheckName.ACTIVATIONS, (CheckName.ACTIVATIONS,)),
     GoldenTensors(CheckName.GRADIENT, (Kind.GRADIENT,)),
     GoldenTensors(CheckName.GRADIENT_NORM, (Kind.GRADIENT_NORM,)),
     GoldenTensors(CheckName.UPDATE, (Kind.UPDATE,)),
+    GoldenTensors(CheckName.OPTIMIZER_STATE, (Kind.OPTIMIZER_STATE,)),
 )
 
 
@@ -60,10 +65,14 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     outcomes = _check_script(expected, actual, places, steps)
     tensors = _assemble(comparer, steps)
     compared = Compared(_coordinates(actual), tensors, bounds)
+    num_compared = sum(kind not in {Kind.OPTIMIZER_STATE, CheckName.ACTIVATIONS} for _, kind, _ in tensors)
     for check in (*_TENSOR_CHECKS, Replicas()):
         # Replicas of gradients may be sums in another order; it is the weights that must stay equal.
         seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
         outcome = check.compare(seen)
+        if outcome is not None and check.name == CheckName.ACTIVATIONS:
+            labels = frozenset(name for _, kind, name in tensors if kind == CheckName.ACTIVATIONS)
+            outcome = judge_outputs(outcome, list_spots(expected, steps[0]), labels)
         if outcome is not None:
             outcomes.append(outcome)
     findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])
@@ -74,17 +83,25 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         verdict="mismatch" if findings else "pass",
         ranks=actual.world_size,
         seconds=time.monotonic() - started,
-        layout=f"{actual.world_size} ranks against {expected.world_size}, steps {steps[0]}-{steps[-1]}",
+        layout=describe_layout(
+            expected.world_size,
+            actual.world_size,
+            steps,
+            num_tensors=len({each.name for each in places.known.values()}),
+            num_whole=len(places.replicated(actual.world_size)),
+        ),
         checks=results,
         findings=tuple(findings),
         losses=tuple((_mean_loss(expected, step), _mean_loss(actual, step)) for step in steps),
-        notes=_list_notes(expected, actual, noise, len(tensors), _count_tensors(places, steps)),
+        notes=_list_notes(expected, actual, noise, num_compared, _count_tensors(places, steps)),
     )
 
 
 def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequence[int]) -> None:
     if not steps:
-        have = f"{expected.folder} has {_name_steps(expected)}, {actual.folder} has {_name_steps(actual)}"
+        have = ", ".join(
+            describe_steps(str(run.folder), run.steps, run.num_steps) for run in (expected, actual)
+        )
         raise FormatError(
             f"the runs have no recorded step in common: {have}", "record the same --steps of both"
         )
@@ -95,10 +112,6 @@ def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequenc
             "of it each of them has",
             "give the run of one device as RUN_A",
         )
-
-
-def _name_steps(run: RecordedRun) -> str:
-    return f"steps {run.steps[0]}-{run.steps[-1]}" if run.steps else "no complete step"
 
 
 def _check_script(
@@ -127,8 +140,10 @@ def _check_script(
 def _assemble(comparer: Comparer, steps: Sequence[int]) -> dict[Key, Assembled]:
     by_rank: list[list[Entry]] = [[] for _ in comparer.actual.ranks]
     parts = [comparer.compare_tensors(INITIAL, Kind.INITIAL_WEIGHT)]
+    outputs = OutputComparer(comparer.expected, comparer.actual)
     for step in steps:
-        parts += [comparer.compare_tensors(step, kind) for kind in _KINDS]
+        parts.append(outputs.compare(step))
+        parts += [comparer.compare_tensors(step, kind) for kind in (*_KINDS, Kind.OPTIMIZER_STATE)]
         parts.append(comparer.compare_numbers(step))
     for part in parts:
         for own, entries in zip(by_rank, part, strict=True):
@@ -191,8 +206,11 @@ def _explain(comparer: Comparer, findings: list[Finding]) -> list[Finding]:
         return begins + [finding.model_copy(update={"follows": head.tensor}) for finding in numeric]
     at_first = [finding for finding in numeric if finding.step == first]
     gradients = [finding for finding in at_first if finding.check == CheckName.GRADIENT]
+    forward = [finding for finding in at_first if finding.explanation is not None]
     assert first is not None
-    if gradients:
+    if forward:  # no hypothesis on gradients is tested where the outputs of modules differ before
+        origins = forward
+    elif gradients:
         origins = explain_gradients(comparer, gradients, first)
     else:
         origins = [_explain_number(comparer, at_first[0], first)]
@@ -221,12 +239,13 @@ def _list_notes(
     expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None, num_compared: int, num_tensors: int
 ) -> tuple[str, ...]:
     """Return what a reader of the verdict has to know."""
-    notes = [describe_scope()]
+    has_outputs = [any(rank.outputs for rank in run.ranks) for run in (expected, actual)]
+    notes = [describe_scope(has_outputs)]
     for name, run in (("RUN_A", expected), ("RUN_B", actual)):
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("dropout", "stopped"):
+        for about in ("model", "dropout", "stopped"):
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
             notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
     notes += [] if noise is not None else [describe_bounds()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from moeverify.capture.lines import Call, Values
+from moeverify.calls.call import Call
+from moeverify.capture.lines import Values
 from moeverify.capture.norm_parts import find_shared_ratio
 from moeverify.capture.read import Key, RankRecord, RecordedRun
 from moeverify.capture.sketch import NUM_PROJECTIONS, sketch
@@ -28,17 +29,19 @@ _CLIP_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
 class Coefficient:
     """By what all gradients were multiplied between the last backward pass and the optimizer step.
 
-    `norm` is the gradient norm that a clip of torch found, None where the script clips by itself.
+    `norm` is the gradient norm that a clip of torch found, None where the script clips by itself. `is_known` is false
+    where the gradients do not show it: they were reduced after the backward pass, or lie in a flat buffer.
     """
 
     value: float = 1.0
     norm: float | None = None
+    is_known: bool = True
 
 
 def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
     """Return the coefficient of a rank: by its call of torch's clip, else as its gradients show it.
 
-    Where no half of them shares a ratio, nothing is known and it is 1.
+    Where no half of them shares a ratio it is not known.
     """
     calls = calls_of(rank, step)
     clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
@@ -51,7 +54,7 @@ def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
         for (at, kind, _), line in rank.values.items()
         if at == step and kind == Kind.GRADIENT and line.before and line.squares > 0.0
     )
-    return Coefficient() if shared is None else Coefficient(shared)
+    return Coefficient(is_known=False) if shared is None else Coefficient(shared)
 
 
 def _of_clip(clip: Call) -> Coefficient:
@@ -81,17 +84,22 @@ class Comparer:
     _coefficients: dict[tuple[int, int], Coefficient] = field(default_factory=dict)
 
     def coefficient(self, rank: RankRecord, step: int) -> Coefficient:
-        """Return `find_coefficient`, which looks at every gradient of the step."""
-        key = (id(rank), step)
-        if key not in self._coefficients:
-            self._coefficients[key] = find_coefficient(rank, step)
-        return self._coefficients[key]
+        """Return `find_coefficient` of a rank, 1 where it is not known of every rank of both runs.
+
+        Then the gradients of both runs are compared as the optimizers get them.
+        """
+        if (id(rank), step) not in self._coefficients:
+            ranks = (*self.expected.ranks, *self.actual.ranks)
+            found = [(id(each), find_coefficient(each, step)) for each in ranks]
+            is_known = all(each.is_known for _, each in found)
+            for number, each in found:
+                self._coefficients[number, step] = each if is_known else replace(each, value=1.0)
+        return self._coefficients[id(rank), step]
 
     def compare_tensors(self, step: int, kind: str) -> list[list[Entry]]:
         """Return the entries of every rank for one kind of tensors at one step."""
         by_rank: list[list[Entry]] = [[] for _ in self.actual.ranks]
-        names = dict.fromkeys(each.name for each in self.places.known.values())
-        for name in names:
+        for name in self._list_names(step, kind):
             whole = self.read_expected(step, kind, name)
             shards = [
                 (rank, line) for rank in self.actual.ranks for line in self._lines_of(rank, step, kind, name)
@@ -130,11 +138,26 @@ class Comparer:
             return local
         return local.to(torch.float64) / self.coefficient(rank, line.step).value
 
+    def _list_names(self, step: int, kind: str) -> list[str]:
+        """Return the names of a kind's tensors: those of the parameters, or `weight.exp_avg` of their states."""
+        names = list(dict.fromkeys(each.name for each in self.places.known.values()))
+        if kind != Kind.OPTIMIZER_STATE:
+            return names
+        lines = (key for rank in self.expected.ranks for key in rank.values)
+        states = dict.fromkeys(name for at, what, name in lines if (at, what) == (step, kind))
+        return [state for state in states if split_state(state)[0] in names]
+
     def _lines_of(self, rank: RankRecord, step: int, kind: str, name: str) -> Iterator[Values]:
+        parameter, suffix = split_state(name) if kind == Kind.OPTIMIZER_STATE else (name, "")
         for (number, own), placed in self.places.known.items():
-            line = rank.values.get((step, kind, own)) if number == rank.rank else None
-            if line is not None and placed.name == name:
+            line = rank.values.get((step, kind, own + suffix)) if number == rank.rank else None
+            if line is not None and placed.name == parameter:
                 yield line
+
+    def _region(self, rank: RankRecord, line: Values) -> Region:
+        """Return the region of a line in the logical tensor; a moment lies where its parameter does."""
+        name = split_state(line.name)[0] if line.kind == Kind.OPTIMIZER_STATE else line.name
+        return self.places.known[rank.rank, name].region
 
     def _compare_sketches(
         self, key: Key, whole: Tensor | None, shards: Sequence[tuple[RankRecord, Values]]
@@ -146,12 +169,12 @@ class Comparer:
         else:
             found = ((rank, line, make_region(line.where)) for rank, line in self.expected.find(key))
             wanted = self._add_sketches(found)
-        placed = ((rank, line, self.places.known[rank.rank, line.name].region) for rank, line in shards)
+        placed = ((rank, line, self._region(rank, line)) for rank, line in shards)
         own = self._add_sketches(placed)
         if not shards or own.numel != wanted.numel:
             return None
         first = shards[0][1]
-        shape = self.places.known[shards[0][0].rank, first.name].region.shape
+        shape = self._region(*shards[0]).shape
         region = Region.whole(shape)
         difference = _estimate(wanted, own)
         return Entry(*key, region.key, shape, shape, "compared", first.bits, difference)
@@ -172,7 +195,7 @@ class Comparer:
         return total
 
     def _compare(self, rank: RankRecord, line: Values, name: str, whole: Tensor) -> Entry:
-        region = self.places.known[rank.rank, line.name].region
+        region = self._region(rank, line)
         local = self.read_actual(rank, line)
         if local is None:
             local = torch.zeros(region.local_shape, dtype=torch.float64)
@@ -189,6 +212,12 @@ class Comparer:
             difference,
             region.global_index(int(difference.position)) if difference.max_error > 0 else (),
         )
+
+
+def split_state(name: str) -> tuple[str, str]:
+    """Return the parameter of a moment and what follows its name: `weight.exp_avg` is `weight` and `.exp_avg`."""
+    parameter, dot, key = name.rpartition(".")
+    return parameter, dot + key
 
 
 def _measure(expected: Tensor, actual: Tensor) -> Difference:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moeverify.capture.read import RecordedRun
+from moeverify.captured.batch import find_other_passes
 from moeverify.captured.calls import calls_of
 from moeverify.captured.entries import Comparer
 from moeverify.diagnose.axes import Axes
@@ -50,7 +51,7 @@ def explain_gradients(comparer: Comparer, findings: Sequence[Finding], step: int
         # The first in the order of the optimizer's parameters, which is nearly always that of the forward pass.
         causes.append(DiagnosedCause(unexplained, None, unexplained[0]))
     origins, explained = make_origins(causes, findings, inputs)
-    origins = [_drop_advice(origin) for origin in origins]
+    origins = [_add_passes(_drop_advice(origin), comparer, step) for origin in origins]
     rest = [finding for finding in findings if (finding.check, finding.tensor, finding.step) not in explained]
     return origins + [finding.model_copy(update={"follows": origins[0].tensor}) for finding in rest]
 
@@ -59,6 +60,14 @@ def _drop_advice(finding: Finding) -> Finding:
     """Return a finding without the advice to run its recipe in float64: a script has no recipe."""
     left = tuple(seen for seen in finding.observations if not isinstance(seen, HiddenByRounding))
     return finding.model_copy(update={"observations": left})
+
+
+def _add_passes(finding: Finding, comparer: Comparer, step: int) -> Finding:
+    """Return a finding that nothing explains with how the forward passes of the runs differ, if they do."""
+    passes = find_other_passes(comparer.expected, comparer.actual, step) if finding.unexplained else None
+    if passes is None:
+        return finding
+    return finding.model_copy(update={"observations": (passes, *finding.observations)})
 
 
 def _keep_known(cause: DiagnosedCause) -> DiagnosedCause:

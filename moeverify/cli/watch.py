@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.context import BAD_INPUT, CommandContext, open_context
+from moeverify.cli.context import CommandContext, open_context
 
 if TYPE_CHECKING:
     from moeverify.capture.settings import Settings
 
 _MEBIBYTE = 2**20
+
+Nudge = Annotated[
+    int | None,
+    typer.Option(
+        "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
+    ),
+]
+Outputs = Annotated[
+    bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
+]
 
 
 class OnFinding(StrEnum):
@@ -50,12 +60,8 @@ def watch(
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
     ] = None,
-    nudge: Annotated[
-        int | None,
-        typer.Option(
-            "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
-        ),
-    ] = None,
+    nudge: Nudge = None,
+    outputs: Outputs = False,
     guard: Annotated[
         bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
     ] = False,
@@ -79,27 +85,36 @@ def watch(
 
             code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
         else:
-            settings = _make_settings(out, steps, limit, weights, seed, nudge)
+            settings = _make_settings(out, steps, limit, weights, seed, nudge, outputs=outputs)
             code = _record(command, settings, context)
         raise typer.Exit(code)
 
 
 def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
-    from moeverify.capture.command import run_command
+    from moeverify.capture.command import count_steps, run_command
     from moeverify.capture.settings import RANK_FILE, VARIABLE
-    from moeverify.report.words.script import describe_unseen
+    from moeverify.report.words.script import describe_recorded, describe_unseen
 
     code = run_command(command, {VARIABLE: settings.model_dump_json()})
     num_ranks = len(list(settings.out.glob(RANK_FILE.format(rank="*"))))
     if num_ranks:
-        context.err.print(f"moeverify watch: {num_ranks} ranks recorded in {settings.out}", soft_wrap=True)
+        steps = count_steps(settings.out)
+        text = describe_recorded(num_ranks, str(settings.out), steps, settings.first, settings.last)
+        context.err.print(f"moeverify watch: {text}", soft_wrap=True)
     else:
         context.err.print(f"moeverify watch: nothing was recorded: {describe_unseen()}", soft_wrap=True)
-    return code or (0 if num_ranks else BAD_INPUT)
+    return code
 
 
 def _make_settings(
-    out: Path | None, steps: str, limit: float, weights: Path | None, seed: int | None, nudge: int | None
+    out: Path | None,
+    steps: str,
+    limit: float,
+    weights: Path | None,
+    seed: int | None,
+    nudge: int | None,
+    *,
+    outputs: bool,
 ) -> Settings:
     """Return the settings.
 
@@ -142,4 +157,5 @@ def _make_settings(
         weights=None if weights is None else weights.resolve(),
         seed=seed,
         nudge=nudge,
+        outputs=outputs,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moeverify.capture.outputs import find_tensor
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 
@@ -28,6 +29,7 @@ class FiniteWatch:
         self.is_active = True
         self._flags: list[tuple[str, Tensor]] = []
         self._often: set[str] = set()
+        self._losses: list[tuple[int, Tensor]] = []  # how many outputs were looked at before it, and the loss
 
     def watch(self, model: nn.Module) -> None:
         """Look at the outputs of a model's modules from now on: those with parameters, or blocks if they are many."""
@@ -42,6 +44,23 @@ class FiniteWatch:
     def clear(self) -> None:
         """Begin the next step."""
         self._flags.clear()
+        self._losses.clear()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Keep a loss, one number, for `find_bad_loss`.
+
+        To read it at once would make the host wait for the device in every micro-batch, and the device then waits
+        for the host to launch the next one.
+        """
+        self._losses.append((self.num_calls, loss.detach().clone()))
+
+    def find_bad_loss(self) -> int | None:
+        """Return how many outputs came before the first loss that is not finite; waits for the device.
+
+        What was read is forgotten.
+        """
+        losses, self._losses = self._losses, []
+        return next((before for before, loss in losses if not math.isfinite(float(loss))), None)
 
     def learn(self) -> None:
         """Take modules whose output is not finite in a good step, such as masks, for what they are."""
@@ -55,6 +74,11 @@ class FiniteWatch:
     def num_calls(self) -> int:
         """Return how many outputs were looked at in this step."""
         return len(self._flags)
+
+    @property
+    def num_losses(self) -> int:
+        """Return how many losses wait to be read."""
+        return len(self._losses)
 
     def _list_bad(self) -> Iterator[tuple[int, str]]:
         by_device: dict[torch.device, list[int]] = {}
@@ -77,7 +101,7 @@ class FiniteWatch:
                 or len(self._flags) >= _MOST_FLAGS
             ):
                 return
-            tensor = _find_tensor(output)
+            tensor = find_tensor(output)
             if tensor is None:
                 return
             with torch.no_grad():
@@ -91,21 +115,6 @@ class FiniteWatch:
             self._flags.append((name, flag))
 
         return hook
-
-
-def find_bad(values: Sequence[float]) -> int | None:
-    """Return the place of the first number that is not finite."""
-    return next((place for place, value in enumerate(values) if not math.isfinite(value)), None)
-
-
-def _find_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor of real numbers in an output: alone, in a sequence, or in a mapping."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() and not output.is_meta else None
-    values = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    )
-    return next((found for value in values if (found := _find_tensor(value)) is not None), None)
 
 
 def _list_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moeverify.capture.lines import Call
-from moeverify.capture.listener import Listener, find_site, measure_norms, safely
+from moeverify.calls.call import Call
+from moeverify.calls.listener import find_site, safely
+from moeverify.capture.listener import ModelListener, measure_norms
 from moeverify.capture.model import find_rows, hash_rows, is_number
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.guard.alike import find_alike
 from moeverify.guard.data_ranks import find_data_ranks
 from moeverify.guard.exchange import RankOutbox
-from moeverify.guard.finite import FiniteWatch, find_bad
+from moeverify.guard.finite import FiniteWatch
 from moeverify.guard.groups import describe_groups, list_groups
 from moeverify.guard.lines import ClipLine, Nonfinite, RankHeader, StepRecord, TensorLine
 from moeverify.guard.order import CallOrder
@@ -36,10 +37,11 @@ _MOST_ROWS = 4096
 _MOST_CALLS = 512
 _INNER = ("/torch/", "/moeverify/")
 _LEARNING_STEPS = 4
+_MOST_LOSSES = 256  # that wait to be read, in a step that never ends
 _MOST_BAD = 3  # steps in a row that are all NaN say no more than the first
 
 
-class Guard(Listener):
+class Guard(ModelListener):
     """Samples steps, from the first forward pass after an optimizer's step to the step (or steps) of the next.
 
     Nothing is exchanged with other ranks but through files, so a guard cannot make a script hang.
@@ -93,10 +95,12 @@ class Guard(Listener):
 
     @safely
     def after_backward(self, roots: Sequence[Tensor]) -> None:
-        """Look at the loss, and measure the gradients; see `Listener`."""
-        losses = [float(root.detach()) for root in roots if is_number(root)]
-        if find_bad(losses) is not None and self._sampling.nonfinite is None:
-            self._locate_bad("loss")
+        """Keep the loss, and measure the gradients; see `Listener`."""
+        for root in roots:
+            if is_number(root):
+                self._finite.add_loss(root)
+        if self._finite.num_losses > _MOST_LOSSES:
+            self._look_at_losses()
         if self.is_sampled:
             self._add_call("backward")
             if not self._clips_by_torch:
@@ -205,6 +209,7 @@ class Guard(Listener):
 
     def _end_step(self) -> None:
         self._stop_tracing()
+        self._look_at_losses()
         sampling = self._sampling
         if self.is_sampled and self._shards:
             if sampling.nonfinite is None and self.step < _LEARNING_STEPS:
@@ -238,12 +243,18 @@ class Guard(Listener):
             self._trace.__exit__(None, None, None)
             self._sampling.groups = describe_groups(self._trace)
 
-    def _locate_bad(self, what: Literal["loss", "gradient"], name: str = "") -> None:
+    def _look_at_losses(self) -> None:
+        before = self._finite.find_bad_loss()
+        if before is not None and self._sampling.nonfinite is None:
+            self._locate_bad("loss", before)
+
+    def _locate_bad(self, what: Literal["loss", "gradient"], before: int, name: str = "") -> None:
+        """Keep what was bad first: an output of a module, or else `what`, which had `before` outputs before it."""
         found = self._finite.find()
-        if found is not None:
+        if found is not None and found[0] < before:
             self._sampling.nonfinite = Nonfinite(what="output", order=found[0], module=found[1])
         else:
-            self._sampling.nonfinite = Nonfinite(what=what, module=name, order=self._finite.num_calls)
+            self._sampling.nonfinite = Nonfinite(what=what, module=name, order=before)
 
     # What is sampled -----------------------------------------------------------------------------------------
 
@@ -281,8 +292,9 @@ class Guard(Listener):
                 self._sampling.partial.append(number)
         bad = next((shard.name for shard, _ in found if not math.isfinite(norms[id(shard.tensor)])), None)
         # With a scaler a bad gradient is an everyday thing, and its step is left out.
+        self._look_at_losses()
         if bad is not None and self._sampling.nonfinite is None and not self._order.has_scaler:
-            self._locate_bad("gradient", bad)
+            self._locate_bad("gradient", self._finite.num_calls, bad)
 
     def _make_record(self) -> StepRecord:
         sampling = self._sampling
@@ -340,6 +352,7 @@ class Guard(Listener):
 
     @safely
     def _finish(self) -> None:
+        self._look_at_losses()
         if self._has_stepped:
             self._end_step()
         elif self._sampling.nonfinite is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moeverify.capture.lines import Call
+from moeverify.calls.call import Call
 from moeverify.results.finding import Finding
 from moeverify.results.record import Record
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
 
-from moeverify.capture.lines import Call
-from moeverify.capture.rules import backward_range, find_discarded, find_early_clip, find_inner_schedule
+from moeverify.calls.call import Call
+from moeverify.calls.rules import backward_range, find_discarded, find_early_clip, find_inner_schedule
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.capture.hooks import install
+from moeverify.calls.hooks import install
 from moeverify.guard.guard import Guard
 from moeverify.guard.settings import GuardSettings
 

@@ -18,17 +18,29 @@ _RECORDS, _GUARDS = "MOEVERIFY_WATCH", "MOEVERIFY_GUARD"
 
 
 class _AfterTorch:
-    """Finds torch as everybody else does, and starts to watch after its import."""
+    """Finds torch as everybody else does, and starts to watch after its import.
+
+    Whoever asks whether torch is there, as transformers does before it imports it, gets a spec that it never loads.
+    So it stays until torch is really imported.
+    """
+
+    def __init__(self) -> None:
+        self._is_asking = False
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 load(module)
                 _start()
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moeverify.axes.mesh import MeshPlan
+from moeverify.axes.groups import find_source
 from moeverify.case.schema import Case
 from moeverify.checks.base import Watch
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.results.load import ExpertLoad
 from moeverify.train.program import Program
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+from moeverify.train.rebalancing import count_copies
 
 Copies = dict[tuple[int, int], Tensor]
 """(step, layer): token copies of this rank for each expert, (E) int64."""
@@ -29,20 +27,16 @@ class LoadWatch(Watch[Copies]):
     """
 
     def __init__(self, program: Program) -> None:
-        self._routers = {router.name: router.module for router in program.routers}
+        self._routers = {router.name: router for router in program.routers}
         self._copies: Copies = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Count the choices behind the combine weights that are shown; see `Watch`."""
-        found = _LAYER.search(name)
-        if kind != Kind.ROUTER_WEIGHTS or name not in self._routers or found is None:
+        if kind != Kind.ROUTER_WEIGHTS or name not in self._routers:
             return
-        router = self._routers[name]
-        if router.record is None:
-            return
-        counts = torch.bincount(router.record.ids.flatten(), minlength=router.spec.num_experts)
-        key = (step, int(found[1]))
-        self._copies[key] = self._copies[key] + counts if key in self._copies else counts
+        for layer, counts in count_copies([self._routers[name]]):
+            key = (step, layer)
+            self._copies[key] = self._copies[key] + counts if key in self._copies else counts
 
     def close(self) -> None:
         """Let go of the model; see `Watch`."""
@@ -55,7 +49,7 @@ class LoadWatch(Watch[Copies]):
 
 def sum_load(case: Case, by_rank: Sequence[Copies]) -> ExpertLoad | None:
     """Return the load of a run from the counts of all ranks; None for a model whose routers cannot be seen."""
-    moe, plan = case.recipe.model.moe, MeshPlan.of(case.layout)
+    moe = case.recipe.model.moe
     keys = {key for copies in by_rank for key in copies}
     if moe is None or not keys:
         return None
@@ -63,10 +57,9 @@ def sum_load(case: Case, by_rank: Sequence[Copies]) -> ExpertLoad | None:
     num_steps = 1 + max(step for step, _ in keys)
     total = torch.zeros(num_steps, len(layers), moe.num_experts, case.layout.ep, dtype=torch.int64)
     for rank, copies in enumerate(by_rank):
-        # Ranks of tp that route the same tokens would count them again.
-        if plan.data.coordinates(rank)["tp"] and not case.layout.slices_tokens:
+        source = find_source(case.layout, rank)
+        if source is None:
             continue
-        source = plan.sparse.coordinates(rank)["ep"]
         for (step, layer), counts in copies.items():
             total[step, layers.index(layer), :, source] += counts
     return ExpertLoad(

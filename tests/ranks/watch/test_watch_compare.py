@@ -17,6 +17,7 @@ from moeverify.capture.read import RecordedRun
 from moeverify.captured.compare import compare_runs
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
+from moeverify.results.observation import OtherPasses
 from moeverify.results.run import CaseResult
 from moeverify.results.script import CallRule, ScriptCheck
 
@@ -43,10 +44,10 @@ class Recordings:
 
     @cache  # noqa: B019 - lives as long as the module's fixture
     def one(self, name: str, *options: str) -> RecordedRun:
-        done = watch(
-            self.folder / name, sys.executable, str(PROGRAMS / "train_ep.py"), options=tuple(options)
-        )
-        assert done.returncode == 0, done.stderr
+        # The exit code is the script's, whatever it is.
+        command = (sys.executable, str(PROGRAMS / "train_ep.py"), "--exit", "7")
+        done = watch(self.folder / name, *command, options=tuple(options))
+        assert done.returncode == 7, done.stderr
         return RecordedRun.read(self.folder / name)
 
     def many(self) -> RecordedRun:
@@ -58,14 +59,15 @@ class Recordings:
     @cache  # noqa: B019 - lives as long as the module's fixture
     def with_bugs(self) -> Path:
         folder = self.folder / "bugs"
-        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), str(folder), *BUGS]
+        loaded = f"loaded={self.one('nudged', '--nudge', '1').folder}"
+        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), str(folder), *BUGS, loaded]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return folder
 
     def compare(self, bug: str) -> CaseResult:
         assert bug in BUGS
-        return compare_runs(self.one("one"), RecordedRun.read(self.with_bugs() / bug))
+        return compare_runs(self.one("one", "--outputs"), RecordedRun.read(self.with_bugs() / bug))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def origins(result: CaseResult) -> list[Finding]:
 
 
 def test_a_right_script_passes_with_measured_bounds_and_without(recordings: Recordings) -> None:
-    expected, actual = recordings.one("one"), recordings.many()
+    expected, actual = recordings.one("one", "--outputs"), recordings.many()
     for noise in (None, recordings.one("nudged", "--nudge", "1")):
         result = compare_runs(expected, actual, noise)
         assert result.verdict == "pass"
@@ -136,11 +138,29 @@ def test_a_wrong_norm_is_told_from_wrong_gradients(
     assert (origin.facts.part, origin.facts.times) == (part, times)
 
 
-def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Recordings) -> None:
+def test_the_first_module_that_diverges_is_named(recordings: Recordings) -> None:
     (origin,) = origins(recordings.compare("combine"))
+    assert (origin.check, origin.tensor, origin.step, origin.ranks) == ("activations", "blocks.0", 0, (0, 1))
+    assert origin.explanation is not None
+    assert (origin.explanation.cause, origin.explanation.subject.module) == (Cause.FORWARD, "blocks.0")
+
+
+def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Recordings) -> None:
+    expected, actual = (
+        recordings.one("one", "--outputs"),
+        RecordedRun.read(recordings.with_bugs() / "combine"),
+    )
+    for rank in actual.ranks:
+        rank.outputs.clear()
+    result = compare_runs(expected, actual)
+    assert any("has not recorded them in RUN_B" in note for note in result.notes)
+    (origin,) = origins(result)
     assert origin.check == "gradient"
     assert origin.explanation is None
     assert origin.unexplained
+    # The single device has 4 forward passes of 2 rows, the ranks 4 of 1 row each: a balance loss would differ too.
+    (passes,) = (seen for seen in origin.observations if isinstance(seen, OtherPasses))
+    assert (passes.expected, passes.actual) == ((2,) * 4, (1,) * 8)
 
 
 def test_a_run_that_dies_keeps_its_exit_code_its_output_and_its_steps(recordings: Recordings) -> None:
@@ -150,23 +170,37 @@ def test_a_run_that_dies_keeps_its_exit_code_its_output_and_its_steps(recordings
     assert done.returncode == 1
     assert done.stdout.startswith("step 0 loss ")
     assert "the script died on purpose" in done.stderr
-    result = compare_runs(recordings.one("one"), RecordedRun.read(out))
+    result = compare_runs(recordings.one("one", "--outputs"), RecordedRun.read(out))
     assert result.verdict == "pass"
     assert any("ended after step 0" in note for note in result.notes)
 
 
-def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
-    assert (
-        watch(tmp_path / "out", sys.executable, str(PROGRAMS / "train_ep.py"), "--exit", "7").returncode == 7
+def test_a_script_that_trains_nothing_keeps_its_exit_code_too(tmp_path: Path) -> None:
+    done = watch(tmp_path / "out", sys.executable, "-c", "print('done')")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "nothing was recorded" in done.stderr
+
+
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
+    # As transformers and accelerate do: what a finder returns is not always loaded.
+    program = tmp_path / "asks.py"
+    program.write_text(
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torch') is not None\n"
+        "import torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "optimizer.step()\n"
     )
+    done = watch(tmp_path / "out", sys.executable, str(program))
+    assert done.returncode == 0, done.stderr
+    assert RecordedRun.read(tmp_path / "out").steps == [0]
 
 
 def test_weights_of_another_run_are_put_into_every_layout(recordings: Recordings) -> None:
     nudged = recordings.one("nudged", "--nudge", "1")
-    out = recordings.folder / "loaded"
-    command = (*TORCHRUN, str(PROGRAMS / "train_ep.py"))
-    assert watch(out, *command, options=("--weights", str(nudged.folder))).returncode == 0
-    result = compare_runs(nudged, RecordedRun.read(out))
+    result = compare_runs(nudged, RecordedRun.read(recordings.with_bugs() / "loaded"))
     assert result.verdict == "pass"
     assert next(check for check in result.checks if check.name == "initial state").tensors == len(
         nudged.names

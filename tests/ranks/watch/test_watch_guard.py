@@ -67,3 +67,34 @@ def test_a_bug_is_found_without_another_run(
     done, findings = guard(tmp_path, program, *arguments)
     assert done.returncode == 0, done.stderr
     assert [(each["check"], each["tensor"]) for each in findings] == [(check, about)]
+
+
+def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path) -> None:
+    done, findings = guard(
+        tmp_path, "train_layouts.py", "--layout", "manual", "--bug", "rank-clip", "--steps", "4"
+    )
+    assert done.returncode == 0, done.stderr
+    found = {(each["check"], each["facts"]["about"]): each for each in findings}
+    # What ranks clip differently drifts from then on, and the norm of the one rank says why.
+    assert found.keys() == {("replicas", "drift"), ("gradient norm", "own norm")}
+    assert found["gradient norm", "own norm"]["ranks"] == [1]
+
+
+def test_a_console_gets_the_ranks_where_the_finding_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPDB_JOB", "guarded")
+    monkeypatch.setenv("MPDB_DIR", str(tmp_path / "sockets"))
+    asked = ["wait 2", "@all p 'bug is', bug", "@all c"]
+    commands = [word for each in asked for word in ("-c", each)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "multiprocessing_pdb", "guarded", *commands], stdout=subprocess.PIPE, text=True
+    ) as console:
+        bug = ("--bug", "zero-grad", "--steps", "4")
+        done, findings = guard(tmp_path / "out", "train_ep.py", *bug, options=("--debug",))
+        said, _ = console.communicate(timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [each["check"] for each in findings] == ["order of calls"]
+    # The variable is one of the script's own frames, on both ranks.
+    assert "ranks 0-1: ('bug is', 'zero-grad')" in said, said
+    assert done.stdout.count("step ") == 4

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from moeverify.capture.lines import Call, Header, Options
+from moeverify.calls.call import Call
+from moeverify.capture.lines import Header, Options
 from moeverify.capture.read import RankRecord
 from moeverify.captured.calls import _has_one_optimizer
 from moeverify.guard.order import CallOrder
@@ -90,7 +93,7 @@ def test_parameters_that_no_optimizer_has_are_named_unless_it_has_copies() -> No
 
 
 def test_two_optimizers_of_one_class_are_told_from_two_groups_of_one() -> None:
-    record = RankRecord(Header(rank=0, world_size=1, first=0, last=1), None)
+    record = RankRecord(Header(rank=0, world_size=1, first=0, last=1), Path(), None)
     record.options = [
         Options(step=0, optimizer="AdamW", number=number, options={}, names=()) for number in (0, 1)
     ]

@@ -2,6 +2,8 @@
 
     record_bugs.py FOLDER BUG...
 
+`NAME=RUN` instead of a bug is the right script with the initial weights of another run, recorded as NAME.
+
 Torch is imported once and the ranks are forked from here; each starts the recorder as `moeverify watch` lets the
 processes of a script start it, and then runs the script from its beginning.
 """
@@ -24,7 +26,7 @@ PROGRAM = Path(__file__).parent / "train_ep.py"
 NUM_RANKS = 2
 
 
-def run_rank(rank: int, port: int, out: Path, bug: str) -> None:
+def run_rank(rank: int, port: int, out: Path, bug: str, weights: Path | None) -> None:
     """Train as a rank that torchrun has started, and end the process."""
     os.environ |= {
         "RANK": str(rank),
@@ -32,7 +34,8 @@ def run_rank(rank: int, port: int, out: Path, bug: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    recorder = start(Settings(out=out, first=0, last=1).model_dump_json(), str(rank), str(NUM_RANKS))
+    settings = Settings(out=out, first=0, last=1, outputs=True, weights=weights)
+    recorder = start(settings.model_dump_json(), str(rank), str(NUM_RANKS))
     sys.argv = [str(PROGRAM), "--bug", bug]
     try:
         runpy.run_path(str(PROGRAM), run_name="__main__")
@@ -52,11 +55,13 @@ def main() -> None:
     folder, bugs = Path(sys.argv[1]), sys.argv[2:]
     num_failed = 0
     for bug in bugs:
+        name, _, weights = bug.partition("=")
+        what = ("", Path(weights)) if weights else (bug, None)
         port, children = find_port(), []
         for rank in range(NUM_RANKS):
             children.append(os.fork())
             if children[-1] == 0:
-                run_rank(rank, port, folder / bug, bug)
+                run_rank(rank, port, folder / name, *what)
         num_failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
     raise SystemExit(num_failed)
 

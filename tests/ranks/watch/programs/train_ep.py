@@ -176,7 +176,7 @@ def train(options, rank, world, bug):
         for name, p in model.named_parameters():
             if world > 1 and ".experts." in name and bug != "experts" and p.grad is not None:
                 p.grad /= world
-        clip(model, world, bug)
+        norm = clip(model, world, bug)
         if step == options.die_at and rank == world - 1:
             raise RuntimeError("the script died on purpose")
         optimizer.step()
@@ -184,8 +184,12 @@ def train(options, rank, world, bug):
             scheduler.step()
         if bug != "no-zero":
             optimizer.zero_grad()
+        if world > 1:
+            whole = torch.tensor(loss, dtype=torch.float64)
+            dist.all_reduce(whole)
+            loss = whole.item() / world
         if rank == 0:
-            sys.stdout.write(f"step {step} loss {loss:.4f}\n")
+            sys.stdout.write(f"step {step} loss {loss:.7f} norm {norm:.7f}\n")
 
 
 def main() -> None:

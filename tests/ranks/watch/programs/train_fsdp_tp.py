@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -67,9 +68,13 @@ def clip(model, bug):
     grads = [p.grad for p in model.parameters()]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    norm = sum(g.square().sum() for g in (local if bug == "local-norm" else whole)).sqrt()
+    total = sum(g.square().sum() for g in (local if bug in ("local-norm", "norm-twice") else whole))
+    if bug == "norm-twice":  # what every rank of tp has is counted once for each of them
+        dist.all_reduce(total)
+    norm = float(total.sqrt())
     for g in local:
-        g.mul_(min(1.0, MAX_NORM / float(norm)))
+        g.mul_(min(1.0, MAX_NORM / norm))
+    return norm
 
 
 def main() -> None:
@@ -87,21 +92,34 @@ def main() -> None:
         dist.init_process_group("gloo")
         mesh = parallelize(model, options.tp)
         data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    named = [(n, p) for n, p in model.named_parameters() if bug != "forgotten" or "norm" not in n]
+    optimizer = torch.optim.AdamW([p for _, p in named], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
     data = torch.Generator().manual_seed(7)
-    for _ in range(options.steps):
+    for step in range(options.steps):
         batch = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=data)
         share = ROWS // data_ranks
         first = 0 if bug == "data" else data_rank * share
-        optimizer.zero_grad()
+        if bug != "no-zero":
+            optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
         for part in batch[first : first + share].chunk(MICRO_BATCHES):
             if bug == "zero-grad":
                 optimizer.zero_grad()
             logits = model(input_ids=part[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
             (loss if bug == "divisor" else loss / MICRO_BATCHES).backward()
-        clip(model, bug)
+            total += loss.detach() / MICRO_BATCHES / world
+            if bug == "scheduler":
+                scheduler.step()
+        norm = clip(model, bug)
         optimizer.step()
+        if bug != "scheduler":
+            scheduler.step()
+        if world > 1:
+            dist.all_reduce(total)
+        if int(os.environ.get("RANK", "0")) == 0:
+            sys.stdout.write(f"step {step} loss {total.item():.7f} norm {norm:.7f}\n")
     if world > 1:
         dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,54 +23,90 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.capture.listener import Listener
+from moeverify.calls.listener import Listener
 
 Function = Callable[..., Any]
 
 
-def install(listener: Listener) -> None:
-    """Tell a listener of everything in this process."""
+class Hooks:
+    """What `install` has put into torch; `remove` takes it out again."""
+
+    def __init__(self) -> None:
+        self._modules: list[RemovableHandle] = []
+        self._optimizers: list[RemovableHandle] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []
+
+    def hook_modules(self, *handles: RemovableHandle) -> None:
+        """Keep hooks of modules."""
+        self._modules += handles
+
+    def hook_optimizers(self, *handles: RemovableHandle) -> None:
+        """Keep hooks of optimizers."""
+        self._optimizers += handles
+
+    def wrap(self, owner: Any, name: str, wrapped: Function) -> None:
+        """Put a wrapper into a class or a module, in place of its function `name`."""
+        self._wrapped.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, wrapped)
+
+    def has_wrapped(self, owner: Any, name: str) -> bool:
+        """Return whether a function is wrapped already."""
+        return any((known, label) == (owner, name) for known, label, _ in self._wrapped)
+
+    def remove_module_hooks(self) -> None:
+        """Remove the hooks of modules: each costs every module of every step about a microsecond."""
+        while self._modules:
+            self._modules.pop().remove()
+
+    def remove(self) -> None:
+        """Remove all hooks, and put back what was wrapped, the last one first."""
+        self.remove_module_hooks()
+        while self._optimizers:
+            self._optimizers.pop().remove()
+        while self._wrapped:
+            setattr(*self._wrapped.pop())
+
+
+def install(listener: Listener) -> Hooks:
+    """Tell a listener of everything in this process, until what is returned is removed."""
     # torch.compile warns of global hooks; these are ours, and the script's output is to stay as it is.
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-    modules = (
+    hooks = Hooks()
+    hooks.hook_modules(
         register_module_forward_pre_hook(listener.enter_module),
         register_module_forward_hook(listener.leave_module, always_call=True),
     )
-    # A hook costs every module of every step about a microsecond: these go when the last step is recorded.
-    listener.on_stop = functools.partial(_remove, modules)
-    listener.on_model = functools.partial(_wrap_late, listener)
-    register_optimizer_step_pre_hook(listener.before_step)
-    register_optimizer_step_post_hook(listener.after_step)
-    _wrap(torch.autograd, "backward", _backward(listener))
-    _wrap(Optimizer, "zero_grad", _zero_grad(listener))
-    _wrap(nn.Module, "zero_grad", _zero_grad(listener))
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        original = getattr(nn.utils, name)
-        wrapped = _clip(listener, name)(original)
+    listener.on_stop = hooks.remove_module_hooks
+    listener.on_model = functools.partial(_wrap_late, listener, hooks)
+    hooks.hook_optimizers(
+        register_optimizer_step_pre_hook(listener.before_step),
+        register_optimizer_step_post_hook(listener.after_step),
+    )
+    hooks.wrap(torch.autograd, "backward", _backward(listener)(torch.autograd.backward))
+    for owner in (Optimizer, nn.Module):
+        hooks.wrap(owner, "zero_grad", _zero_grad(listener)(owner.zero_grad))
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        wrapped = _clip(listener, name)(getattr(nn.utils, name))
         for module in (nn.utils, nn.utils.clip_grad):
-            setattr(module, name, wrapped)
-    for scheduler in vars(lr_scheduler).values():
-        if inspect.isclass(scheduler) and "step" in vars(scheduler):
-            _wrap(scheduler, "step", _plain(listener, "scheduler step"))
+            if name in vars(module):
+                hooks.wrap(module, name, wrapped)
+    # A class that another one inherits from is there under several names.
+    for scheduler in dict.fromkeys(each for each in vars(lr_scheduler).values() if inspect.isclass(each)):
+        if "step" in vars(scheduler):
+            hooks.wrap(scheduler, "step", _plain(listener, "scheduler step")(vars(scheduler)["step"]))
     for name in ("step", "unscale_"):
-        _wrap(torch.amp.GradScaler, name, _plain(listener, f"scaler {name.rstrip('_')}"))
+        label = f"scaler {name.rstrip('_')}"
+        hooks.wrap(torch.amp.GradScaler, name, _plain(listener, label)(getattr(torch.amp.GradScaler, name)))
+    return hooks
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _wrap_late(listener: Listener) -> None:
+def _wrap_late(listener: Listener, hooks: Hooks) -> None:
     """Wrap what is imported long after torch: FSDP1 clips by a method of its own."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if not hasattr(FullyShardedDataParallel.clip_grad_norm_, "__wrapped__"):
-        _wrap(FullyShardedDataParallel, "clip_grad_norm_", _clip(listener, "clip_grad_norm_"))
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-    setattr(owner, name, make(getattr(owner, name)))
+    if not hooks.has_wrapped(FullyShardedDataParallel, "clip_grad_norm_"):  # torch has wrapped it for itself
+        wrapped = _clip(listener, "clip_grad_norm_")(FullyShardedDataParallel.clip_grad_norm_)
+        hooks.wrap(FullyShardedDataParallel, "clip_grad_norm_", wrapped)
 
 
 def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
@@ -132,10 +168,10 @@ def _clip(listener: Listener, label: str) -> Callable[[Function], Function]:
                     if isinstance(given.get("parameters"), Iterator):
                         given["parameters"] = list(given["parameters"])
                     listener.before_clip(label, given.get("parameters", given.get("self")))
-                norm = original(**given)
+                returned = original(**given)
             if is_outermost:
-                listener.after_clip(label, norm, given.get("max_norm"))
-            return norm
+                listener.after_clip(label, given.get("total_norm", returned), given.get("max_norm"))
+            return returned
 
         return clip
 

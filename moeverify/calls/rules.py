@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.capture.lines import Call
+from moeverify.calls.call import Call
 from moeverify.results.script import CallFacts, CallRule
 
 
@@ -16,6 +16,14 @@ def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
         return None
     norm = inner[0].discarded
     return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
+
+
+def find_kept(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the first backward pass, where it adds to the gradients of the optimizer step before."""
+    first = next((call for call in calls if call.name == "backward"), None)
+    if first is None or first.kept == 0.0:
+        return None
+    return CallFacts(rule=CallRule.KEPT, site=first.site, expected=1, norm=first.kept)
 
 
 def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:

@@ -1,0 +1,194 @@
+"""Inputs and outputs of a model's modules, row by row of the global batch.
+
+What a rank computes for a row of the batch does not depend on which rows lie in the same forward pass. So a tensor is
+kept as (rows, positions, ...) together with the hashes of the rows that the model was called with, and compared with
+what another run computed for the same rows, however these are spread over ranks and passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.calls.listener import is_in_backward
+from moeverify.capture.lines import Output
+from moeverify.capture.rank_file import RankFile
+from moeverify.capture.tensors import describe_region
+from moeverify.compare.difference import fingerprint_bits
+from moeverify.layout.placement import is_partial, local_part, region_of
+from moeverify.layout.region import Region
+
+Sizes = tuple[int, int]  # rows and positions of the tokens in a forward pass
+
+
+class ModuleOutputs:
+    """Keeps the first tensor that goes into each module, and the first that comes out.
+
+    Something is kept after `begin` and before `end` only. `fail` is called with what goes wrong, since nothing may
+    be raised into the script.
+    """
+
+    def __init__(
+        self, open_file: Callable[[], RankFile], limit: int, fail: Callable[[Exception], object]
+    ) -> None:
+        self._open = open_file
+        self._limit = limit
+        self._fail = fail
+        self._handles: list[RemovableHandle] = []
+        self._sizes: Sizes | None = None
+        self._is_turned = False
+        self._pid = os.getpid()
+        self._step = self._forward = 0
+        self._calls: dict[str, int] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}  # -> offset of equal values
+
+    def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Hook modules, which are given with their names."""
+        for name, module in modules:
+            enter, leave = self._make_hooks(name)
+            # What the caller gives, before a layout distributes it, and what the caller gets.
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
+
+    def begin(self, step: int, forward: int, sizes: Sizes | None) -> None:
+        """Begin a forward pass over tokens (rows, positions); nothing is kept where these are not known."""
+        self._step, self._forward, self._sizes, self._is_turned = step, forward, sizes, False
+        self._calls.clear()
+        self._kept.clear()
+
+    def end(self) -> None:
+        """Keep nothing more before the next `begin`: an evaluation begins, or the recording is over."""
+        self._sizes = None
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _make_hooks(self, name: str) -> tuple[Any, Any]:
+        def enter(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if self._keeps():
+                self._calls[name] = self._calls.get(name, 0) + 1
+                self._keep(name, (*inputs, *named.values()), is_input=True)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._keeps():
+                self._keep(name, output, is_input=False)
+
+        return enter, leave
+
+    def _keeps(self) -> bool:
+        # Within a backward pass a checkpointed part is computed again. A compiler would take all this for the model.
+        # A child that was forked has the files of its parent.
+        if torch.compiler.is_compiling() or self._sizes is None or os.getpid() != self._pid:
+            return False
+        return not is_in_backward()
+
+    def _keep(self, name: str, value: Any, *, is_input: bool) -> None:
+        try:
+            with torch.no_grad():
+                tensor = find_tensor(value)
+                if tensor is None and is_input:
+                    tensor = find_tensor(value, floating=False)
+                self._write(name, tensor, is_input)
+        except Exception as error:
+            self._fail(error)
+
+    def _write(self, name: str, tensor: Tensor | None, is_input: bool) -> None:
+        if tensor is None or self._sizes is None or is_partial(tensor):
+            return
+        region = region_of(tensor) if isinstance(tensor, DTensor) else Region.whole(tensor.shape)
+        self._is_turned = self._is_turned or is_turned_shape(region.shape, self._sizes)
+        found = split_rows(local_part(tensor).detach(), region, self._sizes, is_turned=self._is_turned)
+        if found is None:
+            return
+        local, region = found
+        stride = choose_stride(local.numel() * local.element_size(), self._limit)
+        if stride > 1:
+            if len(region.dims[1]) != region.shape[1]:
+                return
+            local = local[:, ::stride]
+        local = local.contiguous()
+        file = self._open()
+        bits = int(fingerprint_bits(local))
+        key = (bits, tuple(local.shape), local.dtype)
+        if key not in self._kept:
+            self._kept[key] = file.keep(local)
+        file.add(
+            Output(
+                step=self._step,
+                forward=self._forward,
+                name=name,
+                call=self._calls.get(name, 1),
+                is_input=is_input,
+                where=describe_region(region),
+                is_placed=isinstance(tensor, DTensor),
+                stride=stride,
+                dtype=str(local.dtype).removeprefix("torch."),
+                offset=self._kept[key],
+                bits=bits,
+            )
+        )
+
+
+def split_rows(
+    local: Tensor, region: Region, sizes: Sizes, *, is_turned: bool = False
+) -> tuple[Tensor, Region] | None:
+    """Return what a rank has of a module's tensor as (rows, positions, ...), with the region of it.
+
+    None where the tensor is none of the tokens in the order of the batch, such as tokens that were dispatched.
+    `is_turned` says that the model computes with positions before rows, as Megatron does: a flattened batch then
+    begins with the first position of every row.
+    Shapes: `region.shape` is (rows, positions, ...), (positions, rows, ...) or (rows * positions, ...); under
+    sequence parallelism the positions of a plain tensor are fewer.
+    """
+    num_rows, num_positions = sizes
+    shape = region.shape
+    if len(shape) < 2 or not local.numel():
+        return None
+    if len(shape) == 2 and tuple(shape) != sizes:
+        if shape[0] != num_rows * num_positions or len(region.dims[0]) != shape[0]:
+            return None
+        first, second = (num_positions, num_rows) if is_turned else sizes
+        split = Region.box((first, second, shape[1]), (range(first), range(second), region.dims[1]))
+        local = local.reshape(split.local_shape)
+        return (local.transpose(0, 1), _turn(split)) if is_turned else (local, split)
+    if is_turned_shape(shape, sizes):
+        local, region = local.transpose(0, 1), _turn(region)
+    elif shape[0] != num_rows or num_positions % shape[1]:
+        return None
+    return (local, region) if len(region.dims[0]) == num_rows else None
+
+
+def is_turned_shape(shape: Sequence[int], sizes: Sizes) -> bool:
+    """Return whether a tensor is (positions, rows, ...)."""
+    return len(shape) > 2 and tuple(shape[:2]) == (sizes[1], sizes[0]) and sizes[0] != sizes[1]
+
+
+def _turn(region: Region) -> Region:
+    order = (1, 0, *range(2, len(region.shape)))
+    return Region.box([region.shape[dim] for dim in order], [region.dims[dim] for dim in order])
+
+
+def choose_stride(size: int, limit: int) -> int:
+    """Return the power of two such that every so manieth position of a tensor stays below a limit. Units: bytes."""
+    stride = 1
+    while size > limit * stride:
+        stride *= 2
+    return stride
+
+
+def find_tensor(value: Any, *, floating: bool = True) -> Tensor | None:
+    """Return the first tensor of real numbers in a value, or of integers: alone, in a sequence, or in a mapping."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() is floating and not value.is_meta else None
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return next(
+        (found for each in values if (found := find_tensor(each, floating=floating)) is not None), None
+    )
