@@ -29,6 +29,8 @@ FRAMEWORKS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
     "deepspeed": "deepspeed",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron-core",
 }
 
 # Fields that all configurations share, and those of each family beside them.
@@ -72,7 +74,7 @@ DENSE = {
     "glm4": HEAD,
     "ministral": HEAD,
     "helium": HEAD,
-    "seed_oss": HEAD,
+    "seed_oss": HEAD | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "arcee": {},
     "exaone4": HEAD | WINDOW,
     "hunyuan_v1_dense": HEAD,
@@ -94,7 +96,7 @@ MIXTURES = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
     "qwen2_moe": EXPERTS | SHARED,
     "qwen3_moe": EXPERTS | HEAD,
-    "phimoe": LOCAL_EXPERTS,
+    "phimoe": LOCAL_EXPERTS | {"router_jitter_noise": 0.0},
     "gpt_oss": LOCAL_EXPERTS | HEAD | WINDOW,
     "granitemoe": LOCAL_EXPERTS,
     "glm4_moe": ROUTED | HEAD,
@@ -124,16 +126,27 @@ MIXTURES = {
     "mellum": EXPERTS | HEAD,
 }
 FAMILIES = DENSE | MIXTURES
+# Layout, implementation of the experts, precision. torch's grouped_mm has no float64; FSDP with expert parallelism
+# is verified in float32, since torch 2.13.0 divides expert gradients twice in float64 (examples/found).
 MODES = {
-    "tp": {"tp": 2},
-    "tp-ep": {"tp": 2, "arguments": {"ep_size": 2}},
-    "tp-ep-batched_mm": {"tp": 2, "arguments": {"ep_size": 2}},
-    "fsdp": {"dp_shard": 2},
-    "fsdp-ep": {"dp_shard": 2, "arguments": {"ep_size": 2}},
-    "tp-accumulation": {"tp": 2, "micro_batches": 2},
+    "tp": ({"tp": 2}, "eager", "float64"),
+    "tp-accumulation": ({"tp": 2, "micro_batches": 2}, "eager", "float64"),
+    "tp-ep": ({"tp": 2, "arguments": {"ep_size": 2}}, "eager", "float64"),
+    "tp-ep-batched_mm": ({"tp": 2, "arguments": {"ep_size": 2}}, "batched_mm", "float64"),
+    "tp-ep-grouped_mm": ({"tp": 2, "arguments": {"ep_size": 2}}, "grouped_mm", "float32"),
+    "fsdp": ({"dp_shard": 2}, "eager", "float64"),
+    "fsdp-accumulation": ({"dp_shard": 2, "micro_batches": 2}, "eager", "float64"),
+    "fsdp-ep": ({"dp_shard": 2, "arguments": {"ep_size": 2}}, "eager", "float32"),
+    "fsdp-ep-grouped_mm": ({"dp_shard": 2, "arguments": {"ep_size": 2}}, "grouped_mm", "float32"),
 }
-# Modes with another implementation of the experts than `eager`.
-IMPLEMENTATIONS = {"tp-ep-batched_mm": "batched_mm"}
+# Layouts of OLMoE that each release is tried with: releases before 5.21 have a flag for expert parallelism, and take
+# it without a size, which divides nothing.
+RELEASE_MODES = {
+    "flag": {"tp": 2, "arguments": {"enable_expert_parallel": True}},
+    "flag-without-size": {"tp": 2, "arguments": {"enable_expert_parallel": True, "tp_size": None}},
+}
+# Families that keep some parameters in float32, which FSDP2 takes beside others of float32 only.
+FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
 TP_NORMS = "q_norm and k_norm are summed over tp again in each micro-batch"
 FOUND = "../../examples/found/"
 # Families whose plan has the style `replicated_with_grad_allreduce`.
@@ -169,25 +182,28 @@ KNOWN = {
 
 def write_case(folder, family, mode):
     """Write the case of a family and mode, with its recipe, and return its path."""
-    experts = IMPLEMENTATIONS.get(mode)
-    name = family if experts is None else f"{family}-{experts}"
+    layout, experts, precision = (
+        MODES[mode] if mode in MODES else (RELEASE_MODES[mode], "batched_mm", "float64")
+    )
+    if family in FLOAT32_UNDER_FSDP and "dp_shard" in layout:
+        precision = "float32"
+    name = f"{family}-{experts}-{precision}"
+    arguments = {"model_type": family} | COMMON | FAMILIES[family]
     recipe = {
         "model": {
             "factory": "moeverify.stacks.transformers:make",
-            "arguments": {"model_type": family}
-            | COMMON
-            | FAMILIES[family]
-            | ({"experts": experts} if experts else {}),
+            "arguments": arguments | ({"experts": experts} if family in MIXTURES else {}),
             "vocab_size": COMMON["vocab_size"],
         },
         "data": {"batch": 8, "seq_len": 10, "min_valid": 0.5},
         "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.1},
         "steps": 1,
+        "precision": precision,
     }
     (folder / "recipes").mkdir(parents=True, exist_ok=True)
     (folder / "recipes" / f"{name}.yaml").write_text(json.dumps(recipe))
-    layout = MODES[mode] | {"parallelize": "moeverify.stacks.transformers:parallelize"}
-    case = {"name": f"{family}--{mode}", "recipe": name, "layout": layout}
+    parallelize = {"parallelize": "moeverify.stacks.transformers:parallelize"}
+    case = {"name": f"{family}--{mode}", "recipe": name, "layout": layout | parallelize}
     path = folder / f"{family}--{mode}.yaml"
     path.write_text(json.dumps(case | {"checks": {"timeout": 300.0, "repeat": "never"}}))
     return path
@@ -229,6 +245,33 @@ def list_examples(reports):
     ]
 
 
+def run_release(scratch, reports):
+    """Verify the release of transformers that is installed here with the layouts of `RELEASE_MODES`."""
+    folder = scratch / f"release-{list_versions()['transformers']}"
+    run_cases([write_case(folder, "olmoe", mode) for mode in RELEASE_MODES], scratch, reports)
+
+
+def describe_releases(reports):
+    """Return the table of the releases that have reports, as lines of Markdown."""
+    found = {}
+    for path in sorted(reports.glob("release-*.json")):
+        case = json.loads(path.read_text())
+        release = case["versions"]["transformers"]
+        found.setdefault(release, {})[case["name"].partition("--")[2]] = describe(case, None)
+    if not found:
+        return []
+    lines = [
+        "",
+        "## Releases of transformers",
+        "",
+        "OLMoE with `batched_mm`, 2 ranks, two ways to ask for experts.",
+    ]
+    lines += ["", f"| release | {' | '.join(RELEASE_MODES)} |", "|---" * (len(RELEASE_MODES) + 1) + "|"]
+    for release, cells in found.items():
+        lines.append(f"| {release} | {' | '.join(cells.get(mode, '') for mode in RELEASE_MODES)} |")
+    return lines
+
+
 def count_tensors(case):
     """Return how many logical tensors the checks of a case have compared."""
     return sum(check["tensors"] for check in case["checks"])
@@ -254,16 +297,18 @@ def describe_declared(path):
     return f", with a difference that it declares: {match[1]}" if match else ""
 
 
-def make_page(command, examples, sweep, modes):
+def make_page(command, examples, sweep, modes, reports):
     """Return the page as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in list_versions().items())
     lines = [
         "# Other people's stacks",
         "",
         "Their own parallel code on tiny models, verified from case files alone: no case of this page has a line",
-        "of code. AdamW with a clip that binds, 2 ranks on CPUs (gloo); two steps in the examples, one in the sweep.",
-        "float64, and float32 with DeepSpeed, which has no more; `tp-accumulation` has 2 micro-batches, and experts",
-        "are `eager` where a mode names no other implementation. `make stacks` makes this page.",
+        "of code; those of torchtitan and of DeepSpeed's experts name the tiny models beside them. AdamW with a clip",
+        "that binds, on CPUs (gloo), two steps in the examples, one in the sweep. `accumulation` is 2 micro-batches;",
+        "experts are `eager` where a mode names no other implementation. Everything is in float64 but DeepSpeed and",
+        "Megatron, which have float32, and modes with `grouped_mm` or with FSDP and expert parallelism.",
+        "`make stacks` makes this page.",
         "",
         f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, python {platform.python_version()}, {versions}",
         "",
@@ -291,6 +336,7 @@ def make_page(command, examples, sweep, modes):
     passed = sum(case["verdict"] == "pass" for case in sweep)
     total = sum(map(count_tensors, sweep))
     lines += ["", f"{passed} of {len(sweep)} combinations pass; {total} tensors were compared."]
+    lines += describe_releases(reports)
     return "\n".join(lines) + "\n"
 
 
@@ -305,15 +351,24 @@ def main():
     parser.add_argument(
         "--reports", type=Path, help="folder that keeps every report: what is there is not run again"
     )
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="only verify the installed release of transformers, for --reports",
+    )
     parser.add_argument("--together", type=int, default=8, help="families in one launch")
     options = parser.parse_args()
     modes = options.modes.split(",")
-    chosen = ["--families", options.families, "--modes", options.modes]
+    given = {"--families": options.families, "--modes": options.modes}
+    chosen = [word for pair in given.items() if pair[1] != parser.get_default(pair[0][2:]) for word in pair]
     command = shlex.join(["python", "benchmarks/stacks.py", *chosen])
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         reports = options.reports or scratch
         reports.mkdir(parents=True, exist_ok=True)
+        if options.release:
+            run_release(scratch, reports)
+            return
         examples = run_cases(list_examples(reports), scratch, reports)
         families, sweep = [family for family in options.families.split(",") if family], []
         for first in range(0, len(families), options.together):
@@ -329,8 +384,8 @@ def main():
                 reports,
             )
             # After each launch: the page is there although a later one may be broken off.
-            options.out.write_text(make_page(command, examples, sweep, modes))
-        options.out.write_text(make_page(command, examples, sweep, modes))
+            options.out.write_text(make_page(command, examples, sweep, modes, reports))
+        options.out.write_text(make_page(command, examples, sweep, modes, reports))
 
 
 if __name__ == "__main__":

@@ -13,28 +13,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from moeverify.errors import CaseError, Problem
 
 
-def import_framework(name: str, *, least: str, path: str = "layout.parallelize") -> Any:
-    """Return a framework's module, of at least the version `least`.
+def import_framework(
+    name: str, *, least: str, path: str = "layout.parallelize", distribution: str | None = None
+) -> Any:
+    """Return a framework's module, of at least the version `least`; `distribution` is its name for pip, else `name`.
 
     Raises: CaseError where it is not installed, or older.
     """
+    distribution = distribution or name
     try:
         module = import_module(name)
     except ImportError as error:
-        remedy = f'pip install "{name}>={least}" into the environment that runs moeverify'
+        remedy = f'pip install "{distribution}>={least}" into the environment that runs moeverify'
         raise CaseError(
             [Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)]
         ) from error
-    version = metadata.version(name)
+    version = metadata.version(distribution)
     if _parse(version) < _parse(least):
-        message = f"{name} {version} is installed; its parallelism has other arguments before {least}"
-        remedy = f"install {name} {least} or newer, or write a `parallelize` of your own for {version}"
+        message = f"{distribution} {version} is installed; its parallelism has other arguments before {least}"
+        remedy = (
+            f"install {distribution} {least} or newer, or write a `parallelize` of your own for {version}"
+        )
         raise CaseError([Problem(message, path=path, remedy=remedy)])
     return module
 
 
 def _parse(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def number_globally(name: str, folder: str, first: int) -> str:
+    """Return the name that an expert's parameter has in a whole model: a rank numbers its experts from 0.
+
+    `folder` is the module whose children they are, and `first` the number of the rank's first one, e.g.
+    `number_globally("mlp.experts.1.up.weight", "experts", 4)` is `mlp.experts.5.up.weight`.
+    """
+    return re.sub(rf"(?<={folder}\.)\d+(?=\.)", lambda match: str(first + int(match[0])), name)
 
 
 def refuse_axes(mesh: DeviceMesh, axes: Sequence[str], why: str) -> list[Problem]:
@@ -46,13 +60,15 @@ def refuse_axes(mesh: DeviceMesh, axes: Sequence[str], why: str) -> list[Problem
     ]
 
 
-def refuse_unknown_arguments(settings: type[Any], arguments: Mapping[str, Any]) -> list[Problem]:
+def refuse_unknown_arguments(
+    settings: type[Any], arguments: Mapping[str, Any], path: str = "layout.arguments"
+) -> list[Problem]:
     """Return a problem for each argument that a dataclass of a framework has no field for."""
     known = [field.name for field in fields(settings)]
     return [
         Problem(
             f"{settings.__name__} of {settings.__module__.partition('.')[0]} has no `{name}`",
-            path=f"layout.arguments.{name}",
+            path=f"{path}.{name}",
             remedy=f"it has {', '.join(known)}",
         )
         for name in arguments

@@ -26,10 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.errors import CaseError, Problem
+from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
 
-# The first release whose DistributedConfig has a size for every axis.
-LEAST = "5.23.0"
+# The first release that was tried. Sizes for `dp_replicate` and `ep_size` came later.
+LEAST = "5.17.0"
 # What transformers calls the axes of `parallelize`; it has none for context parallelism.
 _SIZES = {"dp_replicate": "dp_replicate_size", "dp_shard": "fsdp_size", "tp": "tp_size"}
 
@@ -51,7 +52,7 @@ def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **conf
     built._experts_implementation = experts
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
     built.use_cache = False
-    _offset_constants(model, spread)
+    offset_constants(model.parameters(), spread)
     return model
 
 
@@ -71,12 +72,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
         remedy = "make it by `recipe.model.factory: moeverify.stacks.transformers:make`, or by from_config"
         raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
-    problems = refuse_unknown_arguments(DistributedConfig, arguments)
+    # An axis of one rank is not named: transformers takes a size of 1 for a wish.
+    wanted = {name: size for name, size in sizes.items() if size > 1} | arguments
+    problems = refuse_unknown_arguments(DistributedConfig, wanted)
     problems += refuse_axes(mesh, ("cp",), "transformers does not divide a model")
     if problems:
         raise CaseError(problems)
-    # An axis of one rank is not named: transformers takes a size of 1 for a wish.
-    wanted = {name: size for name, size in sizes.items() if size > 1} | arguments
     with _saved(model) as folder:
         loaded: nn.Module = type(model).from_pretrained(
             folder,
@@ -85,7 +86,22 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
             experts_implementation=model.config._experts_implementation,
             attn_implementation="eager",
         )
+    _align_buffers(model, loaded)
     return loaded.train()
+
+
+@torch.no_grad()
+def _align_buffers(whole: nn.Module, loaded: nn.Module) -> None:
+    """Give buffers that are not saved the bits of the whole model where float32 cannot tell the two apart.
+
+    transformers computes scales and frequencies again, in the dtype that it loads; the whole model was made in
+    float32 and widened. The square root of a hidden size then differs by 2e-8, as it would in no training run.
+    """
+    computed = dict(whole.named_buffers())
+    for name, buffer in loaded.named_buffers():
+        value = computed.get(name)
+        if value is not None and value.is_floating_point() and torch.equal(value.float(), buffer.float()):
+            buffer.copy_(value)
 
 
 @contextmanager
@@ -104,11 +120,3 @@ def _saved(model: nn.Module) -> Iterator[str]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder[0], ignore_errors=True)
-
-
-@torch.no_grad()
-def _offset_constants(model: nn.Module, spread: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.axes.expert_placement import list_exchanges
+from moeverify.axes.expert_placement import find_placement, list_exchanges
+from moeverify.axes.groups import find_source
 from moeverify.axes.split import split_rows
 from moeverify.case.schema import Layout, Precision, Recipe, ReferenceModel
+from moeverify.errors import CaseError, Problem
 from moeverify.layout.local_shard import LocalShard, buffers, parameters
 from moeverify.layout.region import as_indices
 from moeverify.model.init import initial_values
@@ -27,14 +29,18 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
+from moeverify.placement.policy import Policy
 from moeverify.seams import seam
 from moeverify.train.clipping import are_plain_tensors_everywhere, count_regions_once
+from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Share, whole_share
-from moeverify.train.engine import PlainEngine
+from moeverify.train.engine import PlainEngine, PreparedEngine
+from moeverify.train.initial_weights import load_initial
 from moeverify.train.objective import Sums
 from moeverify.train.optimizer import build_model_optimizer
-from moeverify.train.parallelize_custom import ParallelizedCustomModel, parallelize_custom
+from moeverify.train.parallelize_custom import MESH_AXES, ParallelizedCustomModel, parallelize_custom
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.subjects import subject_of
 
 
@@ -59,6 +65,7 @@ def assemble_single(
         routers=subject.find_routers(model),
         share=share or whole_share(recipe.data),
         device=device,
+        custom_step=None if recipe.step is None else CustomStep(recipe.step),
     )
 
 
@@ -106,9 +113,18 @@ def assemble_parallel(
         counted=done.counted,
         placed=done.placed,
         exchanges=list_exchanges(layout, spec),
+        rebalancing=_make_rebalancing(layout, spec),
         holders=meshes.holders,
         pipeline=done.pipeline,
     )
+
+
+def _make_rebalancing(layout: Layout, spec: ReferenceModel) -> Rebalancing | None:
+    first = find_placement(layout, spec)
+    if layout.rebalance is None or first is None:
+        return None
+    policy = Policy(**layout.rebalance.model_dump())
+    return Rebalancing(policy, first, find_source(layout, dist.get_rank()))
 
 
 def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
@@ -139,7 +155,24 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
         counted_regions=None if flat else _count_regions(done, shards),
         engine=done.engine,
+        custom_step=None if recipe.step is None else _make_custom_step(recipe.step, done, meshes),
     )
+
+
+def _make_custom_step(target: str, done: ParallelizedCustomModel, meshes: Meshes) -> CustomStep:
+    """Return a user's step under a layout.
+
+    Raises: CaseError where `parallelize` has returned an engine that carries out steps by itself.
+    """
+    if type(done.engine) not in (PlainEngine, PreparedEngine):
+        message = (
+            f"`{target}` would run beside {type(done.engine).__name__}, which carries out the steps by itself"
+        )
+        remedy = (
+            "remove `step`, or let `parallelize` return the model alone and call the framework in the step"
+        )
+        raise CaseError([Problem(message, path="recipe.step", remedy=remedy)])
+    return CustomStep(target, mesh=meshes.data[MESH_AXES], finish=done.finalize)
 
 
 def _copy_values(whole: nn.Module) -> dict[str, Tensor]:
@@ -208,9 +241,14 @@ def fill_initial(recipe: Recipe, model: nn.Module) -> None:
     """Fill what this rank stores of the reference model with its initial values, rounded to the recipe's precision.
 
     A user's model has its values from its factory.
+
+    Raises: CaseError where the recipe's weights are not those of its model.
     """
-    if recipe.model.reference is not None:
-        fill_shards(recipe.model.reference, recipe.seed, recipe.precision, model)
+    spec = recipe.model.reference
+    if spec is not None and spec.weights is not None:
+        load_initial(spec, dtype_of(recipe.precision), model)
+    elif spec is not None:
+        fill_shards(spec, recipe.seed, recipe.precision, model)
 
 
 @torch.no_grad()
@@ -223,7 +261,7 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
 
 @seam
 def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype) -> None:
-    """Fill one shard of a tensor, some millions of elements at a time."""
+    """Fill one shard of a tensor."""
     local = shard.local()
     index = shard.region.flat_index(device=local.device)
     values = initial_values(spec, seed, shard.name, shard.region.shape, index)

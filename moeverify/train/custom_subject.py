@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from moeverify.errors import CaseError, Problem
 from moeverify.train.data import IGNORED, Batch, Share, make_batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.gradient_parts import differentiate
+from moeverify.train.initial_weights import load_named
 from moeverify.train.objective import Losses, Normalizers
 from moeverify.train.program import dtype_of
 from moeverify.train.routers import RouterView, find_routers
 from moeverify.train.subject import Run, Vector
 from moeverify.train.target import describe_error, resolve
+from moeverify.train.wide_operators import WideOperators
 
+LM, TOTAL = "lm", "total"
 # What torch calls float64 where an operator has no kernel for it, or wants both sides alike: `Double`, `float64`.
 _REFUSED = re.compile(r"\b(c10::)?(double|float64)\b", re.IGNORECASE)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.bfloat16: torch.complex64}
@@ -55,6 +59,8 @@ class CustomSubject:
         if not isinstance(built, nn.Module):
             message = f"`{self.model.factory}` returned {type(built).__name__} and not a module"
             raise CaseError([Problem(message, path="recipe.model.factory", remedy="return the model")])
+        if self.model.weights is not None:
+            load_named(built, self.model.weights)
         rounded = cast(built.to(device), dtype_of(self.recipe.precision)).train()
         return cast(rounded, dtype)
 
@@ -69,42 +75,57 @@ class CustomSubject:
     def compute_losses(
         self, run: Run, batch: Batch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
-        """Return the user's loss as `lm`, and that of each token where the model gives it."""
-        found = self.compute_own_loss(run, batch, batch.targets)
-        lm = found.sum() / normalizers.num_valid
+        """Return the user's loss as `lm` with the terms that it names, and that of each token where they give it."""
+        terms = self.compute_own_terms(run, batch, batch.targets)
+        sums = {name: term.sum() / normalizers.num_valid for name, term in terms.items()}
+        lm = reduce(torch.add, sums.values())
         zero = torch.zeros_like(lm)
-        by_token = found.shape == batch.targets.shape
-        return Losses(lm, zero, zero), found.detach() if by_token else None
+        by_token = all(term.shape == batch.targets.shape for term in terms.values())
+        token_loss = reduce(torch.add, terms.values()).detach() if by_token else None
+        return Losses(lm, zero, zero, {} if set(sums) == {LM} else sums), token_loss
 
     def count_experts(self, name: str, shape: Sequence[int]) -> int:
         """Return 0: what a user's model calls its experts is not known."""
         return 0
 
+    def surround(self) -> AbstractContextManager[object]:
+        """Return the context in which torch's operators take the float64 of a golden."""
+        return WideOperators()
+
     def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> CustomParts:
-        """Return the parts of the gradient, for the one term `lm`."""
+        """Return the parts of the gradient, by the terms that the user's loss names: one `lm` where it names none."""
         return CustomParts(self, run, batch, unmasked)
 
-    def compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
-        """Return the loss of each token (M, s), or their sum over the valid ones, ()."""
+    def compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
+        """Return the loss terms by name, each of every token (M, s), or their sum over the valid ones, ()."""
         with self._named_precision():
-            return self._compute_own_loss(run, batch, targets)
+            return self._compute_own_terms(run, batch, targets)
 
-    def _compute_own_loss(self, run: Run, batch: Batch, targets: Tensor) -> Tensor:
+    def _compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
         if self.model.loss is None:
             logits = _read_logits(run.model(batch.tokens), batch)
             if isinstance(logits, DTensor) and run.loss_context is nullcontext:
                 logits = (
                     logits.full_tensor()
                 )  # torch takes a sharded vocabulary only within its loss_parallel
-            return cross_entropy(logits, targets)
+            return {LM: cross_entropy(logits, targets)}
         found = resolve(self.model.loss, "recipe.model.loss")(run.model, batch.tokens, targets)
-        if isinstance(found, DTensor):
-            found = found.full_tensor()
-        if found.shape != targets.shape and found.numel() != 1:
-            message = f"`{self.model.loss}` returned shape {tuple(found.shape)}"
+        if not isinstance(found, dict):
+            return {LM: self._check_term(found, targets, "")}
+        if not found or TOTAL in found:
+            message = f"`{self.model.loss}` returned a dict of {', '.join(found) or 'nothing'}"
+            raise _shape_error(message, f"return the terms by name, and call none of them {TOTAL}")
+        return {name: self._check_term(term, targets, f" for {name}") for name, term in found.items()}
+
+    def _check_term(self, term: Any, targets: Tensor, of_term: str) -> Tensor:
+        whole = term.full_tensor() if isinstance(term, DTensor) else term
+        if not isinstance(whole, Tensor):
+            message = f"`{self.model.loss}` returned {type(whole).__name__}{of_term}"
+            raise _shape_error(message, "return a tensor, or a dict of tensors by the names of the terms")
+        if whole.shape != targets.shape and whole.numel() != 1:
+            message = f"`{self.model.loss}` returned shape {tuple(whole.shape)}{of_term}"
             raise _shape_error(message, "return a sum, or a loss a token")
-        loss: Tensor = found
-        return loss
+        return whole
 
     @contextmanager
     def _named_precision(self) -> Iterator[None]:
@@ -130,17 +151,24 @@ class CustomParts:
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
         """Return the gradient of the loss over the tokens of a mask (B, S)."""
-        lm = self._zeros()
-        if bool(mask.any()):  # a user's loss need not be made for no token at all
-            found = self.subject.compute_own_loss(
-                self.run, self.batch, self.unmasked.masked_fill(~mask, IGNORED)
-            )
-            lm = differentiate(found.sum() / self.batch.valid.sum(), self.run.shards)
-        return {"lm": lm, "balance": self._zeros(), "z": self._zeros()}
+        if not bool(mask.any()):  # a user's loss need not be made for no token at all
+            return {}
+        targets = self.unmasked.masked_fill(~mask, IGNORED)
+        found: dict[str, Vector] = {}
+        with self.subject.surround():
+            terms = self.subject.compute_own_terms(self.run, self.batch, targets)
+            num_valid = self.batch.valid.sum()
+            for name, term in terms.items():
+                found[name] = differentiate(term.sum() / num_valid, self.run.shards)
+        return found
 
     def balance_with_padding(self) -> Vector:
         """Return zero: a user's loss has no balance term that is known."""
         return self._zeros()
+
+    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
+        """Return nothing: a user's loss is one number."""
+        return ()
 
     def _zeros(self) -> Vector:
         shards = self.run.shards

@@ -79,6 +79,17 @@ class ReferenceParts:
         balance, _ = router_losses(self.moe, output.routers, padded, normalizers, Sums())
         return differentiate(balance, self.run.shards)
 
+    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
+        """Return the gradient of the balance and z loss of each MoE layer; see `GradientParts`."""
+        if self.moe is None:
+            return ()
+        found = []
+        for stats in self._forward(self.batch.valid).routers:
+            balance, z = router_losses(self.moe, [stats], self.batch, self.normalizers, Sums())
+            terms = {"balance": balance, "z": z}
+            found.append({name: differentiate(term, self.run.shards) for name, term in terms.items()})
+        return found
+
     def _forward(self, mask: Tensor) -> ModelOutput:
         output: ModelOutput = self.run.model(self.batch.tokens, self.batch.positions, mask)
         return output

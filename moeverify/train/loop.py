@@ -21,10 +21,11 @@ from moeverify.layout.observer import INITIAL, Observer
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
+from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Batch, Share
 from moeverify.train.exchange import exchange_experts
 from moeverify.train.forward import compute_losses
-from moeverify.train.objective import count_valid
+from moeverify.train.objective import Normalizers, count_valid
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.pipeline import run_pipeline
 from moeverify.train.program import MicroBatchResult, Program, Source, StepInputs
@@ -43,8 +44,10 @@ def train(
     replay_routing: bool = False,
     forced: bool = False,
     num_steps: int | None = None,
-) -> None:
+) -> list[float]:
     """Train for the recipe's steps, or the first `num_steps` of them, and show everything to the observer.
+
+    Return the learning rate of each step: that of the optimizer's first group when the step begins.
 
     With `replay_routing` the routers use the golden's ids; with `forced` every step starts from the golden's
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
@@ -54,10 +57,13 @@ def train(
         observer.observe(INITIAL, Kind.INITIAL_WEIGHT, shard.name, shard.local(), shard.region)
     for shard in program.buffers:
         observer.observe(INITIAL, Kind.INITIAL_BUFFER, shard.name, shard.local(), shard.region)
+    rates: list[float] = []
     for step in range(recipe.steps if num_steps is None else num_steps):
+        rates.append(float(state.optimizer.param_groups[0]["lr"]))
         if forced and golden is not None and step > 0:
             load_state(program, state.optimizer, golden, step - 1)
         train_step(state, observer, golden if replay_routing else None)
+    return rates
 
 
 def train_step(state: TrainingState, observer: Observer, ids: Source | None = None) -> None:
@@ -70,6 +76,11 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     observer.begin_step(step)
     batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
+    if program.custom_step is not None:
+        before = _run_custom_step(program.custom_step, state, observer, batches, normalizers)
+        _observe_state(program, observer, step, before)
+        state.advance()
+        return
     engine.zero_grad()
     results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
     counts = _observe_results(recipe, program, observer, step, results, ids)
@@ -83,18 +94,57 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     engine.step()
     if recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
+    _observe_state(program, observer, step, before)
+    state.advance()
+    placement = program.exchanges.get(state.step)
+    if program.rebalancing is not None:
+        program.rebalancing.end_step()
+        if state.step < recipe.steps:
+            placement = program.rebalancing.solve(state.step)
+    if placement is not None:
+        exchange_experts(program, state.optimizer, placement)
+
+
+def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
+    """Show what a step has left, and the updates since the weights `before`, one for each shard."""
     for shard, old in zip(program.shards, before, strict=True):
         new = shard.local()
         observer.observe(step, Kind.UPDATE, shard.name, new - old, shard.region)
         observer.observe(step, Kind.WEIGHT, shard.name, new, shard.region)
-    for name, local, region in engine.state(program.shards):
+    for name, local, region in program.engine.state(program.shards):
         observer.observe(step, Kind.OPTIMIZER_STATE, name, local, region)
     for shard in program.buffers:
         observer.observe(step, Kind.BUFFER, shard.name, shard.local(), shard.region)
-    state.advance()
-    placement = program.exchanges.get(state.step)
-    if placement is not None:
-        exchange_experts(program, state.optimizer, placement)
+
+
+def _run_custom_step(
+    custom: CustomStep,
+    state: TrainingState,
+    observer: Observer,
+    batches: Sequence[Batch],
+    normalizers: Normalizers,
+) -> Sequence[Tensor]:
+    """Let the user's function make the step, show what it did, and return the weights before the update."""
+    program, step = state.program, state.step
+    with program.loss_context():
+        trace = custom.run(
+            step,
+            program.model,
+            state.optimizer,
+            program.shards,
+            [(batch.tokens, batch.targets) for batch in batches],
+            scheduler=state.schedule,
+            clip_norm=state.recipe.optimizer.clip_norm,
+            num_valid=int(normalizers.num_valid),
+        )
+    if "loss" in trace.reported:
+        observer.observe(step, Kind.LOSS, "total", trace.reported["loss"].to(torch.float64), SCALAR)
+    for shard, gradient in zip(program.shards, trace.gradients, strict=True):
+        observer.observe(step, Kind.GRADIENT, shard.name, gradient, shard.region)
+    for name, key in (("total", "gradient_norm"), ("clip_coefficient", "clip_coefficient")):
+        if key in trace.reported:
+            observer.observe(step, Kind.GRADIENT_NORM, name, trace.reported[key], SCALAR)
+    return trace.weights
 
 
 def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
@@ -116,7 +166,8 @@ def _run_one_by_one(inputs: StepInputs) -> Iterator[MicroBatchResult]:
     for number, batch in enumerate(inputs.batches):
         if ids is not None:
             replay(recipe, program.routers, batch, ids, inputs.step, program.device)
-        with program.accumulate(number == len(inputs.batches) - 1), program.loss_context():
+        is_last = number == len(inputs.batches) - 1
+        with program.accumulate(is_last), program.loss_context(), program.subject.surround():
             losses, token_loss = compute_losses(recipe, program, batch, inputs.normalizers)
             program.engine.backward(losses.total * program.scale)
         yield MicroBatchResult(batch, losses.detach(), token_loss)
@@ -141,6 +192,8 @@ def _observe_results(
             region = part.batch.share.region(recipe.data)
             observer.observe(step, Kind.TOKEN_LOSS, "lm", part.token_loss, region)
         seen = observe_routing(recipe, program, part.batch, observer, step, ids)
+        if program.rebalancing is not None:
+            program.rebalancing.count(program.routers)
         counts = [old + new for old, new in zip(counts, seen, strict=True)] if counts else seen
     for name, value in totals.items():
         observer.observe(step, Kind.LOSS, name, program.sums.over_batch(value.to(torch.float64)), SCALAR)

@@ -1,13 +1,15 @@
 """Taps a model's modules: what goes into each, what comes out, and the gradients of both, in order.
 
-Only tensors that run along the tokens of the batch, (rows, positions, ...), are kept, for one step.
+Every tensor of numbers that a module takes or returns is read, by position or by name, for one step, if it runs along
+the tokens of the batch: (rows, positions, ...), or (tokens, n), as a mixture of experts flattens them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ FORWARD, BACKWARD = "forward", "backward"
 class Reading:
     """One tensor at one end of one module in one micro-batch.
 
-    `order` counts the readings of its direction; `end` is `input` or `output`. Shape: (rows, positions, ...)
-    of this rank.
+    `order` counts the readings of its direction; `end` is `input` or `output`, and `slot` says which of its tensors:
+    `0` is the first, `1.0` the first of a tuple that comes second, `weights` an argument by that name. `is_flat` is
+    true where the module has (tokens, n). Shape: (rows, positions, ...) of this rank.
     """
 
     direction: str
@@ -37,19 +40,26 @@ class Reading:
     end: str
     micro_batch: int
     local: Tensor
+    slot: str = "0"
+    is_flat: bool = False
 
 
 class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
-    `scale` is what the loss was multiplied by, and is divided out of gradients again. `limit` bounds the
-    elements that are kept. `count` says how many collectives this rank has issued so far; `spans` has what it
-    said when each module began and ended, by direction and module, for every visit that has ended.
+    `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
+    With `on_reading` that is called with each reading, in its hook, instead of keeping it.
+
+    `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
+    by and is divided out of gradients again. `limit` bounds the elements that are kept. `count` says how many
+    collectives this rank has issued so far; `spans` has what it said when each module began and ended, by direction
+    and module, for every visit that has ended.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        num_rows: int,
         num_positions: int,
         *,
         scale: float,
@@ -60,12 +70,15 @@ class Tap:
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
         self.readings: list[Reading] = []
+        self.operands: list[tuple[int, int, Tensor]] = []
+        self.on_reading: Callable[[Reading], None] | None = None
+        self._is_open = False
         self._model = model
-        self._num_positions = num_positions
+        self._tokens = (num_rows, num_positions)
         self._scale = scale
         self._room = limit
         self._micro_batches: dict[nn.Module, int] = {}
-        self._seen: set[tuple[str, str, int]] = set()
+        self._seen: set[tuple[str, str, str, int]] = set()
         self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
@@ -79,16 +92,18 @@ class Tap:
             if isinstance(module, Stage):
                 root = module
             pre_hook = self._make_pre_hook(logical_name(name), root)
-            handles.append(module.register_forward_pre_hook(pre_hook))
+            handles.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
             handles.append(module.register_forward_hook(self._make_hook(logical_name(name), root)))
             if isinstance(module, MoE):
                 dispatchers[module] = module.dispatcher
                 module.dispatcher = tap_dispatcher(
                     module.dispatcher, self._make_edge(logical_name(name), root)
                 )
+        self._is_open = True
         try:
             yield
         finally:
+            self._is_open = False
             for handle in handles:
                 handle.remove()
             for block, dispatcher in dispatchers.items():
@@ -109,11 +124,11 @@ class Tap:
         return read
 
     def _make_pre_hook(self, name: str, root: nn.Module) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
+        def hook(module: nn.Module, inputs: Any, named: Any) -> None:
             if module is root:
                 self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
             self._begin(FORWARD, name)
-            self._take(name, "input", inputs, self._micro_batches.get(root, 0))
+            self._take(name, "input", dict(enumerate(inputs)) | named, self._micro_batches.get(root, 0))
 
         return hook
 
@@ -125,21 +140,43 @@ class Tap:
         return hook
 
     def _take(self, name: str, end: str, value: Any, micro_batch: int) -> None:
-        key = (name, end, micro_batch)
-        tensor = _first_float(value)
-        if tensor is not None and end == "input" and tensor.ndim > 2:
-            self._shapes[name] = tensor.shape[:2]
-        if tensor is None or key in self._seen or tensor.ndim < 3:
-            return  # a second visit is a recomputation
-        self._seen.add(key)
-        self._keep(FORWARD, name, end, micro_batch, tensor)
-        if tensor.requires_grad:
+        for number, (slot, tensor) in enumerate(list_floats(value)):
+            is_first = number == 0
+            if is_first and end == "input" and tensor.ndim > 2:
+                self._shapes[name] = tensor.shape[:2]
+            key = (name, end, slot, micro_batch)
+            if key in self._seen or not (tensor.ndim > 2 or self._is_flat(tensor)):
+                continue  # a second visit is a recomputation
+            self._seen.add(key)
+            self._keep(FORWARD, key, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
 
-            def on_gradient(gradient: Tensor) -> None:
+    def _make_gradient_hook(
+        self, key: tuple[str, str, str, int], *, is_first: bool
+    ) -> Callable[[Tensor], None]:
+        name, end, _, _ = key
+
+        def on_gradient(gradient: Tensor) -> None:
+            if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
-                self._keep(BACKWARD, name, end, micro_batch, gradient / self._scale)
+            self._keep(BACKWARD, key, gradient / self._scale)
 
-            tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return on_gradient
+
+    def _is_flat(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is (tokens, n), with the tokens of a micro-batch one after another."""
+        return tensor.ndim == 2 and tensor.shape[0] == math.prod(self._tokens)
+
+    def keep_operand(self, number: int, tensor: Tensor) -> None:
+        """Keep what this rank brings to its collective of a number, if that runs along the tokens."""
+        is_flat = self._is_flat(tensor)
+        if not self._is_open or not (tensor.ndim > 2 or is_flat) or tensor.numel() > self._room:
+            return
+        self._room -= tensor.numel()
+        copy = tensor.detach().to("cpu", copy=True)
+        micro_batch = max(self._micro_batches.values(), default=0)
+        self.operands.append((number, micro_batch, copy.view(*self._tokens, -1) if is_flat else copy))
 
     def _begin(self, direction: str, name: str) -> None:
         self._begun[direction, name] = self._count()
@@ -149,17 +186,23 @@ class Tap:
         if begun is not None:
             self.spans.setdefault((direction, name), []).append((begun, self._count()))
 
-    def _keep(self, direction: str, name: str, end: str, micro_batch: int, tensor: Tensor) -> None:
+    def _keep(self, direction: str, key: tuple[str, str, str, int], tensor: Tensor) -> None:
         if is_partial(tensor):
             return  # a partial sum: what it will be reduced to is read at the next end
         local = local_part(tensor.detach())
-        if local.numel() > self._room:
+        is_flat = self._is_flat(local)
+        if local.numel() > self._room or not (local.ndim > 2 or is_flat):
             return
-        self._room -= local.numel()
         order = self._orders[direction]
         self._orders[direction] += 1
-        copy = local.to("cpu", copy=True)
-        self.readings.append(Reading(direction, order, name, end, micro_batch, copy))
+        name, end, slot, micro_batch = key
+        shaped = local.view(*self._tokens, -1) if is_flat else local
+        reading = Reading(direction, order, name, end, micro_batch, shaped, slot, is_flat)
+        if self.on_reading is not None:
+            self.on_reading(reading)
+            return
+        self._room -= local.numel()
+        self.readings.append(replace(reading, local=shaped.to("cpu", copy=True)))
 
 
 class _TappedDispatcher:
@@ -189,9 +232,12 @@ def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> 
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
 
 
-def _first_float(value: Any) -> Tensor | None:
+def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of numbers in what a module takes or returns, with the slot of each (see `Reading`)."""
     if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    if isinstance(value, tuple | list):
-        return next((found for item in value if (found := _first_float(item)) is not None), None)
-    return None
+        if value.is_floating_point():
+            yield slot or "0", value
+    elif isinstance(value, tuple | list | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from list_floats(item, f"{slot}.{key}" if slot else str(key))

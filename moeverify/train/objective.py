@@ -15,8 +15,8 @@ only integer sums from other ranks. Sources: Switch Transformer (arXiv 2101.0396
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,11 +57,12 @@ class Normalizers:
 
 @dataclass(frozen=True)
 class Losses:
-    """This rank's part of each global loss, ()."""
+    """This rank's part of each global loss, (); `own` are the terms of `lm` that a user's loss names."""
 
     lm: Tensor
     balance: Tensor
     z: Tensor
+    own: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total(self) -> Tensor:
@@ -70,7 +71,8 @@ class Losses:
 
     def detach(self) -> Losses:
         """Return the same numbers without their graph."""
-        return Losses(self.lm.detach(), self.balance.detach(), self.z.detach())
+        own = {name: value.detach() for name, value in self.own.items()}
+        return Losses(self.lm.detach(), self.balance.detach(), self.z.detach(), own)
 
     @seam
     def named(self) -> dict[str, Tensor]:
@@ -80,6 +82,7 @@ class Losses:
             "lm": self.lm.detach(),
             "balance": self.balance.detach(),
             "z": self.z.detach(),
+            **{name: value.detach() for name, value in self.own.items()},
         }
 
 

@@ -73,7 +73,8 @@ class StageWork(StepInputs):
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
         """Return this rank's part of the loss times the program's scale, and keep its terms."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)
-        losses = Losses(token_loss.sum() / self.normalizers.num_valid, *carried.unbind())
+        balance, z = carried.unbind()
+        losses = Losses(token_loss.sum() / self.normalizers.num_valid, balance, z)
         total = losses.total * self.program.scale
         self.losses[micro_batch] = (losses.detach(), token_loss.detach())
         return total

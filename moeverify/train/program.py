@@ -18,9 +18,11 @@ from moeverify.parallel.pipeline import Pipeline
 from moeverify.parallel.placed_experts import PlacedExperts
 from moeverify.placement.placement import Placement
 from moeverify.train.clipping import SumOverShards, gradient_norm, norm_of_regions
+from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Batch, Share
 from moeverify.train.engine import Engine, PlainEngine
 from moeverify.train.objective import Losses, Normalizers, Sums
+from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.routers import RouterView
 from moeverify.train.subject import Subject
 
@@ -52,9 +54,11 @@ class Program:
     of balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their
     place. `counted` are the shards whose gradients make the norm, where that is not all of them: two stages may hold
     one tensor. The gradients of `placed` experts, where a placement says where experts are, are in the norm beside
-    those; `exchanges` are the placements that they go to, by the number of steps after which, and `holders` the
-    groups of the ranks that hold them. `counted_regions` names the parameters that this rank counts where neither
-    meshes nor wrappers say how often a value is there. The defaults are those of a single device.
+    those; `exchanges` are the placements that they go to, by the number of steps after which, which `rebalancing`
+    solves where they are not given, and `holders` the groups of the ranks that hold them. `counted_regions` names the
+    parameters that this rank counts where neither meshes nor wrappers say how often a value is there. A `custom_step`
+    makes the steps in place of all of this but the model, its shards and the optimizer. The defaults are those of a
+    single device.
     """
 
     subject: Subject
@@ -77,10 +81,12 @@ class Program:
     counted: Sequence[LocalShard] | None = None
     placed: Sequence[PlacedExperts] | None = None
     exchanges: Mapping[int, Placement] = field(default_factory=dict)
+    rebalancing: Rebalancing | None = None
     holders: HolderGroups | None = None
     counted_regions: Collection[str] | None = None
     pipeline: Pipeline | None = None
     engine: Engine = field(default_factory=PlainEngine)
+    custom_step: CustomStep | None = None
 
     @property
     def in_norm(self) -> Sequence[LocalShard]:

@@ -16,6 +16,11 @@ def build_schedule(spec: OptimizerSpec, optimizer: Optimizer, num_steps: int) ->
     return LambdaLR(optimizer, partial(find_factor, spec, num_steps))
 
 
+def list_rates(spec: OptimizerSpec, num_steps: int) -> list[float]:
+    """Return the learning rate of each step of a recipe."""
+    return [spec.lr * find_factor(spec, num_steps, step) for step in range(num_steps)]
+
+
 def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
     """Return what the learning rate is multiplied by at a step.
 

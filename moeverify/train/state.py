@@ -147,8 +147,10 @@ class TrainingState:
             _clear(shard.tensor)
 
     def advance(self) -> None:
-        """Go on to the next step, after the optimizer's."""
-        self.schedule.step()
+        """Go on to the next step, after the optimizer's; a user's step may have the schedule in its own hands."""
+        custom = self.program.custom_step
+        if custom is None or not custom.steps_schedule:
+            self.schedule.step()
         self.step += 1
         self.position += 1
 

@@ -60,6 +60,12 @@ class GradientParts(Protocol):
     def balance_with_padding(self) -> Vector:
         """Return the gradient of the balance loss as it would be if padding counted."""
 
+    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
+        """Return, for each router in order, the gradient of its balance and z loss over all valid tokens.
+
+        Empty where the losses of single routers are not known.
+        """
+
 
 class Subject(Protocol):
     """The model under test of one recipe."""
@@ -96,6 +102,9 @@ class Subject(Protocol):
 
     def count_experts(self, name: str, shape: Sequence[int]) -> int:
         """Return how many experts a logical tensor stacks along dim 0; 0 where that is unknown."""
+
+    def surround(self) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch's forward and backward pass, whatever the layout."""
 
     def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> GradientParts:
         """Return the parts of the gradient of a whole batch, on one device, in float64.

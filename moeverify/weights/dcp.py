@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from moeverify.errors import FormatError
+from moeverify.errors import FormatError, join_problems
 from moeverify.input_file import open_input
-from moeverify.weights.description import METADATA, Description
+from moeverify.weights.description import METADATA
 from moeverify.weights.source import Chunk, Read, Spec
-from moeverify.weights.tensor_mapping import Ranges, Shape, list_tensors
+from moeverify.weights.tensor_mapping import Ranges, Shape
 
 _SAFE = {
     "torch": {"Size"},
@@ -68,16 +68,22 @@ class DcpSource:
     Raises: FormatError that names the file and the key.
     """
 
-    def __init__(self, folder: Path, described: Description, drop: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, shapes: Mapping[str, Shape], drop: Sequence[str] = ()) -> None:
         self._folder = folder
         metadata = read_metadata(folder)
-        shapes = list_tensors(described.model)
-        for name in metadata.state_dict_metadata:
-            if name not in shapes and not any(fnmatchcase(name, pattern) for pattern in drop):
-                raise FormatError(
-                    f"{folder / METADATA}: {name} is no tensor of this model; --drop leaves tensors out"
-                )
-        self._chunks = {name: self._find_chunks(metadata, name, shape) for name, shape in shapes.items()}
+        problems = [
+            f"{folder / METADATA}: {name} is no tensor of this model; --drop leaves tensors out"
+            for name in metadata.state_dict_metadata
+            if name not in shapes and not any(fnmatchcase(name, pattern) for pattern in drop)
+        ]
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for name, shape in shapes.items():
+            try:
+                self._chunks[name] = self._find_chunks(metadata, name, shape)
+            except FormatError as error:
+                problems.append(error.problem)
+        if problems:
+            raise FormatError(join_problems(problems))
         self._places = metadata.storage_data
         self.specs: Mapping[str, Spec] = {
             name: Spec(shape, stored.properties.dtype)

@@ -76,7 +76,8 @@ class SafetensorsSource:
             self._open, self._num_mapped = (path, safe_open(path, framework="pt")), 0
         index = tuple(slice(indices.start, indices.stop) for indices in box)
         try:
-            part = cast(Tensor, self._open[1].get_slice(key)[index])
+            # A scalar has no slices.
+            part = cast(Tensor, self._open[1].get_slice(key)[index] if box else self._open[1].get_tensor(key))
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{path}: {key}: {error}") from None
         self._num_mapped += part.nbytes

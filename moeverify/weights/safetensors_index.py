@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moeverify.dtype_names import DTYPES
-from moeverify.errors import FormatError
+from moeverify.errors import FormatError, join_problems
 from moeverify.input_file import open_input, parse_json, read_input
 from moeverify.weights.tensor_mapping import Shape, TensorMapping
 
@@ -38,23 +38,24 @@ def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dic
     """
     shapes = {mapped.key: mapped.shape for parts in mapping.values() for mapped in parts}
     places: dict[str, Place] = {}
+    problems: list[str] = []
     for path, listed in _list_files(folder).items():
         found = _read_headers(path)
         for key in listed or ():
             if key not in found:
-                raise FormatError(f"{path}: {key} is missing, which {INDEX} says is there")
+                problems.append(f"{path}: {key} is missing, which {INDEX} says is there")
         for key, place in found.items():
             if key in places:
-                raise FormatError(f"{path}: {key} is also in {places[key].file.name}")
+                problems.append(f"{path}: {key} is also in {places[key].file.name}")
             if key in shapes and place.shape != shapes[key]:
-                raise FormatError(f"{path}: {key} has shape {place.shape}, and the model {shapes[key]}")
+                problems.append(f"{path}: {key} has shape {place.shape}, and the model {shapes[key]}")
             if key in shapes:
                 places[key] = place
             elif not any(fnmatchcase(key, pattern) for pattern in (*_REDUNDANT, *drop)):
-                raise FormatError(f"{path}: {key} is no tensor of this model; --drop leaves tensors out")
-    for key in shapes:
-        if key not in places:
-            raise FormatError(f"{folder}: {key} is in no file")
+                problems.append(f"{path}: {key} is no tensor of this model; --drop leaves tensors out")
+    problems += [f"{folder}: {key} is in no file" for key in shapes if key not in places]
+    if problems:
+        raise FormatError(join_problems(problems))
     return places
 
 

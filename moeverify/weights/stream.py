@@ -15,6 +15,7 @@ from moeverify.weights.folder import check_room, make_folder
 from moeverify.weights.huggingface import create_huggingface, open_huggingface
 from moeverify.weights.megablocks import create_megablocks, open_megablocks
 from moeverify.weights.source import Buffer, Chunk, Sink, Source, Spec, cut
+from moeverify.weights.tensor_mapping import list_tensors
 
 SHARD_BYTES = 5 * 10**9
 
@@ -40,7 +41,7 @@ def open_source(folder: Path, described: Description | None = None, drop: Sequen
     kind = find_kind(folder)
     described = described or read_description(folder)
     if kind == "dcp":
-        return DcpSource(folder, described, drop)
+        return DcpSource(folder, list_tensors(described.model), drop)
     return (open_megablocks if kind == "megablocks" else open_huggingface)(folder, described, drop)
 
 

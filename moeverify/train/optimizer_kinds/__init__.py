@@ -31,6 +31,10 @@ class OptimizerKind(Implementation):
         """Return torch's optimizer over parameter groups, computed by `kernels` (its `foreach` and `fused`)."""
         raise NotImplementedError
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        """Return by moment the factor that its value of the step before has in a step's sum."""
+        raise NotImplementedError
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return what a step makes of these values: the moments, and the change of the weight by its own moments.
 

@@ -44,6 +44,10 @@ class AdamKind(OptimizerKind):
         built: TorchOptimizer = make(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **kernels)
         return built
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        """Return both betas; see `OptimizerKind`."""
+        return dict(zip(self.moments, spec.betas, strict=True))
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return both moments and the change of the weight; see `OptimizerKind`.
 
@@ -62,7 +66,7 @@ class AdamKind(OptimizerKind):
         found = []
         if "exp_avg" in step.after:
             terms = [Term("exp_avg", beta1, mean), Term("gradient", rest1, step.gradient)]
-            if decay:
+            if not self.decays_weight:
                 terms.append(Term("weight decay", rest1 * decay, step.weight))
             # lerp rounds its weight, a difference that is no larger than both together, and their product.
             lerp = 3.0 * rest1 * (mean.abs() + gradient.abs())
@@ -93,8 +97,10 @@ class AdamKind(OptimizerKind):
         # 4 units in the last place, which are 8 roundings. The correction of the second moment is under a root.
         lost1, lost2 = ((step.number + 8.0) * power / (1.0 - power) for power in powers)
         options = (lost1 + 0.5 * lost2) * step.lr * moved.abs()
-        if self.decays_weight and step.weight_decay:
+        if self.decays_weight:
+            # Also where the options have none: a decay that is there all the same is then measured.
             terms.append(Term("weight decay", -step.lr * step.weight_decay, step.weight))
+        if self.decays_weight and step.weight_decay:
             # The factor 1 - rate * decay, and the product with it.
             rounded = rounded + 2.0 * step.weight.abs()
         return Recomputed(WEIGHT, terms, rounded, options, smallest=4.0 + 4.0 * step.lr / spec.eps)

@@ -24,17 +24,20 @@ class _Sgd(OptimizerKind):
 
         return SGD(groups, lr=spec.lr, momentum=spec.momentum, **kernels)
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        return {self.moments[0]: spec.momentum}
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return the momentum, where there is one, and the change of the weight; see `OptimizerKind`.
 
         The first step takes the gradient itself for its momentum, as torch does (no dampening).
         """
         decay = step.weight_decay
-        direction = [Term("gradient", 1.0, step.gradient)]
+        # The decay also where the options have none: one that is there all the same is then measured.
+        direction = [Term("gradient", 1.0, step.gradient), Term("weight decay", decay, step.weight)]
         # The clip rounds its coefficient and the product; a decay its rate, a product and a sum.
         rounded = 2.0 * step.gradient.abs()
         if decay:
-            direction.append(Term("weight decay", decay, step.weight))
             rounded = rounded + step.gradient.abs() + 3.0 * decay * step.weight.abs()
         found = []
         momentum = self.moments[0]

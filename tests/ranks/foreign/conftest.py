@@ -69,6 +69,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "loss-sum": (f"{SMALL}, loss: 'own_models:sum_tokens'", FSDP),
     "loss-each": (f"{SMALL}, loss: 'own_models:each_token'", FSDP),
     "loss-mean": (f"{SMALL}, loss: 'own_models:mean_tokens'", FSDP),
+    "loss-terms": (
+        f"{SMALL}, loss: 'own_models:name_terms'",
+        f"{FSDP}, parallelize: 'own_models:shard_and_count'",
+    ),
     "dropout": (f"{SMALL}, arguments: {{dropout: 0.1}}", FSDP),
     "no-module": ("factory: 'own_modules:make', vocab_size: 32", FSDP),
     "no-function": ("factory: 'own_models:mak', vocab_size: 32", FSDP),

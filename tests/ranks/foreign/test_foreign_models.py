@@ -89,6 +89,14 @@ def test_a_factory_that_makes_groups_does_not_cost_the_cause(own: Any) -> None:
     assert "scale" in {finding.code for finding in gradients.values()}
 
 
+def test_a_term_that_a_users_loss_names_is_named_in_the_cause(own: Any) -> None:
+    gradients = own.find("loss-terms", "gradient")
+    (first,) = [finding for finding in gradients.values() if not finding.follows]
+    assert first.code == "term-scale"
+    assert "the part of the spread loss is 2x too large" in word_finding(first).cause
+    assert set(own.find("loss-terms", "loss")) == {"total", "lm", "spread"}
+
+
 def test_finishing_function_is_called(own: Any) -> None:
     gradients = own.find("finish", "gradient")
     assert set(gradients) == {"embed.weight", "head.weight", "head.bias"}

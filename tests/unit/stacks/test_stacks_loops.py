@@ -1,10 +1,12 @@
-"""The adapters of Lightning and DeepSpeed: what they refuse, and where DeepSpeed gets its clip; neither is installed.
+"""Adapters of frameworks that are not installed here: what they refuse, and what they change by themselves.
 
 Their runs with ranks are `make stacks`: each needs an environment of its own.
 """
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,16 @@ from torch import nn
 
 from moeverify.case.schema import Optimizer
 from moeverify.errors import CaseError
-from moeverify.stacks import deepspeed, lightning
-from moeverify.stacks.deepspeed import DeepSpeedLoop
+from moeverify.stacks import deepspeed, lightning, megatron, torchtitan
+from moeverify.stacks.deepspeed_loop import DeepSpeedLoop
+
+
+@dataclass
+class ParallelismOfTorchtitan:
+    """The fields of torchtitan's ParallelismConfig that a case may name."""
+
+    spmd_backend: str = "spmd_types"
+    expert_parallel_degree: int = 1
 
 
 def make_mesh(**sizes: int) -> Any:
@@ -35,7 +45,7 @@ def test_deepspeed_refuses_axes_stages_and_precisions_together(monkeypatch: pyte
     monkeypatch.setattr(deepspeed, "import_framework", lambda *_, **__: None)
     model = nn.Linear(2, 2, dtype=torch.float64)
     with pytest.raises(CaseError) as error:
-        deepspeed.parallelize(model, make_mesh(tp=2), make_optimizer=no_optimizer, stage=3)
+        deepspeed.parallelize(model, make_mesh(tp=2), make_optimizer=no_optimizer, stage=4)
     found = find_problems(error)
     assert set(found) == {"layout.tp", "layout.arguments.stage", "recipe.precision"}
     assert "write precision: float32" in found["recipe.precision"]
@@ -49,13 +59,22 @@ def test_lightning_refuses_what_its_strategies_do_not_combine(monkeypatch: pytes
     assert set(find_problems(error)) == {"layout.cp", "layout.dp_replicate"}
 
 
-@pytest.mark.parametrize("adapter", [deepspeed, lightning])
+@pytest.mark.parametrize("adapter", [deepspeed, lightning, torchtitan])
 def test_a_framework_that_is_not_installed_is_named(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = adapter.__name__.rpartition(".")[2]
-    monkeypatch.setitem(__import__("sys").modules, name, None)
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CaseError) as error:
         adapter.parallelize(nn.Linear(2, 2), make_mesh(), make_optimizer=no_optimizer)
     assert f"`{name}` cannot be imported" in find_problems(error)["layout.parallelize"]
+
+
+def test_megatron_is_named_as_pip_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(CaseError) as error:
+        megatron.parallelize(nn.Linear(2, 2), make_mesh(), make_optimizer=no_optimizer)
+    found = find_problems(error)["layout.parallelize"]
+    assert "`megatron.core` cannot be imported" in found
+    assert 'pip install "megatron-core>=' in found
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -72,3 +91,31 @@ def test_the_clip_of_the_recipe_is_given_to_the_engine(stage: int) -> None:
     # 1e-6 as in DeepSpeed's `unscale_and_clip_grads`
     coefficient = loop.clip([], torch.tensor(2.0), 0.5)
     torch.testing.assert_close(coefficient, torch.tensor(0.5 / (2.0 + 1e-6)))
+
+
+def test_torchtitan_computes_in_the_precision_of_its_parameters() -> None:
+    rows = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    experts = torch.randn(2, 8, 4, dtype=torch.float64)
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    with torchtitan.KeptPrecision():
+        product = torch._grouped_mm(rows.bfloat16(), experts.bfloat16(), offs=offsets)
+        product.float().sum().backward()
+    expected = torch.cat([rows[:2] @ experts[0], rows[2:] @ experts[1]])
+    torch.testing.assert_close(product, expected)
+    assert rows.grad is not None
+    assert rows.half().bfloat16().dtype == torch.bfloat16
+
+
+def test_torchtitan_refuses_a_model_that_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(ParallelismConfig=ParallelismOfTorchtitan)
+    monkeypatch.setitem(sys.modules, "torchtitan", SimpleNamespace(config=config))
+    monkeypatch.setitem(sys.modules, "torchtitan.config", config)
+    arguments = {"spmd_backend": "full_dtensor", "expert_parallel_degre": 2}
+    with pytest.raises(CaseError) as error:
+        torchtitan._refuse(nn.Linear(2, 2), make_mesh(cp=2), arguments)
+    assert set(find_problems(error)) == {
+        "layout.arguments.expert_parallel_degre",
+        "layout.cp",
+        "layout.arguments.spmd_backend",
+        "layout.parallelize",
+    }

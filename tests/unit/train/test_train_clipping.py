@@ -23,6 +23,14 @@ def test_a_narrow_norm_is_rounded_once(where):
     assert norm.item() == pytest.approx((1 + 0.0625**2) ** 0.5, rel=1e-6)
 
 
+def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
+    # 300 and 1 make 300.00167; bfloat16 has nothing between 300 and 302.
+    gradients = [torch.tensor([300.0], dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]
+    norm = gradient_norm([hold(gradient) for gradient in gradients])
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx((300.0**2 + 1.0) ** 0.5, rel=1e-7)
+
+
 def test_float64_stays_and_the_clip_has_the_dtype_of_the_gradients():
     assert gradient_norm([hold(torch.full((4,), 0.5, dtype=torch.float64))]).dtype is torch.float64
     held = hold(torch.full((4,), 2.0, dtype=torch.bfloat16))

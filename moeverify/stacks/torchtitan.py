@@ -1,0 +1,244 @@
+"""torchtitan: its decoders under its own `parallelize_*` functions, over tp, dp_shard, dp_replicate, and experts.
+
+torchtitan puts the shardings into the configuration of a model and then builds it. So the model is built again from
+its configuration for the sizes of the mesh, on no device, and divided by the function of its ModelSpec; each rank
+copies its part of the whole model's weights. Loss, clip and norm are torchtitan's. A case names functions of this
+module:
+
+    recipe:
+      model:
+        factory: moeverify.stacks.torchtitan:make
+        arguments: {spec: "torchtitan.models.qwen3:model_registry", flavor: debugmodel_moe, layers: 2}
+        loss: moeverify.stacks.torchtitan:loss
+        vocab_size: 2048
+    layout:
+      dp_shard: 2
+      parallelize: "moeverify.stacks.torchtitan:parallelize"
+      arguments: {expert_parallel_degree: 2}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from moeverify.errors import CaseError, Problem
+from moeverify.layout.local_shard import buffers, parameters
+from moeverify.stacks.constants import offset_constants
+from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
+from moeverify.stacks.loop import FrameworkLoop
+from moeverify.train.parallelize_custom import ParallelizedCustomModel
+from moeverify.train.target import resolve
+from moeverify.train.wide_operators import multiply_groups
+
+# The first release whose models carry their shardings in their configuration.
+LEAST = "0.3.0"
+# The first is used where a case names none. torchtitan's own choice, `spmd_types`, marks plain tensors, which FSDP2
+# of torch 2.13.0 refuses. `full_dtensor` takes inputs and targets as DTensors, which moeverify's loop does not make.
+BACKENDS = ("partial_dtensor", "spmd_types")
+_SIZES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+class KeptPrecision(TorchFunctionMode):
+    """A context in which torchtitan computes in the precision of its parameters.
+
+    torchtitan 0.3.0 rounds the operands of its experts to bfloat16 and its logits to float32, whatever the precision.
+    No error of a layout could be told from such rounding. So the conversions do nothing, and the grouped product,
+    which takes bfloat16 on GPUs, is computed expert by expert where the operands are wider.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, but leave out what rounds."""
+        if func in (Tensor.bfloat16, Tensor.float) and args[0].dtype in (torch.float32, torch.float64):
+            return args[0]
+        if func is torch._grouped_mm and args[0].dtype in (torch.float32, torch.float64):
+            return multiply_groups(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **arguments: Any) -> nn.Module:
+    """Return the whole decoder of a ModelSpec, with its initial weights and its attention in plain torch.
+
+    `spec` names a function that returns a ModelSpec for `arguments`, as `model_registry` of each of torchtitan's
+    models does for a `flavor`. Of its layers the first `layers` are kept. Attention is causal over whole rows:
+    torchtitan's masks for packed documents need FlexAttention, which has no backward pass on CPUs. Norms of ones and
+    biases of zero, those of routers too, get random offsets of the size `spread`.
+
+    Raises: CaseError for a function that returns no ModelSpec of a decoder.
+    """
+    import_framework("torchtitan", least=LEAST, path="recipe.model.factory")
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.decoder import Decoder
+
+    found = resolve(spec, "recipe.model.arguments.spec")(**arguments)
+    config = getattr(found, "model", None)
+    if not isinstance(config, Decoder.Config):
+        message = f"`{spec}` returned {type(found).__name__} and no ModelSpec of a decoder"
+        remedy = "name a function such as torchtitan.models.qwen3:model_registry, which takes a flavor"
+        raise CaseError([Problem(message, path="recipe.model.arguments.spec", remedy=remedy)])
+    config = copy.deepcopy(config)
+    config.layers = config.layers[:layers]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model: nn.Module = config.build()
+    with torch.no_grad():
+        model.init_states()  # type: ignore[operator]  # of torchtitan's Module
+    offset_constants([*model.parameters(), *_list_saved_buffers(model)], spread)
+    model.parallelize_fn = found.parallelize_fn  # for `parallelize`, which is given no spec
+    return model
+
+
+def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return torchtitan's cross entropy summed over the valid tokens, (); over tp each rank has its words."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed import utils
+
+    dims = getattr(model, "parallel_dims", None)
+    # The backend is one for a process, and a golden is trained in the process of a layout.
+    utils.set_spmd_backend(dims.spmd_backend if dims else "partial_dtensor")
+    with _surround(dims):
+        found: Tensor = cross_entropy_loss(model(tokens), targets, global_vocab_size=model.config.vocab_size)  # type: ignore[union-attr]
+    return found
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    **arguments: Any,
+) -> ParallelizedCustomModel:
+    """Return a decoder divided by the function of its ModelSpec, and a loop that clips as torchtitan's trainer does.
+
+    `arguments` are further fields of torchtitan's ParallelismConfig, such as `expert_parallel_degree`, `spmd_backend`
+    and `enable_sequence_parallel`; one that the mesh has given already replaces it. Collective: all ranks.
+
+    Raises: CaseError for a model that `make` has not made, an axis that is refused, and an unknown argument.
+    """
+    import_framework("torchtitan", least=LEAST)
+    from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import parallel_dims, utils
+
+    _refuse(model, mesh, arguments)
+    sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
+    parallelism = ParallelismConfig(**{"spmd_backend": BACKENDS[0]} | sizes | arguments)
+    parallel_dims.device_type = mesh.device_type  # torchtitan takes a machine without GPUs for one with
+    dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
+    utils.set_spmd_backend(parallelism.spmd_backend)
+    dims.build_mesh()
+    dtype = next(model.parameters()).dtype
+    TORCH_DTYPE_MAP.setdefault("float64", torch.float64)
+    name = next(name for name, value in TORCH_DTYPE_MAP.items() if value == dtype)
+    with _surround(dims):
+        divided = model.parallelize_fn(  # type: ignore[operator]  # `make` has set it
+            _build_again(model, parallelism, dtype),
+            parallel_dims=dims,
+            training=TrainingConfig(mixed_precision_param=name, mixed_precision_reduce=name),
+            parallelism=parallelism,
+            compile_config=CompileConfig(),
+            ac_config=None,
+            dump_folder="",
+        )
+        divided.to_empty(device=mesh.device_type)
+        with torch.no_grad():
+            divided.init_states()
+            _copy_values(model, divided)
+    divided.parallel_dims = dims
+    num_data_ranks = dims.dp_replicate * dims.dp_shard
+
+    def backward(total: Tensor) -> None:
+        with _surround(dims):
+            # torchtitan divides by the tokens of all ranks and sums gradients; moeverify's loop expects means.
+            (total / num_data_ranks).backward()
+
+    def clip_by_norm(limit: float) -> Any:
+        return utils.clip_grad_norm_(divided.parameters(), limit, foreach=True, ep_enabled=dims.ep_enabled)
+
+    optimizer = make_optimizer(divided)
+    engine = FrameworkLoop(optimizer, optimizer, backward, clip_by_norm)
+    return ParallelizedCustomModel(divided.train(), engine=engine, accumulate=_reduce_each_time)
+
+
+def _refuse(model: nn.Module, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    from torchtitan.config import ParallelismConfig
+
+    problems = refuse_unknown_arguments(ParallelismConfig, arguments)
+    problems += refuse_axes(
+        mesh, ("cp",), "this adapter of torchtitan has no positions to divide a sequence by"
+    )
+    backend = arguments.get("spmd_backend", BACKENDS[0])
+    if backend not in BACKENDS:
+        path = "layout.arguments.spmd_backend"
+        problems.append(
+            Problem(f"`{backend}` is no backend", path=path, remedy=f"write {' or '.join(BACKENDS)}")
+        )
+    if not hasattr(model, "parallelize_fn"):
+        message = f"{type(model).__name__} was not made of a ModelSpec"
+        remedy = "make it by `recipe.model.factory: moeverify.stacks.torchtitan:make`"
+        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+    if problems:
+        raise CaseError(problems)
+
+
+def _build_again(model: nn.Module, parallelism: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model with the shardings of a ParallelismConfig, on no device yet.
+
+    Raises: CaseError where torchtitan refuses the sizes.
+    """
+    config: Any = copy.deepcopy(model.config)
+    try:
+        config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    except (ValueError, NotImplementedError) as error:
+        raise CaseError([Problem(f"torchtitan refuses the layout: {error}", path="layout")]) from error
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            built: nn.Module = config.build()
+    finally:
+        torch.set_default_dtype(before)
+    return built
+
+
+def _copy_values(whole: nn.Module, divided: nn.Module) -> None:
+    """Copy what this rank has of a whole model; torchtitan reads weights from checkpoints, by their saved names."""
+    values = {shard.name: shard.local() for shard in (*parameters(whole), *buffers(whole))}
+    for shard in (*parameters(divided), *buffers(divided)):
+        shard.local().copy_(shard.region.take(values[shard.name]))
+
+
+def _surround(dims: Any) -> AbstractContextManager[object]:
+    """Return the context of torchtitan's trainer around its passes, without the rounding; None is one device."""
+    from torchtitan.distributed import utils
+
+    stack = ExitStack()
+    stack.enter_context(KeptPrecision())
+    if dims is not None:
+        stack.enter_context(utils.get_spmd_context(parallel_dims=dims)())
+    return stack
+
+
+def _reduce_each_time(last: bool) -> AbstractContextManager[object]:
+    """Return no context: torchtitan reduces the gradients of every micro-batch."""
+    return nullcontext()
+
+
+def _list_saved_buffers(model: nn.Module) -> list[Tensor]:
+    saved = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in saved]

@@ -1,0 +1,19 @@
+"""The example cases of frameworks that need an environment of their own: they run where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import EXAMPLES, run_files
+
+# The module that the cases of each folder of examples/stacks need.
+MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+
+
+@pytest.mark.parametrize("stack", MODULES)
+def test_the_examples_pass(stack: str, tmp_path: Path) -> None:
+    pytest.importorskip(MODULES[stack], reason=f"{stack} has an environment of its own, see `make stacks`")
+    outcomes = run_files(sorted((EXAMPLES / "stacks" / stack).glob("*.yaml")), tmp_path)
+    verdicts = {name: (case.verdict, case.reason) for name, case in outcomes.results.items()}
+    assert verdicts == dict.fromkeys(verdicts, ("pass", ""))
