@@ -29,6 +29,7 @@ from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.load import ExpertLoad
 from moeverify.train.program import Program
 
 R = TypeVar("R")
@@ -109,12 +110,13 @@ class Shown(Compared):
     """A case as all ranks have shown it, put together on rank 0.
 
     `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
-    a checkpoint was made of, in a run that loads one.
+    a checkpoint was made of, in a run that loads one. `load` is that of the experts, where it was counted.
     """
 
     case: Case
     golden_names: Mapping[int, set[tuple[str, str]]]
     saved: StoredGolden | None = None
+    load: ExpertLoad | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ tensor once, so neither the groups nor the order of the layout's own reductions 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ClipFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.train.engine import PlainEngine
 from moeverify.train.program import Program
 
 TOTAL = "total"
@@ -32,7 +33,7 @@ _CHUNK = 1 << 20
 class StepGradients:
     """What one rank has of one step: the sum of squares of each shard by (tensor, region), and its norms.
 
-    `eps` are the machine epsilons of the gradients and of the norm.
+    `eps` are the machine epsilons of the norms, and of the gradients where norms may be rounded as these are.
     """
 
     squares: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -42,9 +43,13 @@ class StepGradients:
 
 
 class GradientWatch(Watch[dict[int, StepGradients]]):
-    """Adds up squares of gradients as they are shown; nothing is read from a GPU before the run is over."""
+    """Adds up squares of gradients as they are shown; nothing is read from a GPU before the run is over.
 
-    def __init__(self) -> None:
+    `norms_are_wide` says that a norm is taken in its own dtype, and not tensor by tensor in that of the gradients.
+    """
+
+    def __init__(self, *, norms_are_wide: bool) -> None:
+        self._norms_are_wide = norms_are_wide
         self._squares: dict[int, dict[tuple[str, str], Tensor]] = {}
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._eps: dict[int, dict[str, float]] = {}
@@ -56,7 +61,8 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
             return
         if kind == Kind.GRADIENT and region.numel:
             self._squares.setdefault(step, {})[name, region.key] = _sum_squares(local)
-            self._note_eps(step, Kind.GRADIENT, local)
+            if not self._norms_are_wide:
+                self._note_eps(step, Kind.GRADIENT, local)
             self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
         elif kind == Kind.GRADIENT_NORM:
             self._norms.setdefault(step, {})[name] = local.detach().clone()
@@ -94,7 +100,9 @@ class Clip(Check[dict[int, StepGradients]]):
 
     def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepGradients]]:
         """Return what adds up the squares; see `Check`."""
-        return GradientWatch()
+        # Ours are float32 at least, whatever the gradients are; a framework may keep each tensor's norm in bfloat16.
+        is_ours = program.custom_step is None and type(program.engine).norm is PlainEngine.norm
+        return GradientWatch(norms_are_wide=is_ours)
 
     def judge(self, shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome | None:
         """Return whether norm and coefficient follow from the gradients, on every rank; see `Check`."""
@@ -106,10 +114,13 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     worst: Worst | None = None
-    max_norm = shown.case.recipe.optimizer.clip_norm
+    # A user's own step may clip by a limit of its own: there the coefficient is compared with the golden's alone.
+    recipe = shown.case.recipe
+    max_norm = recipe.optimizer.clip_norm if recipe.step is None else None
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, StepGradients()) for report in reports]
-        norm = math.sqrt(sum(_merge_squares(of_step).values()))
+        merged = _merge_squares(of_step)
+        norm = math.sqrt(sum(merged.values()))
         for name in (TOTAL, COEFFICIENT):
             measured = [_measure(name, each, norm, max_norm, len(reports)) for each in of_step]
             rows = [(rank, *row) for rank, row in enumerate(measured) if row is not None]
@@ -123,7 +134,8 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
                 worst = Worst(tensor=name, error=error, bound=bound, step=step)
             wrong = tuple(row[0] for row in rows if not _share(*row[1:]) <= 1.0)
             if wrong:
-                findings.append(_make_finding(shown, key, wrong, (rank, expected, actual, bound)))
+                facts = _gather_facts(name, of_step, merged)
+                findings.append(_make_finding(shown, key, wrong, (rank, expected, actual, bound), facts))
     result = CheckResult(
         name=CheckName.CLIP,
         verdict="mismatch" if findings else "pass",
@@ -160,9 +172,10 @@ def _measure(
 def _norm_bound(eps: float, num_elements: int, num_ranks: int) -> float:
     """Return the largest relative error of a norm by its own rounding.
 
-    torch rounds the norm of each tensor to the gradients' dtype, its square, each sum over the ranks of a mesh, the
-    root, and the norm of the norms: all relative, so the total is off by no more than one tensor's. Inside a tensor
-    it sums in float32 at least, in vectors and blocks, where the errors of n sums grow like the root of n.
+    torch rounds the norm of each tensor, its square, each sum over the ranks of a mesh, the root, and the norm of the
+    norms to one dtype, of machine epsilon `eps`: all relative, so the total is off by no more than one tensor's.
+    Inside a tensor it sums in float32 at least, in vectors and blocks, where the errors of n sums grow like the root
+    of n.
     """
     inner = 2.0**-24 if eps > 2.0**-40 else 2.0**-53
     return 0.5 * eps * (8.0 + num_ranks) + 4.0 * inner * math.sqrt(num_elements)
@@ -177,8 +190,28 @@ def _share(expected: float, actual: float, bound: float) -> float:
     return _relative(expected, actual) / bound
 
 
+def _gather_facts(
+    name: str, of_step: Sequence[StepGradients], merged: Mapping[tuple[str, str], float]
+) -> ClipFacts:
+    """Return what a diagnosis needs to tell which squares a norm counts; nothing where a rank has no norm."""
+    if name == COEFFICIENT or not all(name in each.norms for each in of_step):
+        return ClipFacts(is_coefficient=name == COEFFICIENT)
+    squares: dict[str, float] = {}
+    for (parameter, _), square in merged.items():
+        squares[parameter] = squares.get(parameter, 0.0) + square
+    parts: dict[str, dict[int, str]] = {}
+    for rank, each in enumerate(of_step):
+        for parameter, region in each.squares:
+            known = parts.setdefault(parameter, {})
+            # A rank may have several regions of one parameter: rows of experts that were moved.
+            known[rank] = f"{known[rank]};{region}" if rank in known else region
+    norms = tuple(each.norms[name] for each in of_step)
+    eps = max(each.eps[name] for each in of_step)
+    return ClipFacts(norms=norms, squares=squares, parts=parts, eps=eps)
+
+
 def _make_finding(
-    shown: Shown, key: Key, ranks: tuple[int, ...], row: tuple[int, float, float, float]
+    shown: Shown, key: Key, ranks: tuple[int, ...], row: tuple[int, float, float, float], facts: ClipFacts
 ) -> Finding:
     step, kind, name = key
     rank, expected, actual, bound = row
@@ -196,7 +229,7 @@ def _make_finding(
         expected=expected,
         actual=actual,
         code=Cause.NORM,
-        facts=ClipFacts(is_coefficient=name == COEFFICIENT),
+        facts=facts,
         place=Place(ranks=ranks, stage=Stage.GRADIENT_NORM if name == TOTAL else Stage.CLIP),
     )
 

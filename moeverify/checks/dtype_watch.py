@@ -49,7 +49,7 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Where a parameter stands, its logical name, and what is stored there between passes."""
 
     owner: nn.Module
@@ -103,12 +103,12 @@ class DtypeWatch(Watch[list[Sighting]]):
 
     def _open(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
-            slots = list(_list_slots(prefix, module))
+            slots = list(list_slots(prefix, module))
             if slots:
                 self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(slots)))
                 self._handles.append(module.register_forward_hook(self._end_forward, always_call=True))
 
-    def _make_pre_hook(self, slots: Sequence[_Slot]) -> Any:
+    def _make_pre_hook(self, slots: Sequence[Slot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_compiling():
                 return  # what is compiled with the module must be as it is when nobody watches
@@ -139,7 +139,7 @@ class DtypeWatch(Watch[list[Sighting]]):
         if dtype == self._compute:
             self._note(Use.COMPUTES, name, dtype)
 
-    def _await_reduction(self, slot: _Slot, used: Tensor) -> None:
+    def _await_reduction(self, slot: Slot, used: Tensor) -> None:
         """Look at the collectives when FSDP2 hands over the gradient of what it has gathered."""
         if not (isinstance(slot.stored, DTensor) and slot.stored.requires_grad):
             return
@@ -182,7 +182,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _list_slots(prefix: str, module: nn.Module) -> Iterator[_Slot]:
+def list_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
     """Yield the parameters that a module computes with itself."""
     if isinstance(module, _CONTAINERS):
         return
@@ -193,7 +193,7 @@ def _list_slots(prefix: str, module: nn.Module) -> Iterator[_Slot]:
     for inner, owner in owners:
         for attribute, parameter in owner.named_parameters(recurse=False):
             if parameter.is_floating_point():
-                yield _Slot(owner, attribute, logical_name(f"{prefix}.{inner}{attribute}"), parameter)
+                yield Slot(owner, attribute, logical_name(f"{prefix}.{inner}{attribute}"), parameter)
 
 
 def _list_groups(tensor: Tensor) -> set[str]:

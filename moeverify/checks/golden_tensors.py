@@ -8,7 +8,7 @@ from typing import Any
 
 from moeverify.checks.base import Check, Compared, Outcome, Shown
 from moeverify.checks.bounds import Bounds, Criterion, Metric
-from moeverify.compare.assembled import Assembled
+from moeverify.compare.assembled import Assembled, Key
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
@@ -24,7 +24,7 @@ class GoldenTensors(Check[Any]):
     ) -> None:
         self.name = name
         self.kinds = kinds
-        self._criterion = Criterion(exact, metric)
+        self.criterion = Criterion(exact, metric)
 
     def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
         """Return whether every tensor is within its bound; see `Check`."""
@@ -37,7 +37,7 @@ class GoldenTensors(Check[Any]):
             return None
         norms = _measure_norms(tensors)
         measured = [
-            (tensor, *self._measure(tensor, shown.bounds, norms[_unit(tensor)])) for tensor in tensors
+            (tensor, *self._measure(tensor, shown.bounds, norms[find_unit(tensor.key)])) for tensor in tensors
         ]
         findings = tuple(
             _make_finding(shown, self.name, tensor, error, bound)
@@ -46,7 +46,7 @@ class GoldenTensors(Check[Any]):
         )
         tensor, error, bound = max(measured, key=lambda entry: _share(*entry[1:]))
         step, _, name = tensor.key
-        is_relative = self._criterion.metric == "relative"
+        is_relative = self.criterion.metric == "relative"
         result = CheckResult(
             name=self.name,
             verdict="mismatch" if findings else "pass",
@@ -64,16 +64,16 @@ class GoldenTensors(Check[Any]):
         if norm == 0.0 and kind_norm > 0.0 and self._is_off_zero(tensor):
             # Nothing can be relative to a golden of zeros: the whole kind is the unit then.
             return math.sqrt(difference.sum_error2) / kind_norm, bounds.zero_bound()
-        bound = bounds.bound(*tensor.key, self._criterion, expected_norm=norm, kind_norm=kind_norm)
+        bound = bounds.bound(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
         if difference.num_nonfinite:
             return math.inf, bound
-        if self._criterion.metric == "largest":
+        if self.criterion.metric == "largest":
             return difference.max_error, bound
         return difference.relative_error, bound
 
     def _is_off_zero(self, tensor: Assembled) -> bool:
         difference = tensor.difference
-        is_measured = self._criterion.metric == "relative" and not self._criterion.exact
+        is_measured = self.criterion.metric == "relative" and not self.criterion.exact
         return is_measured and not difference.num_nonfinite and difference.sum_error2 > 0.0
 
 
@@ -81,18 +81,18 @@ def _measure_norms(tensors: Sequence[Assembled]) -> Mapping[Unit, float]:
     """Return the golden's norm of all tensors of a unit together."""
     squares: dict[Unit, float] = {}
     for tensor in tensors:
-        unit = _unit(tensor)
+        unit = find_unit(tensor.key)
         squares[unit] = squares.get(unit, 0.0) + tensor.difference.sum_expected2
     return {unit: math.sqrt(total) for unit, total in squares.items()}
 
 
-def _unit(tensor: Assembled) -> Unit:
+def find_unit(key: Key) -> Unit:
     """Return what is equal for tensors of one step and kind that are measured in one unit.
 
     A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude: beside the
     counters, all second moments would be rounding.
     """
-    step, kind, name = tensor.key
+    step, kind, name = key
     return step, kind, name.rpartition(".")[2] if kind == Kind.OPTIMIZER_STATE else ""
 
 

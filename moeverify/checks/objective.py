@@ -22,7 +22,8 @@ from torch import Tensor
 
 from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
-from moeverify.checks.router import RouterPasses, Scored, compute_logits
+from moeverify.checks.router import Scored
+from moeverify.checks.router_passes import MicroBatchPasses, count_times, find_lengths, list_scopes
 from moeverify.compare.assembled import Key
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
@@ -33,7 +34,6 @@ from moeverify.results.facts import ObjectiveFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
-from moeverify.train.data import make_batch, whole_share
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 
@@ -78,7 +78,7 @@ class _Pass:
     eps: float
 
 
-class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
+class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
     """Adds up token losses, and what the balance and z losses need, without a word to the CPU before the end."""
 
     def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
@@ -86,8 +86,6 @@ class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
         # A layout with router losses of its own defines them itself: megablocks' are means over local tokens.
         self._judges_routers = is_whole and program.own_router_losses is None
         self._by_row = by_row
-        self._pending: list[_Pass] = []
-        self._passes: dict[int, list[tuple[_Pass, Sequence[int] | None]]] = {}
         self._token_losses: dict[int, dict[str, tuple[Tensor, int]]] = {}
         self._losses: dict[int, dict[str, Tensor]] = {}
         self._eps: dict[int, float] = {}
@@ -103,36 +101,30 @@ class ObjectiveWatch(RouterPasses[dict[int, StepSums]]):
         bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)
         eps = torch.finfo(widen(x.dtype)).eps
         z, rows, relative = _sum_pass(router.spec, x, weight, bias, valid, routing.ids)
-        self._pending.append(_Pass(name, z, rows, relative, eps))
+        self.keep(_Pass(name, z, rows, relative, eps))
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Note token losses and reported losses; see `Watch`."""
+        super().observe(step, kind, name, local, region)
         if local is None:
             return
         if kind == Kind.TOKEN_LOSS:
             total = local.detach().to(torch.float64).sum()
             self._token_losses.setdefault(step, {})[region.key] = (total, region.numel)
             self._eps[step] = max(self._eps.get(step, 0.0), torch.finfo(local.dtype).eps)
-            # What the routers have seen since the last micro-batch was shown is of this one.
-            self._file(step, region.dims[0])
         elif kind == Kind.LOSS:
             self._losses.setdefault(step, {})[name] = local.detach().clone()
-            self._file(step, None)
 
     def report(self) -> dict[int, StepSums]:
         """Return the sums of every step; see `Watch`."""
-        steps = sorted({*self._token_losses, *self._passes, *self._losses})
+        steps = sorted({*self._token_losses, *self.passes, *self._losses})
         return {step: self._report_step(step) for step in steps}
-
-    def _file(self, step: int, rows: Sequence[int] | None) -> None:
-        self._passes.setdefault(step, []).extend((each, rows) for each in self._pending)
-        self._pending = []
 
     def _report_step(self, step: int) -> StepSums:
         losses = self._token_losses.get(step, {})
         return StepSums(
             {key: (float(total), size) for key, (total, size) in losses.items()},
-            self._join_passes(self._passes.get(step, [])),
+            self._join_passes(self.passes.get(step, [])),
             {name: float(value) for name, value in self._losses.get(step, {}).items()},
             self._eps.get(step, 0.0),
         )
@@ -173,11 +165,10 @@ def _sum_pass(
     rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
     relative = torch.zeros((), dtype=torch.float64, device=x.device)
     for part, chosen, row, kept in zip(*(torch.split(each, _CHUNK) for each in flat), strict=True):
-        logits, error = compute_logits(part, weight, bias)
         scored = Scored.compute(spec, part, weight, bias)
-        sizes = logits.logsumexp(dim=-1)
+        sizes = scored.logits.logsumexp(dim=-1)
         # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.
-        error = error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
+        error = scored.error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
         of_tokens = [
             torch.ones_like(sizes),
             sizes.square(),
@@ -252,10 +243,9 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
     """Return (expected, relative bound) of each loss that what the ranks have noted is enough for."""
     recipe = shown.case.recipe
     model, data = recipe.model, recipe.data
-    batch = make_batch(data, model.vocab_size, recipe.seed, step, whole_share(data), torch.device("cpu"))
-    lengths = batch.row_valid.to(torch.float64)
+    lengths = find_lengths(recipe, step)
     found: dict[str, tuple[float, float]] = {}
-    lm = _compute_lm(of_step, float(lengths.sum()), batch.valid.numel())
+    lm = _compute_lm(of_step, float(lengths.sum()), data.batch * data.seq_len)
     if lm is not None:
         found[LM] = lm
     if model.moe is not None and _copies_agree(of_step, float(lengths.sum())):
@@ -321,18 +311,12 @@ def _merge_routers(of_step: Sequence[StepSums]) -> dict[str, RouterSums]:
     return merged
 
 
-def _count_times(num_seen: float, num_valid: float) -> float | None:
-    """Return how often each valid token was seen, None where they were not all seen equally often."""
-    times = num_seen / num_valid
-    return times if times >= 1.0 and times == round(times) else None
-
-
 def _compute_z(moe: MoE, routers: dict[str, RouterSums], num_valid: float) -> tuple[float, float] | None:
     """Return the z loss over all layers (ST-MoE, arXiv 2202.08906, eq. 5)."""
     value, error, eps = 0.0, 0.0, 0.0
     for sums in routers.values():
         num_seen, squares, largest = sums.z.tolist()
-        times = _count_times(num_seen, num_valid)
+        times = count_times(num_seen, num_valid)
         if times is None:
             return None
         value, error, eps = value + squares / times, error + largest / times, max(eps, sums.eps)
@@ -347,14 +331,13 @@ def _compute_balance(moe: MoE, routers: dict[str, RouterSums], lengths: Tensor) 
 
     All its terms are of one sign, so it is off by no more than the probability that is off most.
     """
-    by_row = moe.balance_scope == "sequence"
-    wanted = dict(enumerate(lengths.tolist())) if by_row else {0: float(lengths.sum())}
+    wanted = list_scopes(moe, lengths)
     value, relative, eps = 0.0, 0.0, 0.0
     for sums in routers.values():
         if sums.rows.keys() != wanted.keys():
             return None
         for index, row in sums.rows.items():
-            times = _count_times(float(row[0]), wanted[index])
+            times = count_times(float(row[0]), wanted[index])
             if times is None:
                 return None
             probabilities, counts = (row[1:] / (times * wanted[index])).chunk(2)

@@ -8,7 +8,8 @@ that the rank had, so all that may differ is the rounding of the step itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ MOST_ELEMENTS = 1 << 14
 """Of a larger shard, so many elements in equal distances are recomputed: a wrong step is wrong in many of them."""
 
 
+@dataclass
+class _State:
+    """Samples of one shard before a step: its weight, and its moments by name."""
+
+    weight: Tensor
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+
 class OptimizerWatch(Watch[list[Row]]):
     """Samples what goes into each step and what comes out of it, and recomputes it when the step is over."""
 
@@ -41,6 +51,7 @@ class OptimizerWatch(Watch[list[Row]]):
         self._shards: dict[tuple[str, str], LocalShard] = {}
         self._sampled: dict[tuple[str, str], Sampled] = {}
         self._clip: Tensor | None = None
+        self._early: dict[tuple[str, str], _State] = {}
         self._step = -1
         self._batches: list[Batch] = []
 
@@ -52,15 +63,19 @@ class OptimizerWatch(Watch[list[Row]]):
         # the next step.
         shards = [] if self._program is None else self._program.shards
         self._shards = {(shard.name, shard.region.key): shard for shard in shards}
+        if self._program is not None and self._program.custom_step is not None:
+            self._early = self._read_state(self._shards)  # it shows its gradients when the step is over
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Sample what belongs to the step of the optimizer; see `Watch`."""
         key = (name, region.key)
         if kind == Kind.GRADIENT and local is not None and key in self._shards:
             if region.numel:
-                stride = -(-region.numel // MOST_ELEMENTS)
+                stride = _stride_of(region)
                 self._sampled[key] = Sampled(self._shards[key], stride, sample(local, stride))
                 self._sampled[key].dtypes.add(local.dtype)
+                if key in self._early:
+                    self._take_state(self._sampled[key], self._early[key])
         elif kind == Kind.GRADIENT_NORM and name == "total":
             self._sample_state()
         elif kind == Kind.GRADIENT_NORM and local is not None:
@@ -71,7 +86,7 @@ class OptimizerWatch(Watch[list[Row]]):
                 sampled.change = sample(local, sampled.stride) - sampled.weight
                 sampled.dtypes.add(local.dtype)
         elif kind == Kind.OPTIMIZER_STATE and local is not None:
-            self._keep_moment(name, local, region, after=True)
+            self._keep_moment(name, local, region)
 
     def close(self) -> None:
         """Recompute the last step, and let go of the model; see `Watch`."""
@@ -85,20 +100,38 @@ class OptimizerWatch(Watch[list[Row]]):
 
     def _sample_state(self) -> None:
         """Keep weights and moments as they are before the step."""
-        assert self._program is not None
-        for sampled in self._sampled.values():
-            sampled.weight = sample(sampled.shard.local(), sampled.stride)
-        for name, local, region in self._program.engine.state(self._program.shards):
-            self._keep_moment(name, local, region, after=False)
+        if self._early:
+            return
+        states = self._read_state({key: each.shard for key, each in self._sampled.items()})
+        for key, state in states.items():
+            self._take_state(self._sampled[key], state)
 
-    def _keep_moment(self, name: str, local: Tensor, region: Region, *, after: bool) -> None:
+    def _read_state(self, shards: Mapping[tuple[str, str], LocalShard]) -> dict[tuple[str, str], _State]:
+        """Return samples of the weights and the moments of these shards as they are now."""
+        assert self._program is not None
+        found: dict[tuple[str, str], _State] = {}
+        for key, shard in shards.items():
+            if shard.region.numel:
+                found[key] = _State(sample(shard.local(), _stride_of(shard.region)))
+        for name, local, region in self._program.engine.state(self._program.shards):
+            parameter, _, moment = name.rpartition(".")
+            state = found.get((parameter, region.key))
+            if state is not None and moment in self._kind.moments:
+                state.moments[moment] = sample(local, _stride_of(region))
+                state.dtypes.add(local.dtype)
+        return found
+
+    def _take_state(self, sampled: Sampled, state: _State) -> None:
+        sampled.weight, sampled.before = state.weight, state.moments
+        sampled.dtypes |= state.dtypes
+
+    def _keep_moment(self, name: str, local: Tensor, region: Region) -> None:
+        """Keep a moment as it is after the step."""
         parameter, _, moment = name.rpartition(".")
         sampled = self._sampled.get((parameter, region.key))
-        if sampled is None or moment not in self._kind.moments:
-            return
-        values = sampled.after if after else sampled.before
-        values[moment] = sample(local, sampled.stride)
-        sampled.dtypes.add(local.dtype)
+        if sampled is not None and moment in self._kind.moments:
+            sampled.after[moment] = sample(local, sampled.stride)
+            sampled.dtypes.add(local.dtype)
 
     def _finish(self) -> None:
         groups: dict[object, list[Sampled]] = {}
@@ -125,6 +158,10 @@ class OptimizerWatch(Watch[list[Row]]):
         for each in members:  # the rows need the shards' names and places alone
             each.weight = each.change = None
             each.before, each.after = {}, {}
+
+
+def _stride_of(region: Region) -> int:
+    return -(-region.numel // MOST_ELEMENTS)
 
 
 def _decay_of(spec: Optimizer, shard: LocalShard) -> float:

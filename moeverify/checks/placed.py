@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from moeverify.axes.expert_placement import find_placement, list_exchanges
 from moeverify.axes.mesh import MeshPlan
 from moeverify.checks.base import Shown
 from moeverify.layout.region import Region
 from moeverify.placement.buckets import Bucket, list_buckets
 from moeverify.placement.placement import Placement
+from moeverify.placement.policy import Policy, list_solved
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ShardingFacts
 from moeverify.results.finding import Finding
@@ -28,6 +31,11 @@ def find_misplaced(shown: Shown) -> Iterator[Finding]:
     if model is None or first is None:
         return
     exchanges = list_exchanges(layout, model)
+    if layout.rebalance is not None:
+        if shown.load is None:
+            return
+        # Solved again from what was counted apart from the run's own trace: that is part of what is judged.
+        exchanges = list_solved(np.array(shown.load.copies), first, Policy(**layout.rebalance.model_dump()))
     view = MeshPlan.of(layout).sparse
     for (step, kind, name), tensor in shown.tensors.items():
         if kind not in (Kind.INITIAL_WEIGHT, Kind.UPDATE) or ".experts." not in name:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from moeverify.case.schema import Case
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
@@ -20,6 +21,8 @@ from moeverify.results.place import Place
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 
 WHOLE = "the model"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
     findings = [
         _make_finding(shown, _Wrong(*how, members), module, len(places[how[0]]), wanted.kept)
         for how, by_name in wrong.items()
-        for module, members in _join(by_name, known).items()
+        for module, members in join_by_module(by_name, known).items()
     ]
     computing = places.get(Use.COMPUTES, set())
     findings += _find_unmatched(wanted.wide, computing)
@@ -109,17 +112,15 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
     return make_outcome(CheckName.PRECISION, findings, sum(map(len, places.values())), facts=facts)
 
 
-def _join(
-    wrong: Mapping[str, Mapping[int, Sighting]], known: Collection[str]
-) -> dict[str, dict[str, Mapping[int, Sighting]]]:
+def join_by_module(wrong: Mapping[str, _T], known: Collection[str]) -> dict[str, dict[str, _T]]:
     """Return the wrong parameters by the largest part of the model all of which is wrong."""
     sound = [name for name in known if name not in wrong]
-    joined: dict[str, dict[str, Mapping[int, Sighting]]] = {}
-    for name, by_rank in wrong.items():
+    joined: dict[str, dict[str, _T]] = {}
+    for name, found in wrong.items():
         parts = name.split(".")
         around = (".".join(parts[:end]) for end in range(len(parts) + 1))
         module = next(place for place in around if not any(_is_in(other, place) for other in sound))
-        joined.setdefault(module, {})[name] = by_rank
+        joined.setdefault(module, {})[name] = found
     return joined
 
 

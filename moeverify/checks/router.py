@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from moeverify.case.schema import MoE
-from moeverify.checks.base import Check, Outcome, R, RankRun, Role, Shown, Watch
-from moeverify.layout.local_shard import logical_name
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.router_passes import RouterPasses
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
 from moeverify.model.router import Router, RouterRecord, Routing
@@ -42,8 +40,13 @@ _KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores (N, E) of tokens in float64, and the largest error (N, 1) of the router's own, relative to them."""
+    """Logits and scores (N, E) of tokens in float64, and the largest errors (N, 1) of the router's own.
 
+    `error` is that of the logits, `relative` that of the scores relative to them.
+    """
+
+    logits: Tensor
+    error: Tensor
     scores: Tensor
     relative: Tensor
 
@@ -53,9 +56,10 @@ class Scored:
         unit = 0.5 * torch.finfo(widen(x.dtype)).eps
         logits, error = compute_logits(x, weight, bias)
         if spec.score == "sigmoid":
-            return cls(logits.sigmoid(), error + 8.0 * unit)
+            return cls(logits, error, logits.sigmoid(), error + 8.0 * unit)
         # All logits may be off, in different directions, and E exponentials are summed.
-        return cls(logits.softmax(dim=-1), 2.0 * error + (8.0 + logits.shape[-1]) * unit)
+        relative = 2.0 * error + (8.0 + logits.shape[-1]) * unit
+        return cls(logits, error, logits.softmax(dim=-1), relative)
 
 
 def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -152,57 +156,6 @@ class RouterStep:
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
 
 
-class RouterPasses(Watch[R]):
-    """Sees every forward pass of the reference model's routers on this rank, with the weight that it used."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.step = -1
-        self._weights: dict[nn.Module, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            if isinstance(module, Router):
-                self._handles.append(module.register_forward_pre_hook(self._keep_weight))
-                self._handles.append(
-                    module.register_forward_hook(self._make_hook(logical_name(name)), with_kwargs=True)
-                )
-
-    def begin_step(self, step: int) -> None:
-        """Note the number of the step; see `Watch`."""
-        self.step = step
-
-    def close(self) -> None:
-        """Take the hooks away; see `Watch`."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._weights = {}
-
-    def see(
-        self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
-    ) -> None:
-        """See one pass. Shapes: weight (E, H) float64, x (B, S, H), valid (B, S); this rank's own tokens."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def _keep_weight(self, module: nn.Module, _: Any) -> None:
-        # Before the forward pass: a layout may give back what it has gathered before other hooks run.
-        if not torch.compiler.is_compiling():
-            assert isinstance(module, Router)
-            self._weights[module] = local_part(module.view(module.weight)).to(torch.float64, copy=True)
-
-    def _make_hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def hook(module: Router, inputs: tuple[Any, ...], named: dict[str, Any], routing: Routing) -> None:
-            weight = self._weights.pop(module, None)
-            if weight is None or torch.compiler.is_compiling() or module.record is None:
-                return
-            arguments = dict(zip(("x", "valid"), inputs, strict=False)) | named
-            x = local_part(arguments["x"]).detach()
-            self.see(name, module, weight, x, arguments.get("valid"), routing)
-
-        return hook
-
-
 class RouterWatch(RouterPasses[Reports]):
     """Scores the tokens of each forward pass again, on the router's device, and keeps six numbers of it."""
 
@@ -287,7 +240,8 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
             coordinates=shown.place(rank),
             error=largest,
             bound=0.0 if quantity == "counts" else 1.0,
-            code=Cause.ROUTING,
+            # As a diagnosis names what differs from the golden: weights are computed, a choice is made.
+            code=Cause.FORWARD if quantity == "weights" else Cause.ROUTING,
             facts=RouterFacts(
                 quantity=quantity,  # type: ignore[arg-type]
                 num_wrong=rows[rank].num_wrong[number],

@@ -12,7 +12,7 @@ from moeverify.case.schema import Recipe
 from moeverify.checks.base import Check, Training
 from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import choose_checks
-from moeverify.golden.fingerprint import fingerprint
+from moeverify.golden.fingerprint import Fingerprints
 from moeverify.golden.proximity import Fingerprint
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.layout.observer import INITIAL
@@ -40,7 +40,7 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Col
     with GoldenWriter(folder) as writer:
         _record(recipe, writer, checks, device)
         reference = StoredGolden(writer.flush(), finished=False)
-        if recipe.model.functions:
+        if recipe.functions:
             check_soundness(recipe, reference, device)
         summary = summarize(recipe, reference)
         if recipe.precision in COARSE:
@@ -59,13 +59,14 @@ def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
     """Return what the file in git holds: losses and norms of every step, fingerprints of logical tensors."""
     losses: dict[str, float] = {}
     tensors: dict[str, Fingerprint] = {}
+    fingerprints = Fingerprints()
     for step in range(INITIAL, recipe.steps):
         for key in golden.keys(step):
             kind, _, name = key.partition("/")
             if kind in (Kind.LOSS, Kind.GRADIENT_NORM):
                 losses[f"{step}/{kind}/{name}"] = float(f"{golden.whole(step, key).item():.13g}")
             elif _is_filed(step, kind, recipe.steps - 1):
-                tensors[f"{step}/{key}"] = fingerprint(golden.whole(step, key))
+                tensors[f"{step}/{key}"] = fingerprints.make(golden.whole(step, key))
     return {"losses": losses, "tensors": tensors}
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeverify.case.schema import Recipe
 from moeverify.checks.base import Check, Training
@@ -16,7 +17,7 @@ from moeverify.compare.comparison import Comparison
 from moeverify.compare.difference import Difference
 from moeverify.golden.noise import EPSILON, noise_key
 from moeverify.golden.store import StoredGolden
-from moeverify.hashing import hash_counter, key_of
+from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.layout.observer import INITIAL
 from moeverify.recording.narrow_rounding import MovedRoundings
 from moeverify.recording.update_noise import GradientNoise, is_adaptive, propagate
@@ -72,7 +73,7 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     nudged = assemble_single(recipe, device)
     _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
     yield nudged
-    if recipe.precision == "float64" and recipe.model.functions:
+    if recipe.precision == "float64" and recipe.functions:
         moved = assemble_single(recipe, device)
         moved.loss_context = partial(MovedRoundings, recipe.seed)
         yield moved
@@ -81,9 +82,10 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
 def can_accumulate(recipe: Recipe) -> bool:
     """Return whether the recipe's answer does not depend on the micro-batches.
 
-    A balance loss over the batch is a product of means over it: the sum of those of two halves is another number.
+    A balance loss over the batch is a product of means over it: the sum of those of two halves is another number. Of
+    a user's own step nobody knows: what it makes of micro-batches is what is to be verified.
     """
-    if recipe.data.batch % 2:
+    if recipe.data.batch % 2 or recipe.step is not None:
         return False
     moe = recipe.model.moe
     return moe is None or moe.balance_scope == "sequence" or moe.balance_coef == 0.0
@@ -95,8 +97,13 @@ def _nudge(program: Program, epsilon: float, seed: int) -> None:
     for shard in program.shards:
         local = shard.local()
         index = shard.region.flat_index(device=local.device)
-        sign = 1.0 - 2.0 * (hash_counter(key_of(seed, "nudge", shard.name), index) & 1).to(torch.float64)
+        odd = in_chunks(partial(_is_odd, key_of(seed, "nudge", shard.name)), index)
+        sign = 1.0 - 2.0 * odd.to(torch.float64)
         local.copy_((local.to(torch.float64) * (1.0 + epsilon * sign)).to(local.dtype))
+
+
+def _is_odd(key: int, index: Tensor) -> Tensor:
+    return hash_counter(key, index) & 1 == 1
 
 
 def measure_noise(

@@ -70,7 +70,7 @@ def _list_variants(recipe: Recipe, device: torch.device) -> Iterator[_Variant]:
         "when the rows of the batch are in another order",
         "no layer may mix rows, and the loss must be a sum over the valid tokens",
     )
-    if recipe.data.batch % 2 == 0:
+    if recipe.data.batch % 2 == 0 and recipe.step is None:
         regrouped = assemble_single(recipe, device, compute="float64")
         regrouped.num_micro_batches = 2
         yield _Variant(

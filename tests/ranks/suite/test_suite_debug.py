@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,37 @@ from moeverify.controller.debug import debug_case, find_stop
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
+from moeverify.faults.fault import Fault
+from moeverify.jobs import BlamedPlace, StopPoint
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the ranks' sockets apart, and see that none is left."""
     monkeypatch.setenv("MPDB_JOB", "debugged")
     monkeypatch.setenv("MPDB_DIR", str(tmp_path / "sockets"))
+    yield
+    assert not list((tmp_path / "sockets").iterdir())
+
+
+def debug(fault: Fault, at: StopPoint, options: RunOptions, *asked: str) -> str:
+    """Return what a console says when all ranks of a fault's case have stopped, and let them go on."""
+    size = fault.case.layout.world_size
+    commands = [word for each in (f"wait {size}", *asked, "@all c") for word in ("-c", each)]
+    consoles: list[subprocess.Popen[str]] = []
+
+    def open_console() -> None:
+        command = [sys.executable, "-m", "multiprocessing_pdb", "debugged", *commands]
+        consoles.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+
+    assert debug_case(fault.case, at, options, open_console) == tuple(range(size))
+    (console,) = consoles
+    return console.communicate(timeout=60)[0]
+
+
+def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path) -> None:
     fault = load_faults()["A01"]  # gradients of experts become twice as large
     size = fault.case.layout.world_size
     options = RunOptions(
@@ -30,27 +56,38 @@ def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path, monkeypatch:
     assert at is not None
     (first,) = [finding for finding in result.cases[0].findings if not finding.follows]
     assert (at.kind, at.tensor, at.step) == ("gradient", first.tensor, 0)
-    consoles = []
-
-    def open_console() -> None:
-        asked = [
-            f"wait {size}",
-            "@all p (actual.double() / expected).median().item()",
-            "@all p step",
-            "@all c",
-        ]
-        commands = [word for each in asked for word in ("-c", each)]
-        consoles.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "multiprocessing_pdb", "debugged", *commands],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-
-    assert debug_case(fault.case, at, options, open_console) == tuple(range(size))
-    (console,) = consoles
-    said, _ = console.communicate(timeout=60)
+    said = debug(
+        fault,
+        at,
+        options,
+        "@all p (actual.double() / expected).median().item()",
+        "@all p step",
+        "diff --golden actual",
+        "diff --golden",
+        "diff --golden program.shards[0].tensor",
+        "diff --golden step",
+    )
     assert said.count("2.0") >= 1, said
     assert f"ranks 0-{size - 1}: 0" in said, said
-    assert not list((tmp_path / "sockets").iterdir())
+    wrong = f"{first.kind} {first.tensor} at step 0"
+    assert f"{wrong} differs from the golden: relative error 1, bound 1e-10" in said
+    element = re.search(r"on ranks 0-1; most on rank [01] at (\[.*\]): expected (\S+), actual (\S+)\n", said)
+    assert element is not None, said
+    assert float(element[3]) == pytest.approx(2 * float(element[2]))
+    assert f"1 of 118 tensors differ from the golden\n  {wrong}: relative error 1" in said
+    assert "initial weight embed.weight before step 0 is as in the golden: relative error 0, bound 0" in said
+    assert "this int is nothing that the golden has at step 0" in said
+
+
+def test_ranks_stop_inside_the_module_that_is_blamed(tmp_path: Path) -> None:
+    fault = load_faults()["E13"]  # the combine reads other rows, so that the dispatcher puts out other tokens
+    options = RunOptions(
+        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
+    )
+    place = BlamedPlace(about="the dispatcher", module="layers.1.moe.dispatcher")
+    at = StopPoint(kind="loss", tensor="lm", step=0, about="the loss", place=place)
+    said = debug(fault, at, options, "ls", "@0 p self.group.size()", "diff --golden actual", "n", "ls")
+    assert said.count("the dispatcher") == 4, said
+    assert said.count("parallel/expert.py:") == said.count("model/moe.py:") == 2, said  # in it, and after it
+    assert "rank 0: 2\n" in said
+    assert "ranks 0-1: module output layers.1.moe.dispatcher at step 0 differs from the golden" in said

@@ -72,6 +72,10 @@ def test_a_rank_that_hangs_while_the_others_wait_in_a_collective(failures: Any) 
     assert "in act" in reports[1]["stack"]
     assert reports[0]["last_collective"]
     assert "in act" not in reports[0]["stack"]
+    first, *_ = [record for record in reports[0]["recent"] if record["state"] == "started"]
+    assert 1 in first["group"]
+    assert reports[0]["recent"][-1]["number"] == reports[0]["collective"]["number"]
+    assert all(record["number"] < first["number"] for record in reports[1]["recent"])
 
 
 def test_the_case_after_those_that_failed_is_compared_in_full(failures: Any) -> None:

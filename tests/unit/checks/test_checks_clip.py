@@ -33,12 +33,16 @@ def judge(run_ranks: Callable, make_one_device_case: Callable) -> Judge:
 
 
 def note(
-    gradients: Mapping[str, tuple[Tensor, Region]], norm: float, coefficient: float | None = None
+    gradients: Mapping[str, tuple[Tensor, Region]],
+    norm: float,
+    coefficient: float | None = None,
+    *,
+    norms_are_wide: bool = False,
 ) -> Any:
-    """Return what one rank reports of these gradients, and of the norm that it has."""
-    watch = GradientWatch()
+    """Return what one rank reports of these gradients, and of the norm that it has: of their dtype, or float32."""
+    watch = GradientWatch(norms_are_wide=norms_are_wide)
     watch.begin_step(0)
-    dtype = next(iter(gradients.values()))[0].dtype
+    dtype = torch.float32 if norms_are_wide else next(iter(gradients.values()))[0].dtype
     for name, (local, region) in gradients.items():
         watch.observe(0, "gradient", name, local, region)
     scalar = Region.whole(())
@@ -92,10 +96,26 @@ def test_a_norm_that_is_no_number_is_found(judge: Judge, weight: Tensor) -> None
 def test_the_norms_of_a_real_run_pass(
     judge: Judge, train_alone: Callable, make_one_device_case: Callable, precision: str
 ) -> None:
-    report = train_alone(make_one_device_case(SGD, precision), lambda program: GradientWatch())
+    report = train_alone(
+        make_one_device_case(SGD, precision), lambda program: GradientWatch(norms_are_wide=True)
+    )
     outcome = judge([report], precision)
     assert outcome.findings == ()
     assert outcome.result.tensors == 6
+
+
+def test_what_a_wide_norm_counts_twice_is_found_far_below_the_rounding_of_the_gradients(
+    judge: Judge, weight: Tensor
+) -> None:
+    small = (0.01 * weight[:1]).to(torch.bfloat16)
+    gradients = {"w": (weight.to(torch.bfloat16), Region.whole(SHAPE)), "s": (small, Region.whole((1, 6)))}
+    square = float(gradients["w"][0].double().square().sum())
+    right, twice = (square + count * float(small.double().square().sum()) for count in (1, 2))
+    assert twice / right - 1.0 < 2.0**-13
+    assert judge([note(gradients, right**0.5, norms_are_wide=True)]).findings == ()
+    (finding,) = judge([note(gradients, twice**0.5, norms_are_wide=True)]).findings
+    assert (finding.tensor, finding.bound < 1e-5) == ("total", True)
+    assert judge([note(gradients, twice**0.5)]).findings == ()
 
 
 def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
@@ -103,5 +123,7 @@ def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
 ) -> None:
     norm_of = program.gradient_norm
     monkeypatch.setattr(program, "gradient_norm", lambda shards, *rest: norm_of(shards[:-1], *rest))
-    report = train_alone(make_one_device_case(SGD, "bfloat16"), lambda program: GradientWatch())
+    report = train_alone(
+        make_one_device_case(SGD, "bfloat16"), lambda program: GradientWatch(norms_are_wide=True)
+    )
     assert {finding.tensor for finding in judge([report], "bfloat16").findings} == {"total"}

@@ -121,6 +121,17 @@ def test_a_weight_decay_that_is_left_out_is_named(
     assert "the optimizer computes the update otherwise: weight decay is left out" in causes(outcome)
 
 
+@pytest.mark.parametrize("precision", ["float64", "mixed"])
+@pytest.mark.parametrize("options", [ADAMW, {**SGD, "weight_decay": 0.1}], ids=["adamw", "sgd"])
+def test_a_weight_decay_of_parameters_that_have_none_is_measured(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], precision: str
+) -> None:
+    change_options(monkeypatch, weight_decay=0.1)
+    outcome = judge(options, precision)
+    assert all(len(finding.index) == 1 for finding in outcome.findings), "matrices have it by right"
+    assert "weight decay is there, and the options have none" in causes(outcome)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_other_betas_are_measured(judge: Callable, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     change_options(monkeypatch, betas=(0.8, 0.95))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from moeverify.checks.placed import find_misplaced
 from moeverify.compare.assembled import Assembled
 from moeverify.compare.comparison import Entry
 from moeverify.layout.region import Region
+from moeverify.placement.buckets import list_buckets
+from moeverify.placement.placement import Placement
+from moeverify.placement.policy import Policy, list_solved
+from moeverify.results.load import ExpertLoad
 from moeverify.validation.load import build_case
 
 NAME, SHAPE = "layers.1.moe.experts.up", (16, 4, 2)
@@ -34,8 +39,8 @@ def show(step: int, kind: str, *rows: tuple[tuple[int, ...], ...]) -> tuple[tupl
     return tensor.key, tensor
 
 
-def list_wrong(case: Any, *tensors: Any) -> list[tuple[int, tuple[int, ...]]]:
-    shown = SimpleNamespace(case=case, tensors=dict(tensors), place=lambda rank: {})
+def list_wrong(case: Any, *tensors: Any, load: Any = None) -> list[tuple[int, tuple[int, ...]]]:
+    shown = SimpleNamespace(case=case, tensors=dict(tensors), place=lambda rank: {}, load=load)
     return [(finding.step, finding.ranks) for finding in find_misplaced(cast(Any, shown))]
 
 
@@ -67,6 +72,27 @@ def test_replicas_are_blocks_of_their_own() -> None:
     own = ((tuple(range(8)), (8,)), ((8,), tuple(range(9, 16))))
     assert list_wrong(case, show(0, "update", *own)) == []
     assert list_wrong(case, show(0, "update", (tuple(range(9)),), own[1])) == [(0, (0,))]
+
+
+def make_load(hot: int) -> ExpertLoad:
+    """Return a load of three steps in which one expert gets as much as all others together."""
+    copies = [[10 if expert != hot else 150] * 2 for expert in range(16)]
+    step = [copies, copies]
+    return ExpertLoad(layers=(1, 2), num_experts=16, num_sources=2, top_k=2, copies=(step,) * 4)
+
+
+def test_placements_that_a_run_solves_are_solved_again_from_its_load() -> None:
+    case, load = make_case(rebalance={"every": 2, "slots": 9}), make_load(hot=3)
+    first, policy = Placement(16, (HALVES, HALVES), (1, 2)), Policy(every=2, slots=9)
+    solved = list_solved(np.array(load.copies), first, policy)
+    assert list(solved) == [2]
+    buckets = list_buckets(solved[2].matrices[0])
+    rows = [tuple(bucket.experts for bucket in buckets if rank in bucket.holders) for rank in range(2)]
+    assert len(rows[0]) > 1, "the hot expert has a replica"
+    before = show(1, "update", *rows_of(HALVES))
+    assert list_wrong(case, before, show(2, "update", *rows), load=load) == []
+    assert list_wrong(case, before, show(2, "update", *rows_of(HALVES)), load=load) == [(2, (0, 1))]
+    assert list_wrong(case, show(2, "update", *rows), load=make_load(hot=12)) == [(2, (0, 1))]
 
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 1}])

@@ -1,0 +1,320 @@
+"""Whether modules compute with the weights that the ranks store: what FSDP has gathered is what it gathered from.
+
+The comparison with the golden sees a stale weight by its effect alone, which the rounding of a narrow dtype hides.
+Here neither golden nor noise plays a part: when the forward pass of a module begins, the elements of the gathered
+weight that this rank stores itself must be the stored ones, in the dtype in which they are used, bit for bit.
+
+Whether what other ranks store came from them is theirs to say: each compares its own shard, and a gathered tensor is
+the same on all of them. Weights that are used as they are stored (DDP, tensor and expert parallelism alone) are not
+gathered, and nothing is said of them; neither are tensors of classes that compute otherwise, such as those of float8,
+and what is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.checks.dtype_watch import list_slots
+from moeverify.checks.precision import WHOLE, join_by_module
+from moeverify.layout.local_shard import flat_shards, logical_name
+from moeverify.layout.placement import local_part, region_of
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import GatheredFacts
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
+from moeverify.train.program import Program
+
+MOST_ELEMENTS = 1 << 10
+"""Of a larger shard, so many elements in equal distances are compared: stale or misplaced ones are so in many."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter that a rank used with other values than it stores, for the first time.
+
+    `num_wrong` of `num_compared` elements differ, the first at `index`. `is_stale` says that all are those of the
+    step before.
+    """
+
+    step: int
+    parameter: str
+    dtype: str
+    num_wrong: int
+    num_compared: int
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    is_stale: bool
+
+
+@dataclass(frozen=True)
+class GatheredReport:
+    """The parameters that a rank saw gathered, and where they differed.
+
+    `unmoved` are those which the steps before the differences left as they were, in the dtype in which they are used:
+    of them nobody can say whether they were gathered anew.
+    """
+
+    names: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    unmoved: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Weight:
+    """A sharded parameter: how its stored values are read, and which of them are compared.
+
+    `stored_at` are their coordinates in what is stored, `logical_at` those in the logical tensor: a tensor (elements)
+    for every dim. `now` and `before` are their values when this step and the one before began.
+    """
+
+    name: str
+    region: Region
+    read: Callable[[], Tensor]
+    stored_at: tuple[Tensor, ...]
+    logical_at: tuple[Tensor, ...]
+    now: Tensor | None = None
+    before: Tensor | None = None
+
+    def sample(self) -> Tensor:
+        """Return the compared elements as they are stored now. Shape: (elements)."""
+        stored = self.read().detach()
+        return stored[tuple(each.to(stored.device) for each in self.stored_at)]
+
+
+class GatheredWatch(Watch[GatheredReport]):
+    """Compares, whenever the forward pass of a module begins, its gathered parameters with what the rank stores.
+
+    The comparison of a step is made when it is over, so that a device is not waited for in each module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = dict(_list_weights(model))
+        self._slots = {
+            module: found
+            for prefix, module in model.named_modules()
+            if (found := [slot for slot in list_slots(prefix, module) if id(slot.stored) in self._weights])
+        }
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._look) for module in self._slots
+        ]
+        self._places: dict[tuple[str, str], tuple[Tensor, ...] | None] = {}
+        self._looked: dict[str, tuple[Tensor, Tensor]] = {}
+        self._seen: set[str] = set()
+        self._differences: dict[str, Difference] = {}
+        self._unmoved: set[str] = set()
+        self._step = -1
+
+    def begin_step(self, step: int) -> None:
+        """Judge the step before, and keep what is stored now; see `Watch`."""
+        self._finish()
+        self._step = step
+        for weight in self._weights.values():
+            weight.before, weight.now = weight.now, weight.sample()
+
+    def close(self) -> None:
+        """Judge the last step, and let go of the model; see `Watch`."""
+        self._finish()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._slots, self._weights = [], {}, {}
+
+    def report(self) -> GatheredReport:
+        """Return what was seen; see `Watch`."""
+        found = tuple(self._differences.values())
+        return GatheredReport(tuple(sorted(self._seen)), found, frozenset(self._unmoved))
+
+    @torch.no_grad()
+    def _look(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled with the module must be as it is when nobody watches
+        for slot in self._slots.get(module, ()):
+            # Not `getattr`: a parametrization gathers when it is asked, and that would be one collective more.
+            used = slot.owner._parameters.get(slot.attribute, slot.owner.__dict__.get(slot.attribute))
+            weight = self._weights[id(slot.stored)]
+            if used is None or used is slot.stored or weight.name in self._differences:
+                continue
+            local = local_part(used)
+            place = self._find_place(weight, used) if type(local) in (Tensor, nn.Parameter) else None
+            if place is not None:
+                actual = local.detach()[place]
+                self._keep(weight.name, actual, weight.sample().to(actual.device, actual.dtype))
+
+    def _find_place(self, weight: _Weight, used: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the coordinates of the compared elements in what is used; None where it is no such part of it."""
+        region = region_of(used)
+        key = (weight.name, region.key)
+        if key not in self._places:
+            found = _locate(weight.logical_at, region) if region.shape == weight.region.shape else None
+            self._places[key] = found and tuple(each.to(local_part(used).device) for each in found)
+        return self._places[key]
+
+    def _keep(self, name: str, actual: Tensor, expected: Tensor) -> None:
+        """Keep what is compared; of the passes of a step the first in which anything differs."""
+        self._seen.add(name)
+        if name in self._looked and self._looked[name][0].dtype == actual.dtype:
+            before = self._looked[name]
+            is_wrong = (_bits(before[0]) != _bits(before[1])).any()
+            actual, expected = (
+                torch.where(is_wrong, old, new) for old, new in zip(before, (actual, expected), strict=True)
+            )
+        self._looked[name] = (actual, expected)
+
+    def _finish(self) -> None:
+        looked, self._looked = self._looked, {}
+        weights = {weight.name: weight for weight in self._weights.values()}
+        num_known = len(self._differences)
+        for name, (actual, expected) in looked.items():
+            wrong = _bits(actual) != _bits(expected)
+            if bool(wrong.any()):
+                self._differences[name] = self._describe(weights[name], actual, expected, wrong)
+        if len(self._differences) > num_known:
+            self._unmoved |= {name for name in looked if _is_unmoved(weights[name], looked[name][1].dtype)}
+
+    def _describe(self, weight: _Weight, actual: Tensor, expected: Tensor, wrong: Tensor) -> Difference:
+        before = None if weight.before is None else weight.before.to(actual.device, actual.dtype)
+        first = int(wrong.nonzero()[0])
+        return Difference(
+            step=self._step,
+            parameter=weight.name,
+            dtype=str(actual.dtype).removeprefix("torch."),
+            num_wrong=int(wrong.sum()),
+            num_compared=wrong.numel(),
+            index=tuple(int(each[first]) for each in weight.logical_at),
+            expected=float(expected[first]),
+            actual=float(actual[first]),
+            is_stale=before is not None and bool((_bits(actual) == _bits(before)).all()),
+        )
+
+
+def _is_unmoved(weight: _Weight, dtype: torch.dtype) -> bool:
+    """Return whether the last step changed nothing of a weight that is left of it in a dtype."""
+    if weight.now is None or weight.before is None:
+        return False
+    return torch.equal(_bits(weight.now.to(dtype)), _bits(weight.before.to(dtype)))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of floating-point numbers as integers: -0.0 is not 0.0, and NaN is itself."""
+    return values.contiguous().view(_BITS[values.element_size()])
+
+
+def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
+    """Yield (id, weight) of the parameters that FSDP2 and FSDP1 shard and this rank stores something of."""
+    flat = {id(each.parameter): each for each in flat_shards(model)}
+    is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        if id(parameter) in flat:
+            region, read = flat[id(parameter)].region, flat[id(parameter)].read
+        elif is_gathered and isinstance(parameter, DTensor):
+            region, read = region_of(parameter), partial(local_part, parameter)
+        else:
+            continue
+        if not parameter.is_floating_point() or not region.shape or not region.numel:
+            continue
+        # An odd distance does not stay in one column of a matrix.
+        positions = torch.arange(0, region.numel, -(-region.numel // MOST_ELEMENTS) | 1)
+        stored_at = torch.unravel_index(positions, region.local_shape)
+        yield (
+            id(parameter),
+            _Weight(logical_name(name), region, read, stored_at, _name_logical(region, positions)),
+        )
+
+
+def _name_logical(region: Region, positions: Tensor) -> tuple[Tensor, ...]:
+    """Return the coordinates in the logical tensor of some elements of a region, which are counted row by row."""
+    if region.flat is not None:
+        return torch.unravel_index(positions + region.flat.start, region.shape)
+    inside = torch.unravel_index(positions, region.local_shape)
+    return tuple(torch.tensor(tuple(dim))[at] for dim, at in zip(region.dims, inside, strict=True))
+
+
+def _locate(logical_at: Sequence[Tensor], region: Region) -> tuple[Tensor, ...] | None:
+    """Return where elements of the logical tensor are in a region; None where it lacks some."""
+    found = []
+    for at, dim in zip(logical_at, region.dims, strict=True):
+        values, order = torch.sort(torch.tensor(tuple(dim)))
+        place = torch.searchsorted(values, at.contiguous()).clamp(max=len(values) - 1)
+        if not len(values) or not torch.equal(values[place], at):
+            return None
+        found.append(order[place])
+    return tuple(found)
+
+
+class GatheredWeights(Check[GatheredReport]):
+    """Gathered weights, at the begin of every forward pass, against the shards that the ranks store."""
+
+    name = CheckName.GATHERED_WEIGHTS
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[GatheredReport] | None:
+        """Return what compares the weights of each forward pass; see `Check`."""
+        return GatheredWatch(program.model)
+
+    def judge(self, shown: Shown, reports: Sequence[GatheredReport]) -> Outcome | None:
+        """Return whether all were as stored, with a finding for each largest part that was not; see `Check`."""
+        known = sorted({name for report in reports for name in report.names})
+        if not known:
+            return None
+        wrong: dict[tuple[int, bool], dict[str, dict[int, Difference]]] = {}
+        for rank, report in enumerate(reports):
+            for each in report.differences:
+                by_name = wrong.setdefault((each.step, each.is_stale), {})
+                by_name.setdefault(each.parameter, {})[rank] = each
+        moved = set(known) - set().union(*(report.unmoved for report in reports))
+        findings = [
+            _make_finding(shown, module, members, len(known))
+            for (_, is_stale), by_name in sorted(wrong.items())
+            for module, members in join_by_module(by_name, moved if is_stale else known).items()
+        ]
+        return make_outcome(self.name, findings, len(known))
+
+
+def _make_finding(
+    shown: Shown, module: str, members: Mapping[str, Mapping[int, Difference]], num_known: int
+) -> Finding:
+    ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
+    (name, by_rank), *_ = members.items()
+    rank, first = min(by_rank.items())
+    return Finding(
+        check=CheckName.GATHERED_WEIGHTS,
+        tensor=module or WHOLE,
+        step=first.step,
+        rank=rank,
+        ranks=ranks,
+        coordinates=shown.place(rank),
+        error=first.num_wrong / first.num_compared,
+        bound=0.0,
+        index=first.index,
+        expected=first.expected,
+        actual=first.actual,
+        code=Cause.STALE if first.is_stale else "",
+        facts=GatheredFacts(
+            module=module,
+            parameter=name,
+            num_parameters=len(members),
+            num_known=num_known,
+            dtype=first.dtype,
+            num_wrong=first.num_wrong,
+            num_compared=first.num_compared,
+            is_stale=first.is_stale,
+        ),
+        place=Place(module=module, ranks=ranks),
+    )
+
+
+CHECKS = (GatheredWeights(),)

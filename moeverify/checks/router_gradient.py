@@ -1,0 +1,476 @@
+"""Whether the balance and z losses send into each router what they should, and its weight gets what follows from it.
+
+Both losses are linear in what a router hands over: a sum of probabilities for each row, and a sum of squares. So
+their gradient there is a number of the recipe times the counts of the choices, whatever precision the model has and
+however small the loss is beside the cross entropy, in whose rounding a wrong one is lost. From there on to the
+router's weight `moeverify.checks.router_backward` computes the way again.
+
+A rank knows its own counts alone; those of all ranks are added up afterwards, where the gradients are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.case.schema import MoE
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.router_backward import PARTS, RouterFit, RouterInputs, measure_backward
+from moeverify.checks.router_passes import MicroBatchPasses, count_times, find_lengths, list_scopes
+from moeverify.layout.placement import local_part
+from moeverify.model.precision import widen
+from moeverify.model.router import Router, Routing
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import Form, RouterGradientFacts, Term
+from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.part import Part
+from moeverify.results.place import Place, Stage
+from moeverify.train.program import Program
+from moeverify.train.reference_subject import ReferenceSubject
+
+_MOST_DEVIATIONS = 10.0  # standard errors by which a coefficient may be off
+_STEADY = 3.0 / _MOST_DEVIATIONS  # the share of these within which two coefficients are one number
+_KNOWN = 0.02  # relative: a factor that is known less exactly is confirmed by none that is near it
+_TERMS = tuple(
+    sorted((term for term, _ in PARTS), key=lambda term: term == "combine")
+)  # the losses come first
+_ROUNDINGS = 16.0  # a few products and quotients, in at least float32
+
+
+@dataclass
+class RouterStep:
+    """What one router of a rank has counted and got back in a step.
+
+    `counts` (2, E) are those of each row of the global batch, of valid tokens and of all; where the balance loss is
+    one of the whole batch, they are all under 0. `balance` (E) is the gradient of each row's sum of probabilities, z
+    those of the sums of z. `fits` are of the weight's gradient, with one for each step. `unit` is half the machine
+    epsilon in which the router computes.
+    """
+
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    balance: dict[int, Tensor] = field(default_factory=dict)
+    z: list[float] = field(default_factory=list)
+    fits: list[RouterFit] = field(default_factory=list)
+    unit: float = 0.0
+
+
+Reports = dict[int, dict[str, RouterStep]]  # by step and router
+
+
+@dataclass
+class _Pass:
+    """One forward pass; the gradients come later, and to one that recomputes activations never."""
+
+    name: str
+    counts: Tensor  # (B, 2, E)
+    unit: float
+    balance: Tensor | None = None  # (B, E)
+    z: Tensor | None = None
+    weights: Tensor | None = None  # (B, S, k), until the backward pass is measured
+    backward: Tensor | None = None
+
+
+@dataclass
+class _Awaited:
+    """The gradient of one router's weight in the first micro-batch of a step.
+
+    `is_known` says that a pass has been seen whose gradient it will be; a second one recomputes activations, or is of
+    another micro-batch.
+    """
+
+    handle: RemovableHandle | None = None
+    measure: Callable[[Tensor], None] | None = None
+    is_known: bool = False
+
+    @torch.no_grad()
+    def hear(self, gradient: Tensor) -> None:
+        """Measure it; what comes later in the step is of other micro-batches."""
+        if self.measure is not None:
+            self.measure(local_part(gradient))
+            self.measure = None
+
+
+class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
+    """Notes what comes back to each router, and computes its backward pass again in one micro-batch of a step.
+
+    `scale` is what the layout multiplies the losses by before it differentiates them, because it averages gradients.
+    """
+
+    def __init__(self, model: nn.Module, *, by_row: bool, scale: float) -> None:
+        super().__init__(model)
+        self._by_row = by_row
+        self._scale = scale
+        self._awaited: dict[nn.Module, _Awaited] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Await nothing more of the step before; see `Watch`."""
+        self._forget()
+        super().begin_step(step)
+
+    def close(self) -> None:
+        """Take the hooks away; see `Watch`."""
+        self._forget()
+        super().close()
+
+    def see(
+        self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
+    ) -> None:
+        """Note one pass that something will come back to; see `RouterPasses`."""
+        if not routing.weights.requires_grad:
+            return
+        if valid is None:
+            valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        selected = torch.zeros(*x.shape[:-1], len(weight), dtype=torch.int64, device=x.device)
+        selected = selected.scatter(-1, routing.ids, 1)
+        counts = torch.stack([(selected * valid.unsqueeze(-1)).sum(dim=1), selected.sum(dim=1)], dim=1)
+        seen = _Pass(name, counts, 0.5 * torch.finfo(widen(x.dtype)).eps)
+        self.keep(seen)
+        returning = [(routing.stats.probability_sum, "balance"), (routing.stats.z_sum, "z")]
+        awaited = self._awaited.get(router)
+        if awaited is not None and not awaited.is_known:
+            returning.append((routing.weights, "weights"))
+            bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)
+            awaited.measure = _make_measure(seen, router.spec, weight, bias, x, valid, routing.ids)
+            awaited.is_known = True
+        for value, field_name in returning:
+            if value.requires_grad:
+                value.register_hook(_make_keeper(seen, field_name))  # type: ignore[no-untyped-call]
+
+    def report(self) -> Reports:
+        """Return what came back in each step; see `Watch`."""
+        found: Reports = {}
+        for step, passes in self.passes.items():
+            for seen, rows in passes:
+                self._add(found.setdefault(step, {}).setdefault(seen.name, RouterStep()), seen, rows)
+        return found
+
+    @torch.no_grad()
+    def _keep_weight(self, module: nn.Module, inputs: Any) -> None:
+        super()._keep_weight(module, inputs)
+        if torch.compiler.is_compiling() or module in self._awaited or self.step < 0:
+            return
+        weight = module.weight
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            awaited = _Awaited()
+            awaited.handle = weight.register_hook(awaited.hear)  # type: ignore[no-untyped-call]
+            self._awaited[module] = awaited
+
+    def _forget(self) -> None:
+        for awaited in self._awaited.values():
+            if awaited.handle is not None:
+                awaited.handle.remove()
+            awaited.measure = None
+        self._awaited = {}
+
+    def _add(self, found: RouterStep, seen: _Pass, rows: Sequence[int] | None) -> None:
+        if rows is None or len(rows) != len(seen.counts):
+            return
+        found.unit = seen.unit
+        for place, row in enumerate(rows):
+            key = row if self._by_row else 0
+            counts = seen.counts[place].cpu()
+            found.counts[key] = found.counts[key] + counts if key in found.counts else counts
+            if seen.balance is not None:
+                found.balance[row] = seen.balance[place].to("cpu", torch.float64) / self._scale
+        if seen.z is not None:
+            found.z.append(float(seen.z) / self._scale)
+        if seen.backward is not None:
+            found.fits.append(RouterFit.of(seen.backward.cpu()))
+
+
+def _make_keeper(seen: _Pass, name: str) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        setattr(seen, name, gradient.detach().clone())
+
+    return hook
+
+
+def _make_measure(
+    seen: _Pass, spec: MoE, weight: Tensor, bias: Tensor | None, x: Tensor, valid: Tensor, ids: Tensor
+) -> Callable[[Tensor], None]:
+    """Return what takes the gradient (E, H) that the weight got. Shapes: x (B, S, H), valid (B, S), ids (B, S, k)."""
+
+    def measure(actual: Tensor) -> None:
+        if actual.shape != weight.shape:
+            return  # what each rank has of it is a part, or was summed already
+        of_weights = torch.zeros_like(ids, dtype=torch.float64) if seen.weights is None else seen.weights
+        rows = (
+            torch.zeros_like(seen.counts[:, 0], dtype=torch.float64) if seen.balance is None else seen.balance
+        )
+        of_probabilities = rows.unsqueeze(1).expand(*x.shape[:-1], len(weight)).flatten(0, -2)
+        of_z = torch.zeros((), dtype=torch.float64, device=x.device) if seen.z is None else seen.z
+        flat = (x.flatten(0, -2), valid.flatten(), ids.flatten(0, -2), of_weights.flatten(0, -2))
+        seen.backward = measure_backward(
+            RouterInputs(spec, weight, bias, *flat, of_probabilities, of_z), actual
+        )
+        seen.weights = None
+
+    return measure
+
+
+class RouterGradient(Check[Reports]):
+    """What comes back to the routers of the reference model, on every rank."""
+
+    name = CheckName.ROUTER_GRADIENT
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
+        """Return what notes gradients; see `Check`."""
+        moe = run.case.recipe.model.moe
+        # A stage of a pipeline has several micro-batches under way, whose rows it does not show.
+        if not isinstance(program.subject, ReferenceSubject) or moe is None or run.case.layout.pp > 1:
+            return None
+        # A layout with router losses of its own defines them itself.
+        if program.own_router_losses is not None:
+            return None
+        return RouterGradientWatch(program.model, by_row=moe.balance_scope == "sequence", scale=program.scale)
+
+    def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
+        """Return whether all that came back is right; see `Check`."""
+        return judge_gradients(shown, reports) if any(reports) else None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """How a term's gradient stands at one router of a rank: error over bound, and by which factor it is off."""
+
+    rank: int
+    router: str
+    error: float
+    bound: float
+    factor: float | None
+    form: Form = ""
+    in_router: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Return the error over its bound; a rank that has padding alone may be allowed nothing, and has no error."""
+        return self.error / self.bound if self.bound > 0.0 else math.inf if self.error > 0.0 else 0.0
+
+
+def judge_gradients(shown: Shown, reports: Sequence[Reports]) -> Outcome:
+    """Return the verdict, with a finding for each term of a step that some rank's routers get otherwise."""
+    moe = shown.case.recipe.model.moe
+    assert moe is not None
+    findings: list[Finding] = []
+    worst: Worst | None = None
+    most = 0.0
+    num_judged = 0
+    for step in sorted(set().union(*reports)):
+        of_step = [report.get(step, {}) for report in reports]
+        measured = [*_measure_losses(shown, moe, step, of_step), *_measure_backward(of_step)]
+        num_judged += len(measured)
+        for term in _TERMS:
+            rows = [each for name, each in measured if name == term]
+            if not rows:
+                continue
+            largest = max(rows, key=lambda each: each.ratio)
+            if worst is None or largest.ratio > most:
+                name, most = f"{largest.router} {term}", largest.ratio
+                worst = Worst(tensor=name, error=largest.error, bound=largest.bound, step=step)
+            wrong = [each for each in rows if not each.error <= each.bound]
+            if wrong:
+                findings.append(_make_finding(shown, step, term, wrong))
+    result = CheckResult(
+        name=CheckName.ROUTER_GRADIENT,
+        verdict="mismatch" if findings else "pass",
+        tensors=num_judged,
+        worst=worst,
+    )
+    return Outcome(result, tuple(findings))
+
+
+def _measure_losses(
+    shown: Shown, moe: MoE, step: int, of_step: Sequence[Mapping[str, RouterStep]]
+) -> Iterator[tuple[Term, _Measured]]:
+    """Yield what the losses send into each router, beside what they should."""
+    lengths = find_lengths(shown.case.recipe, step)
+    num_valid, wanted = float(lengths.sum()), list_scopes(moe, lengths)
+    merged = {name: _merge_counts(of_step, name) for name in sorted({n for each in of_step for n in each})}
+    shares = {name: _shares(counts, wanted, moe.top_k) for name, counts in merged.items()}
+    of_layers = [each for each in shares.values() if each is not None]
+    for rank, each in enumerate(of_step):
+        for name, seen in each.items():
+            bound = _ROUNDINGS * seen.unit
+            if moe.z_coef and seen.counts:
+                for value in seen.z or [0.0]:
+                    factor = value * num_valid / moe.z_coef
+                    yield "z", _Measured(rank, name, abs(factor - 1.0), bound, factor)
+            share = shares[name]
+            if not moe.balance_coef or share is None or not seen.counts:
+                continue
+            weight = moe.balance_coef * moe.num_experts / moe.top_k
+            forms = _list_forms(moe, share, seen, wanted, of_layers)
+            for row, actual in (
+                seen.balance or {row: torch.zeros(moe.num_experts) for row in seen.counts}
+            ).items():
+                key = row if moe.balance_scope == "sequence" else 0
+                divisor = wanted[key] * len(wanted)
+                expected = weight * share[key] / divisor
+                fitted = _fit_form(
+                    actual, {name: weight * form[key] / divisor for name, form in forms.items()}
+                )
+                error = float((actual - expected).norm() / expected.norm())
+                yield "balance", _Measured(rank, name, _finite(error), bound, *fitted)
+
+
+def _merge_counts(of_step: Sequence[Mapping[str, RouterStep]], name: str) -> dict[int, Tensor]:
+    merged: dict[int, Tensor] = {}
+    for each in of_step:
+        for row, counts in (each[name].counts if name in each else {}).items():
+            merged[row] = merged[row] + counts if row in merged else counts
+    return merged
+
+
+def _shares(
+    counts: Mapping[int, Tensor], wanted: Mapping[int, float], top_k: int
+) -> dict[int, Tensor] | None:
+    """Return which share of the valid tokens chose each expert, (E) for each row, as all ranks saw it.
+
+    None where the ranks did not see every valid token equally often.
+    """
+    if counts.keys() != wanted.keys():
+        return None
+    found: dict[int, Tensor] = {}
+    for row, length in wanted.items():
+        valid = counts[row][0].to(torch.float64)
+        times = count_times(float(valid.sum()) / top_k, length)
+        if times is None:
+            return None
+        found[row] = valid / (times * length)
+    return found
+
+
+def _list_forms(
+    moe: MoE,
+    share: Mapping[int, Tensor],
+    seen: RouterStep,
+    wanted: Mapping[int, float],
+    of_layers: Sequence[Mapping[int, Tensor]],
+) -> dict[Form, dict[int, Tensor]]:
+    """Return the shares (E) of each row by what an implementation may have taken for them, the right ones first."""
+    own = {row: counts[0].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
+    padded = {row: counts[1].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
+    alike = {row: torch.full_like(each, moe.top_k / moe.num_experts) for row, each in share.items()}
+    layers = {row: torch.stack([each[row] for each in of_layers]).mean(dim=0) for row in share}
+    return {"": dict(share), "own": own, "padded": padded, "uniform": alike, "layers": layers}
+
+
+def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | None, Form]:
+    """Return by which factor a gradient (E) is that of a form, and the form; None where it is a multiple of none."""
+    size = float(actual.norm())
+    if size == 0.0:
+        return 0.0, ""
+    for form, expected in forms.items():
+        factor = float(actual @ expected / (expected @ expected))
+        if float((actual - factor * expected).norm()) <= 1e-5 * size:
+            return factor, form
+    return None, ""
+
+
+def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[tuple[Term, _Measured]]:
+    """Yield what each router makes of what it gets, beside what it should."""
+    for rank, each in enumerate(of_step):
+        for name, seen in each.items():
+            for fit in seen.fits:
+                is_off = False
+                for (term, times), found in zip(PARTS, fit.coefficients, strict=True):
+                    # What is left besides these parts may look like any of them.
+                    if found is not None and (fit.is_whole or not fit.ratio > 1.0):
+                        value, deviation = found
+                        error, bound = abs(value - times), _MOST_DEVIATIONS * deviation
+                        is_off = is_off or error > bound
+                        yield term, _Measured(rank, name, error, bound, value, in_router=True)
+                if not (is_off and fit.is_whole):
+                    yield "combine", _Measured(rank, name, _finite(fit.ratio), 1.0, None, in_router=True)
+
+
+def _is_steady(wrong: Sequence[_Measured]) -> bool:
+    """Return whether each rank has one factor in all of its routers, as far as can be told."""
+    first: dict[int, _Measured] = {}
+    for each in wrong:
+        other = first.setdefault(each.rank, each)
+        if each.factor is None or other.factor is None:
+            return False
+        # Fitted coefficients alarm at ten deviations. That they are one number is a claim, and made within three.
+        share = _STEADY if each.in_router else 1.0
+        if not abs(each.factor - other.factor) <= share * (each.bound + other.bound):
+            return False
+    return True
+
+
+def _find_code(term: Term, worst: _Measured, wrong: Sequence[_Measured]) -> Cause:
+    if term.endswith("padding") or worst.form == "padded":
+        return Cause.PADDING
+    if worst.form == "own":
+        return Cause.MISSING_REDUCTION
+    # The gradient of a sum of probabilities, which is always 1, is none.
+    if not _is_steady(wrong) or worst.form not in ("", "uniform"):
+        return Cause.FORWARD
+    others = [each for each in wrong if each.router == worst.router]
+    is_known = not worst.in_router or all(_is_known(each) for each in wrong)
+    if is_known and _is_steady([replace(each, rank=0) for each in others]):
+        return Cause.TERM_SCALE
+    # Each rank has a factor of its own, which only other routers can confirm.
+    is_confirmed = len(others) < len(wrong) and is_known
+    return Cause.SHARE_WEIGHTS if is_confirmed or not worst.in_router else Cause.FORWARD
+
+
+def _is_known(each: _Measured) -> bool:
+    """Return whether a fitted factor is known to some percent: another function's part along the right one varies."""
+    factor = abs(each.factor or 0.0)
+    return _STEADY * each.bound <= _KNOWN * factor or factor <= each.bound
+
+
+def _finite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _make_finding(shown: Shown, step: int, term: Term, wrong: Sequence[_Measured]) -> Finding:
+    # Where what a router gets is wrong, what it makes of it says nothing more.
+    wrong = [each for each in wrong if not each.in_router] or wrong
+    ranks = tuple(sorted({each.rank for each in wrong}))
+    worst = max(wrong, key=lambda each: each.ratio)
+    # The first of a rank, if it has several.
+    factors = {each.rank: each.factor for each in reversed(wrong) if each.router == worst.router}
+    code = _find_code(term, worst, wrong)
+    if code == Cause.FORWARD and worst.in_router:
+        # The part of another function along the right one: no number of times that somebody multiplied by.
+        factors = dict.fromkeys(factors)
+    form = worst.form if all(each.form == worst.form for each in wrong) else ""
+    return Finding(
+        check=CheckName.ROUTER_GRADIENT,
+        kind=Kind.GRADIENT,
+        tensor=f"{worst.router}.weight",
+        step=step,
+        rank=worst.rank,
+        ranks=ranks,
+        coordinates=shown.place(worst.rank),
+        error=worst.error,
+        bound=worst.bound,
+        scale=worst.factor,
+        code=code,
+        facts=RouterGradientFacts(
+            term=term,
+            factors=dict(sorted(factors.items())),
+            form=form,
+            in_router=worst.in_router,
+            num_routers=len({each.router for each in wrong}),
+        ),
+        place=Place(
+            module=worst.router,
+            ranks=ranks,
+            stage=Stage.BACKWARD,
+            parts=() if term == "combine" else (Part(term=term.partition(" ")[0]),),
+        ),
+    )
+
+
+CHECKS = (RouterGradient(),)
