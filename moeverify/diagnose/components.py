@@ -11,8 +11,9 @@ The balance loss multiplies expert counts (no gradient) by sums of probabilities
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,9 +26,7 @@ from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share
 from moeverify.train.program import Program
-from moeverify.train.subject import Vector
-
-TERMS = ("lm", "balance", "z")
+from moeverify.train.subject import GradientParts, Vector
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,11 @@ class Cell:
 class Components:
     """The parts of the golden's gradient at one step.
 
-    `parts[term][cell][parameter]` sum over all terms and cells to the golden. `padding[term]` is what padding tokens
-    would add to lm and z; for balance it is the whole term with padding counted. `num_valid` counts each cell's
-    valid tokens.
+    `parts[term][cell][parameter]` sum over all terms and cells to the golden; terms are lm, balance and z, or have
+    the names that a user's loss gives them. `padding[term]` is what padding tokens would add to lm and z; for balance
+    it is the whole term with padding counted. `num_valid` counts each cell's
+    valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
+    it is asked for, and empty where that is not known.
     """
 
     cells: tuple[Cell, ...]
@@ -53,6 +54,12 @@ class Components:
     padding: dict[str, Vector]
     num_valid: tuple[int, ...]
     names: tuple[str, ...]
+    by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Return the loss terms."""
+        return tuple(self.parts)
 
     def term(self, term: str, name: str) -> Tensor:
         """Return a loss term's part of a parameter's gradient."""
@@ -60,7 +67,7 @@ class Components:
 
     def share(self, number: int, name: str) -> Tensor:
         """Return a cell's part of a parameter's gradient, over all terms."""
-        return torch.stack([self.parts[term][number][name] for term in TERMS]).sum(dim=0)
+        return torch.stack([self.parts[term][number][name] for term in self.terms]).sum(dim=0)
 
 
 def find_cells(case: Case) -> tuple[Cell, ...]:
@@ -102,11 +109,31 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         padding["balance"] = gradient.balance_with_padding()
     return Components(
         cells=cells,
-        parts={term: [part[term] for part in parts] for term in TERMS},
+        parts=_sort_by_term(parts),
         padding=padding,
         num_valid=tuple(int(mask.sum()) for mask in masks),
         names=tuple(held.name for held in program.shards),
+        by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
     )
+
+
+def _sort_by_term(parts: Sequence[Mapping[str, Vector]]) -> dict[str, list[Vector]]:
+    """Return the parts of all cells by term; a cell without any valid token may know no terms, and has zeros."""
+    known = {term: vector for part in parts for term, vector in part.items()}
+    some = next(iter(known.values()))
+    zero = {name: torch.zeros_like(value) for name, value in some.items()}
+    return {term: [part.get(term, zero) for part in parts] for term in known}
+
+
+def _split_by_router(gradient: GradientParts, routers: Sequence[str]) -> dict[tuple[str, str], Vector]:
+    layers = gradient.gradients_by_layer()
+    if len(layers) != len(routers):
+        return {}
+    return {
+        (term, router): vector
+        for router, terms in zip(routers, layers, strict=True)
+        for term, vector in terms.items()
+    }
 
 
 @torch.no_grad()

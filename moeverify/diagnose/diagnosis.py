@@ -10,23 +10,36 @@ import torch
 from moeverify.checks.base import Role
 from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
+from moeverify.diagnose.families import split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
+from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.missing_state import find_missing_state
 from moeverify.diagnose.place import locate
-from moeverify.diagnose.recomputed import RECOMPUTED, join_alike, merge_with_origins
+from moeverify.diagnose.recomputed import (
+    RECOMPUTED,
+    explain_router_gradient,
+    join_alike,
+    merge_with_origins,
+)
+from moeverify.diagnose.recomputed_norm import explain_norm
+from moeverify.diagnose.repeated_reduction import name_repeated_reduction
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.facts import ClipFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, OwnValues
+from moeverify.results.operation import Altered, Carried, OwnValues
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
 _ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
+_BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
+"""Checks of their own whose findings calls in a wrong order explain, as they do those of diagnosed ones."""
+
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 MOST_LOGGED = 20
@@ -40,6 +53,27 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
+    return _put_calls_first(_explain(findings, inputs))
+
+
+def _put_calls_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with calls in a wrong order before what is wrong from their step on, which follows them."""
+    calls = sorted((each for each in findings if each.check == CheckName.CALLS), key=lambda each: each.step)
+    others = [each for each in findings if each.check != CheckName.CALLS]
+    if not calls:
+        return others
+    first = calls[0]
+    cleared = {"follows": first.tensor, "place": None, "trials": (), "follow_up": None}
+    late = [
+        each.step >= first.step and (each.check not in _ORIGINS or each.check in _BY_CALLS) for each in others
+    ]
+    followers = [
+        each.model_copy(update=cleared) for each, is_late in zip(others, late, strict=True) if is_late
+    ]
+    return [*calls, *(each for each, is_late in zip(others, late, strict=True) if not is_late), *followers]
+
+
+def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     missing = find_missing_state(findings)
     if missing:
         identities = {_identity(finding) for finding in missing}
@@ -48,15 +82,19 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     step = origin_step(findings)
     apart = join_alike([finding for finding in findings if finding.check in _APART])
     if step is None:
-        return [_explain_apart(finding) for finding in apart]
+        return [_explain_apart(finding, inputs) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
     # What only compares whole passes, such as margins of choices, leaves no tensor that could be examined.
     causes = _explain_step(first, inputs) or [DiagnosedCause((), None)]
     origins, explained = make_origins(causes, first, inputs)
-    recomputed = [finding for finding in apart if finding.check in RECOMPUTED]
+    recomputed = [
+        explain_norm(finding, finding.facts, inputs) if isinstance(finding.facts, ClipFacts) else finding
+        for finding in apart
+        if finding.check in RECOMPUTED
+    ]
     origins, recomputed = merge_with_origins(origins, recomputed)
     apart = recomputed + [finding for finding in apart if finding.check not in RECOMPUTED]
-    unsteady = _list_unsteady(apart, step)
+    unsteady = _list_unsteady(apart, step, inputs)
     followers = [
         finding.model_copy(update={"follows": origins[0].tensor})
         for finding in findings
@@ -64,19 +102,19 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
         and finding.check not in _ORIGINS
         and not (unsteady and finding.check == CheckName.REPEAT)
     ]
-    independent = [_explain_apart(each) for each in apart if each.check in _ORIGINS]
+    independent = [_explain_apart(each, inputs) for each in apart if each.check in _ORIGINS]
     late = [origin for origin in origins if origin.follows]
     origins = [origin for origin in origins if not origin.follows]
     return unsteady[:1] + origins + independent + unsteady[1:] + late + followers
 
 
-def _list_unsteady(findings: Sequence[Finding], step: int) -> list[Finding]:
+def _list_unsteady(findings: Sequence[Finding], step: int, inputs: DiagnosisInputs) -> list[Finding]:
     """Return what came out with other bits in a second run, the first of which leads the report.
 
     Causes are found in another run up to `step`: where runs differ by then, that is what to know first. Where they
     differ later alone, none are returned.
     """
-    unsteady = [_explain_apart(each) for each in findings if each.check == CheckName.REPEAT]
+    unsteady = [_explain_apart(each, inputs) for each in findings if each.check == CheckName.REPEAT]
     if not unsteady or unsteady[0].step > step:
         return []
     head, *rest = unsteady
@@ -122,14 +160,46 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
         return [_find_divergence(cause, inputs) for cause in causes]
     if Quantity.LOSS in failed:
-        return explain_tensors(inputs.of_quantity(Quantity.LOSS), inputs)
+        # The total is made of the terms: where one of these is wrong, it is the cause.
+        losses = inputs.of_quantity(Quantity.LOSS)
+        terms = [loss for loss in losses if loss.name != TOTAL]
+        return explain_tensors(terms or losses, inputs)
     if failed.intersection(_NORMS):
         # The clip coefficient is made of the norm: of the two, the norm is the cause.
         return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
-    tensors = inputs.of_quantity(Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
-    # An update is made with the number of its step: where that is wrong, it is the cause.
-    counters = [tensor for tensor in tensors if is_counter(tensor)]
-    return explain_tensors(counters or tensors, inputs)
+    return _explain_optimizer_step(inputs)
+
+
+def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
+    """Return the causes in updates and optimizer state, over right gradients."""
+    states = inputs.of_quantity(Quantity.OPTIMIZER_STATE)
+    counters = [tensor for tensor in states if is_counter(tensor)]
+    moments = [tensor for tensor in states if not is_counter(tensor)]
+    if counters:
+        # An update is made with the number of its step: where that is wrong, it is the cause. Moments are not.
+        causes = explain_tensors(moments, inputs)
+        lost = [cause for cause in causes if _is_carried(cause)]
+        return explain_tensors(counters, inputs) + lost
+    causes = explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
+    # An update is made of the moments of its parameter, and follows where these began wrong.
+    begun = {
+        split_moment(tensor.name)[0] for cause in causes if _is_carried(cause) for tensor in cause.tensors
+    }
+    left = [cause for cause in causes if cause.explanation is not None]
+    for cause in causes:
+        if cause.explanation is None:
+            others = tuple(
+                each
+                for each in cause.tensors
+                if each.quantity is not Quantity.UPDATE or each.name not in begun
+            )
+            left += [replace(cause, tensors=others)] if others else []
+    return left
+
+
+def _is_carried(cause: DiagnosedCause) -> bool:
+    """Return whether a cause is that a step began with other state than the one before had left."""
+    return cause.explanation is not None and isinstance(cause.explanation.operation, Carried)
 
 
 def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:
@@ -176,8 +246,12 @@ def _subject_of(finding: Finding) -> Subject:
     return Subject(quantity=quantity, tensors=(finding.tensor,))
 
 
-def _explain_apart(finding: Finding) -> Finding:
+def _explain_apart(finding: Finding, inputs: DiagnosisInputs) -> Finding:
     """Return the finding of a check that compares a run with itself, with the name of its cause."""
+    if isinstance(finding.facts, RouterGradientFacts):
+        return explain_router_gradient(finding, finding.facts, inputs)
+    if isinstance(finding.facts, ClipFacts):
+        return finding if finding.explanation is not None else explain_norm(finding, finding.facts, inputs)
     if finding.check == CheckName.REPEAT:
         explanation = Explanation(
             cause=Cause.NONDETERMINISM, subject=_subject_of(finding), operation=Altered()
@@ -247,6 +321,7 @@ def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) 
         log = Log()
     trials = complete_log(subject, log, inputs) if subject is not None else ()
     place = locate(finding, cause, inputs)
-    return finding.model_copy(
-        update={"place": place, "trials": (*trials, *list_search_trials(inputs.search))}
-    )
+    found: dict[str, object] = {"place": place, "trials": (*trials, *list_search_trials(inputs.search))}
+    if finding.explanation is not None and subject is not None:
+        found["explanation"] = name_repeated_reduction(finding.explanation, place, subject.expected.numel())
+    return finding.model_copy(update=found)

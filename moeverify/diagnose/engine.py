@@ -16,7 +16,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Factor
 from moeverify.results.observation import Observation
-from moeverify.results.operation import Altered, Scaled, Unreduced
+from moeverify.results.operation import Altered, Carried, Scaled, Unreduced
 from moeverify.results.trial import Reason, Trial
 
 _POSITIONS = {
@@ -179,6 +179,8 @@ def _identify(explanation: Explanation | None) -> str:
             each.model_copy(update={"factor": _round(each.factor)}) for each in operation.contributions
         )
         operation = operation.model_copy(update={"contributions": rounded})
+    elif isinstance(operation, Carried) and operation.factor is not None:
+        operation = operation.model_copy(update={"factor": _round(operation.factor)})
     # Where nothing is known of how, two tensors have nothing in common but that they are wrong.
     names = explanation.subject.tensors if isinstance(operation, Altered) else ()
     subject = explanation.subject.model_copy(update={"tensors": names, "family": ""})

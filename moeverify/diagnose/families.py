@@ -20,3 +20,14 @@ def name_family(names: Sequence[str]) -> str:
         if names and all(part in name.split(".") for name in names):
             return family
     return ""
+
+
+def module_of(parameter: str) -> str:
+    """Return the module that has a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def split_moment(name: str) -> tuple[str, str]:
+    """Return the parameter and the moment of an optimizer state: `up.weight` and `exp_avg` of `up.weight.exp_avg`."""
+    parameter, _, moment = name.rpartition(".")
+    return parameter, moment

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ Coordinates = Mapping[int, Mapping[str, int]]
 
 # Relative errors above which a reading is wrong: a thousand times what reordered sums of a few layers cost. Units of
 # rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: its rounding hides where it began.
-_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
+READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class RankReadings:
 class Origin:
     """The first reading, in the golden's order, that differs; `tensor` has what all ranks read.
 
-    `input` is what one device read at the input of the same module, forward.
+    `input` is what one device read at the input of the same module, forward. `also` names the modules that read the
+    same values at the same time: a gradient that a module gets for its output is what those that use it pass back.
+    `around` is the module that calls this one. `reduced` has what was all-reduced inside the culprit
+    (`moeverify.diagnose.operands`).
     """
 
     direction: Direction
@@ -48,6 +52,14 @@ class Origin:
     tensor: WrongTensor
     first_micro_batch: int = 0
     input: Tensor | None = None
+    also: tuple[str, ...] = ()
+    around: str = ""
+    reduced: tuple[Any, ...] = ()
+
+    @property
+    def is_of_culprit(self) -> bool:
+        """Return whether the module where it was read is the one that went wrong, and not a module inside of it."""
+        return self.end == ("output" if self.direction == FORWARD else "input")
 
     @property
     def culprit(self) -> str:
@@ -56,9 +68,7 @@ class Origin:
         A wrong input of a module, with everything before it right, was made by the module around it; a wrong
         gradient of an output came from whoever used that output.
         """
-        around = self.module.rpartition(".")[0]
-        wrong_here = self.end == ("output" if self.direction == FORWARD else "input")
-        return self.module if wrong_here else around
+        return self.module if self.is_of_culprit else self.around
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Search:
             end=origin.end,
             error=origin.error,
             ranks=origin.ranks,
+            also=origin.also,
             num_right=num_right,
             worst_right=worst_right,
         )
@@ -106,42 +117,183 @@ def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the checks have found in the step, apart from its modules.
+
+    `gradients` names the parameters whose gradients are wrong. `noise` is the relative error that calibration allows
+    gradients: where a model rounds to a narrower dtype inside, readings that differ by less than it began nothing.
+    """
+
+    gradients: Collection[str] = ()
+    loss_differs: bool = False
+    noise: float = 0.0
+
+
 def find_origins(
     golden: Sequence[Reading],
     by_rank: Sequence[RankReadings],
     coordinates: Coordinates,
     tp: int,
     precision: torch.dtype,
+    known: Known | None = None,
 ) -> Search:
-    """Return the origin of each direction in which anything differs by more than the precision's rounding."""
-    bound = _BOUNDS[precision]
+    """Return the origin of each direction in which anything differs by more than rounding.
+
+    A layout may divide what one module hands to another, as experts over ranks divide the weights of their outputs.
+    So what differs and is made good again inside a module around it began nothing.
+    """
+    known = known or Known()
+    bound = max(READING_BOUNDS[precision], known.noise)
+    ranks = _AllReadings(by_rank, coordinates, tp, precision)
+    judged = [
+        each
+        for reading in sorted(golden, key=lambda reading: reading.order)
+        if (each := _judge(reading, ranks, bound)) is not None
+    ]
     origins: dict[str, Origin] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
-    for reading in sorted(golden, key=lambda reading: reading.order):
-        direction = cast(Direction, reading.direction)
-        if direction in origins:
-            continue
-        tensor = _gather(reading, by_rank, coordinates, tp, precision)
-        if tensor is None:
-            continue
-        errors = _errors_by_rank(tensor)
-        worst = max(errors.values())
-        if worst <= bound:
-            num_right[direction] += 1
-            worst_right[direction] = max(worst_right[direction], worst)
-        else:
-            origins[direction] = Origin(
-                direction,
-                reading.module,
-                cast(End, reading.end),
-                worst,
-                tuple(sorted(rank for rank, error in errors.items() if error > bound)),
-                tensor,
-                min(_micro_batches(tensor, by_rank, bound)),
-                _input_of(golden, reading),
-            )
+    for direction in DIRECTIONS:
+        along = [each for each in judged if each.reading.direction == direction]
+        wrong = [each for each in along if each.is_wrong]
+        is_made_good = _is_summed_up if direction == FORWARD else partial(_is_passed_back, known=known)
+        began = [each for each in wrong if not is_made_good(each, along)]
+        if not began and (direction == BACKWARD or not known.loss_differs):
+            wrong = []
+        first = _find_first(began or wrong)
+        for each in along if first is None else along[: along.index(first)]:
+            if not each.is_wrong:
+                num_right[direction] += 1
+                worst_right[direction] = max(worst_right[direction], each.error)
+        if first is not None:
+            origins[direction] = _make_origin(first, golden, bound)
     return Search(origins, num_right, worst_right, bound)
+
+
+def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
+    """Return the first reading that is wrong, in the order of one device.
+
+    Where modules hand a tensor from one to the other, one device reads it at both, as equal values. A layout may put
+    a collective between the two: of these the one that ranks read first is the first.
+    """
+    if not wrong:
+        return None
+    alike = [each for each in wrong if torch.equal(each.reading.local, wrong[0].reading.local)]
+    return min(alike, key=lambda each: each.order)
+
+
+@dataclass(frozen=True, eq=False)  # two of them are never equal: `list.index` would compare their tensors
+class _Judged:
+    """A reading of one device, what all ranks have of it, in which micro-batches, and the worst relative error.
+
+    `order` is the place of the first of these among what its rank read.
+    """
+
+    reading: Reading
+    tensor: WrongTensor
+    micro_batches: Sequence[int]
+    order: int
+    error: float
+    is_wrong: bool
+
+
+def _judge(reading: Reading, ranks: _AllReadings, bound: float) -> _Judged | None:
+    """Return a reading as compared; None where it is not comparable on any rank."""
+    found = ranks.gather(reading)
+    if found is None:
+        return None
+    tensor, micro_batches, order = found
+    error = max(_errors_by_rank(tensor).values())
+    if error > bound and reading.is_flat and _has_equal_rows(tensor, bound):
+        return None
+    return _Judged(reading, tensor, micro_batches, order, error, error > bound)
+
+
+def _is_summed_up(wrong: _Judged, along: Sequence[_Judged]) -> bool:
+    """Return whether a module around what differs, forward, still puts out what it should."""
+    module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
+    around = {*_list_around(module)} | ({module} if wrong.reading.end == "input" else set())
+    return any(
+        _are_right([each for each in later if (each.reading.module, each.reading.end) == (name, "output")])
+        for name in around
+    )
+
+
+def _is_passed_back(wrong: _Judged, along: Sequence[_Judged], known: Known) -> bool:
+    """Return whether a module around a gradient that differs still passes back what it should.
+
+    Its parameters must have right gradients too.
+    """
+    module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
+    around = {*_list_around(module)} | ({module} if wrong.reading.end == "output" else set())
+    return any(
+        _are_right([each for each in later if (each.reading.module, each.reading.end) == (name, "input")])
+        and not any(parameter.startswith(f"{name}." if name else "") for parameter in known.gradients)
+        for name in around
+    )
+
+
+def _are_right(readings: Sequence[_Judged]) -> bool:
+    return bool(readings) and not any(each.is_wrong for each in readings)
+
+
+def _list_around(module: str) -> Iterator[str]:
+    """Yield the modules around one, the whole model `` last."""
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def _find_caller(module: str, called: Collection[str]) -> str:
+    """Return the module that calls one; a list of modules, whose names are numbers, is never called itself."""
+    around, _, own = module.rpartition(".")
+    return _find_caller(around, called) if own.isdecimal() and around not in called else around
+
+
+def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Origin:
+    reading, tensor = first.reading, first.tensor
+    return Origin(
+        cast(Direction, reading.direction),
+        reading.module,
+        cast(End, reading.end),
+        first.error,
+        tuple(sorted(rank for rank, error in _errors_by_rank(tensor).items() if error > bound)),
+        tensor,
+        min(
+            micro_batch
+            for shard, micro_batch in zip(tensor.shards, first.micro_batches, strict=True)
+            if _error(shard, tensor.expected) > bound
+        ),
+        _input_of(golden, reading),
+        _list_equal(golden, reading),
+        _find_caller(reading.module, {each.module for each in golden}),
+    )
+
+
+def _list_equal(golden: Sequence[Reading], reading: Reading) -> tuple[str, ...]:
+    """Return the other modules at whose ends one device read the same values in the same direction."""
+    return tuple(
+        dict.fromkeys(
+            other.module
+            for other in golden
+            if (other.direction, other.local.shape) == (reading.direction, reading.local.shape)
+            and other.module != reading.module
+            and bool(reading.local.any())
+            and torch.equal(other.local, reading.local)
+        )
+    )
+
+
+def _has_equal_rows(tensor: WrongTensor, bound: float) -> bool:
+    """Return whether the ranks together have the golden's tokens in another order.
+
+    A module may sort the tokens that it flattens, by expert say: of the ranks of a layout each sorts its own.
+    """
+    expected, actual = (values.flatten(0, 1) for values in (tensor.expected, tensor.whole))
+    weights = torch.linspace(1.0, 2.0, expected.shape[1], dtype=expected.dtype)
+    wanted, found = (torch.sort(values @ weights).values for values in (expected, actual))
+    return float((found - wanted).norm()) <= bound * float(wanted.norm())
 
 
 def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
@@ -158,50 +310,63 @@ def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
         (
             other.local
             for other in golden
-            if (other.direction, other.module, other.end) == (FORWARD, reading.module, "input")
+            if (other.direction, other.module, other.end, other.slot)
+            == (FORWARD, reading.module, "input", "0")
         ),
         None,
     )
 
 
-def _micro_batches(tensor: WrongTensor, by_rank: Sequence[RankReadings], bound: float) -> list[int]:
-    """Return the micro-batches in which some rank is wrong."""
-    wrong: list[int] = []
-    for shard in tensor.shards:
-        if _error(shard, tensor.expected) > bound:
-            rows = [as_indices(rows) for rows, _ in by_rank[shard.rank].shares]
-            wrong.append(rows.index(shard.region.dims[0]))
-    return wrong
+class _AllReadings:
+    """What all ranks read, found by the end of the module at which it was read."""
 
+    def __init__(
+        self, by_rank: Sequence[RankReadings], coordinates: Coordinates, tp: int, precision: torch.dtype
+    ) -> None:
+        self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
+        self._tp = tp
+        self._precision = precision
+        self._batch = _global_batch(by_rank)
+        # Models of many modules have thousands of readings on each side: each is looked up, and not searched for.
+        self._read: dict[tuple[str, str, str, str], list[tuple[int, Reading, tuple[Indices, Indices]]]] = {}
+        for rank, read in enumerate(by_rank):
+            for reading in read.readings:
+                found = (rank, reading, read.shares[reading.micro_batch])
+                self._read.setdefault(_end_of(reading), []).append(found)
 
-def _gather(
-    golden: Reading,
-    by_rank: Sequence[RankReadings],
-    coordinates: Coordinates,
-    tp: int,
-    precision: torch.dtype,
-) -> WrongTensor | None:
-    """Return what all ranks read of one end of a module, over the global batch; None where none read it."""
-    expected = golden.local.to(torch.float64)
-    if tuple(expected.shape[:2]) != _global_batch(by_rank):
-        return (
-            None  # rotary embeddings (1, S, D), say: one row for all rows, which is no micro-batch of one row
-        )
-    shards: list[RankShard] = []
-    for rank, read in enumerate(by_rank):
-        for reading in read.readings:
-            same = (reading.direction, reading.module, reading.end)
-            if same != (golden.direction, golden.module, golden.end):
-                continue
-            rows, positions = read.shares[reading.micro_batch]
-            place = coordinates.get(rank, {}).get("tp", 0)
-            region = _region(expected, reading.local, rows, positions, (place, tp))
+    def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
+        """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
+
+        None where no rank read it.
+        """
+        expected = golden.local.to(torch.float64)
+        # Rotary embeddings (1, S, D), say: one row for all rows, which is no micro-batch of one row. Every
+        # micro-batch has it whole, and a part of its gradient.
+        is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
+        if tuple(expected.shape[:2]) != self._batch and not (
+            is_one_for_all and expected.shape[1] == self._batch[1]
+        ):
+            return None
+        shards: list[RankShard] = []
+        micro_batches: list[int] = []
+        orders: list[int] = []
+        for rank, reading, (rows, positions) in self._read.get(_end_of(golden), ()):
+            place = (self._places.get(rank, 0), self._tp)
+            region = locate_tokens(
+                expected, reading.local, range(1) if is_one_for_all else rows, positions, place
+            )
             if region is not None:
                 shards.append(RankShard(rank, region, reading.local))
-    if not shards:
-        return None
-    key = (0, MODULE_KINDS[golden.direction], golden.module)
-    return WrongTensor(key, expected, tuple(shards), precision)
+                micro_batches.append(reading.micro_batch)
+                orders.append(reading.order)
+        if not shards:
+            return None
+        key = (0, MODULE_KINDS[golden.direction], golden.module)
+        return WrongTensor(key, expected, tuple(shards), self._precision), micro_batches, min(orders)
+
+
+def _end_of(reading: Reading) -> tuple[str, str, str, str]:
+    return reading.direction, reading.module, reading.end, reading.slot
 
 
 def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
@@ -210,7 +375,7 @@ def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
     return max(max(rows) for rows, _ in shares) + 1, max(max(positions) for _, positions in shares) + 1
 
 
-def _region(
+def locate_tokens(
     expected: Tensor, local: Tensor, rows: Indices, positions: Indices, place: tuple[int, int]
 ) -> Region | None:
     """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims."""

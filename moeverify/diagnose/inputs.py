@@ -15,6 +15,10 @@ from moeverify.layout.region import Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
+from moeverify.train.module_taps import BACKWARD
+
+# The loss term of the tokens.
+LM = "lm"
 
 # What the golden's value at another time is called.
 STEP_BEFORE, INITIAL_VALUE = "step-before", "initial-value"
@@ -55,6 +59,8 @@ class DiagnosisInputs:
     whether the weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is
     there after a load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
+    `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
+    sum.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -70,6 +76,7 @@ class DiagnosisInputs:
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     valid: Tensor | None = None
+    decays: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def origins(self) -> Mapping[str, Origin]:
@@ -79,6 +86,14 @@ class DiagnosisInputs:
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return where in a module a tensor was read; None for what is no module's output or gradient."""
         return next((origin for origin in self.origins.values() if origin.tensor is tensor), None)
+
+    def comes_from_loss(self, origin: Origin) -> bool:
+        """Return whether what a loss passes back to the model is wrong: no gradient was right before it.
+
+        Logits have a gradient of the lm loss alone.
+        """
+        is_first = self.search is not None and not self.search.num_right[BACKWARD]
+        return origin.direction == BACKWARD and origin.end == "output" and not origin.culprit and is_first
 
     def sources_of(self, tensors: Sequence[WrongTensor]) -> list[Source]:
         """Return the integers of the run that a factor of these tensors may come from."""

@@ -8,8 +8,8 @@ from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Moved, OwnValues, Replaced, Scaled, Unclipped
-from moeverify.results.part import WHOLE
+from moeverify.results.operation import Carried, Crossed, Moved, OwnValues, Replaced, Scaled, Unclipped
+from moeverify.results.part import WHOLE, Part
 from moeverify.results.place import Place, Stage
 
 _STAGES: Mapping[Quantity, Stage] = {
@@ -50,6 +50,8 @@ def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> 
         elif isinstance(operation, Scaled):
             parts = (each.part for each in operation.contributions)
             fields["parts"] = tuple(part for part in parts if part != WHOLE)
+        elif isinstance(operation, Carried | Crossed) and operation.block is not None:
+            fields["parts"] = (Part(block=operation.block),)
         elif isinstance(operation, Moved):
             fields["dim"] = operation.dim
         elif isinstance(operation, Replaced):

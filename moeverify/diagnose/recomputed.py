@@ -6,17 +6,25 @@ and steps, and mostly by the comparison with the golden as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from moeverify.checks.registry import KIND_ORDER
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import RecomputedFacts
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.facts import ClipFacts, RecomputedFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
+from moeverify.results.operation import Altered, Carried, Scaled
+from moeverify.results.part import WHOLE, Contribution, Part
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
         {Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.ROUTER_COUNTS}
     ),
     CheckName.OBJECTIVE: frozenset({Kind.LOSS}),
+    CheckName.ROUTER_GRADIENT: frozenset({Kind.GRADIENT}),
     CheckName.CLIP: frozenset({Kind.GRADIENT_NORM}),
     CheckName.OPTIMIZER_STEP: frozenset({Kind.UPDATE, Kind.OPTIMIZER_STATE}),
 }
@@ -29,7 +37,10 @@ _SCALARS = (
 
 
 def join_alike(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; of recomputed ones that are wrong alike, all follow from the first step's worst one."""
+    """Return the findings; of recomputed ones that are wrong alike, all follow from the first step's worst one.
+
+    A loss that is reported wrong follows from its gradient, where that is wrong too: both have one formula.
+    """
     heads: dict[object, Finding] = {}
     for finding in findings:
         if finding.check in RECOMPUTED:
@@ -37,12 +48,49 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
             best = heads.get(key)
             if best is None or (finding.step, -finding.error) < (best.step, -best.error):
                 heads[key] = finding
-    return [
-        finding.model_copy(update={"follows": heads[_signature(finding)].tensor})
-        if finding.check in RECOMPUTED and heads[_signature(finding)] is not finding
-        else finding
-        for finding in findings
+    joined = []
+    for each in findings:
+        finding = each
+        head = heads.get(_signature(finding)) if finding.check in RECOMPUTED else None
+        if finding.check == CheckName.OBJECTIVE:
+            gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
+            head = gradients[0] if gradients else head
+            if any(_is_unknown(found) and found.step == finding.step for found in heads.values()):
+                finding = finding.model_copy(update={"code": Cause.FORWARD.value})
+        elif _is_unknown(finding):
+            head = _find_known(finding, heads.values()) or head
+        is_led = head is not None and head is not each
+        joined.append(finding.model_copy(update={"follows": head.tensor}) if head and is_led else finding)
+    return joined
+
+
+def _is_unknown(finding: Finding) -> bool:
+    """Return whether it is that the gradient of a router is wrong, and nothing more."""
+    facts = finding.facts
+    if not isinstance(facts, RouterGradientFacts):
+        return False
+    return facts.in_router and facts.term == "combine" and None in facts.factors.values()
+
+
+def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
+    """Return what says more of the same step: by which term a router's gradient is wrong, or which loss is."""
+    found = [
+        each
+        for each in heads
+        if each.step == unknown.step
+        and each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE)
+        and not _is_unknown(each)
     ]
+    return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
+
+
+def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
+    """Return whether a finding is of the gradient of a term which a wrong loss has, in the same step."""
+    facts = finding.facts
+    if not isinstance(facts, RouterGradientFacts) or finding.step != loss.step:
+        return False
+    losses = {loss.tensor, *(loss.explanation.subject.tensors if loss.explanation is not None else ())}
+    return "total" in losses or facts.term.partition(" ")[0] in losses
 
 
 def merge_with_origins(
@@ -51,9 +99,17 @@ def merge_with_origins(
     """Return both lists with one cause for each bug that the golden and a recomputation have seen at once.
 
     What the diagnosis has explained by more than the rank's own values stays the cause, and the recomputed finding
-    follows from it. Where it has not, the recomputed finding is the cause.
+    follows from it. Where it has not, the recomputed finding is the cause. So it is of moments that look as if the
+    step had begun with others: where they do not follow from those that the rank had, the step itself is wrong.
     """
-    explained = [origin for origin in origins if origin.explanation is not None]
+    in_step = {finding.step for finding in recomputed if finding.kind == Kind.OPTIMIZER_STATE}
+    explained = [
+        origin
+        for origin in origins
+        if origin.explanation is not None
+        and not (_is_carried(origin) and origin.step in in_step)
+        and not _is_contradicted(origin, recomputed)
+    ]
     known = list(recomputed)
     for number, finding in enumerate(known):
         same = [origin for origin in explained if _is_of_same(origin, finding)]
@@ -61,13 +117,95 @@ def merge_with_origins(
             known[number] = finding.model_copy(update={"follows": same[0].tensor})
     left = []
     for origin in origins:
-        causes = [finding for finding in known if _is_of_same(origin, finding)]
-        if origin.explanation is None and causes:
+        causes = [
+            finding for finding in known if _is_of_same(origin, finding) or _comes_before(finding, origin)
+        ]
+        if origin not in explained and causes:
             begun = causes[0].follows or causes[0].tensor
-            left.append(origin.model_copy(update={"follows": begun, "unexplained": ()}))
+            update = {"follows": begun, "unexplained": (), "explanation": None, "code": ""}
+            left.append(origin.model_copy(update=update))
         else:
             left.append(origin)
     return left, known
+
+
+def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
+    """Return whether an origin says less than what came back to a router, or the ranks' own squares, tell.
+
+    That a norm is off by a factor, where they tell which parameters it counts otherwise. That an update or a moment
+    is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
+    reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
+    on, where the gradient inside a router tells how.
+    """
+    explanation = origin.explanation
+    if explanation is None:
+        return False
+    if explanation.cause in _SAYS_MORE:
+        says_more = _SAYS_MORE[explanation.cause]
+        return any(says_more(finding, origin) for finding in recomputed)
+    if not isinstance(explanation.operation, Altered):
+        return False
+    telling = [finding for finding in recomputed if finding.code != Cause.FORWARD]
+    if explanation.subject.quantity is Quantity.LOSS:
+        return any(_is_gradient_of(finding, origin) for finding in telling)
+    return explanation.cause is Cause.BACKWARD and any(
+        isinstance(finding.facts, RouterGradientFacts)
+        and finding.step == origin.step
+        and finding.place is not None
+        and finding.place.module.startswith(f"{explanation.subject.module}.")
+        for finding in telling
+    )
+
+
+def _tells_terms(finding: Finding, origin: Finding) -> bool:
+    """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
+    facts = finding.facts
+    return isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms) and _is_of_same(origin, finding)
+
+
+def _tells_parameters(finding: Finding, origin: Finding) -> bool:
+    """Return whether the ranks' squares tell which parameters a norm counts otherwise, where nothing else does."""
+    operation = origin.explanation.operation if origin.explanation is not None else None
+    is_plain = isinstance(operation, Scaled) and all(each.part == WHOLE for each in operation.contributions)
+    is_told = isinstance(finding.facts, ClipFacts) and finding.explanation is not None
+    return is_plain and is_told and finding.step == origin.step
+
+
+# By the cause that an origin was given: whether a recomputed finding says more of the same bug.
+_SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
+    Cause.ROUNDING: _tells_terms,
+    Cause.SCALE: _tells_terms,
+    Cause.METRIC: _is_gradient_of,
+    Cause.NORM: _tells_parameters,
+}
+
+
+def _comes_before(finding: Finding, origin: Finding) -> bool:
+    """Return whether a router got something wrong before an origin, which may be made of it."""
+    if not isinstance(finding.facts, RouterGradientFacts) or finding.follows:
+        return False
+    after = (origin.step, KIND_ORDER.get(origin.kind, -1))
+    return (finding.step, KIND_ORDER[finding.kind]) <= after or _is_contradicted(origin, [finding])
+
+
+def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Finding:
+    """Return the finding with the integers of the run that its factor equals, where it is one and known exactly."""
+    factors = {None if each is None else float(f"{each:.6g}") for each in facts.factors.values()}
+    value = next(iter(facts.factors.values()), None)
+    if facts.in_router or facts.form or facts.term == "combine" or len(factors) != 1 or not value:
+        return finding
+    factor = find_factor(value, inputs.axes.sources, counts=inputs.axes.loss_counts)
+    contribution = Contribution(part=Part(term=facts.term), factor=factor)
+    explanation = Explanation(
+        cause=Cause.TERM_SCALE,
+        subject=Subject(quantity=Quantity.GRADIENT, tensors=(finding.tensor,), family="router"),
+        operation=Scaled(contributions=(contribution,)),
+    )
+    return finding.model_copy(update={"explanation": explanation})
+
+
+def _is_carried(origin: Finding) -> bool:
+    return origin.explanation is not None and isinstance(origin.explanation.operation, Carried)
 
 
 def _is_of_same(origin: Finding, finding: Finding) -> bool:
@@ -79,10 +217,11 @@ def _signature(finding: Finding) -> object:
     """Return what is equal for findings of one bug: the quantity, and by which factors its terms are off."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
-        return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else ""
+        term = facts.term if isinstance(facts, RouterGradientFacts) else ""
+        return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
     quantity = finding.kind if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     factors = tuple(
-        (term.name, None if term.found is None else round(term.found / term.expected, 1))
+        (term.name, term.is_wrong, None if term.factor is None else round(term.factor, 1))
         for term in facts.terms
     )
     return finding.check, quantity, factors

@@ -50,7 +50,7 @@ def sum_replicas(tensor: WrongTensor, groups: Groups) -> list[SumOfReplicas]:
 def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int]]) -> SumOfReplicas:
     """Return k if, for every region and group, the sum of the replicas is k times the golden."""
     size = max(map(len, groups))
-    replicas = list(_find_replicas(tensor, groups))
+    replicas = list(find_replicas(tensor, groups))
     if not replicas or min(map(len, replicas)) < 2:
         return SumOfReplicas(axis, size, None, Reason.OTHER_REGIONS if replicas else Reason.NOT_HELD)
     if not any(map(_differ, replicas)):
@@ -74,7 +74,7 @@ def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], di
     is neither right nor such a sum. Shape: the tensor as (slices, the rest).
     """
     partial: set[int] = set()
-    replicas = list(_find_replicas(tensor, groups))
+    replicas = list(find_replicas(tensor, groups))
     if not replicas or any(len(members) < 2 for members in replicas):
         return None
     if not all(member.region.is_whole for members in replicas for member in members):
@@ -102,7 +102,7 @@ def sum_of_squares_explains(tensor: WrongTensor, groups: Sequence[Sequence[int]]
     return bool(sums) and differ and all(is_same(total, expected) for total in sums)
 
 
-def _find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
+def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
     """Yield, for each region, what each group of ranks that have it holds."""
     for shards in tensor.by_region().values():
         by_rank = {shard.rank: shard for shard in shards}

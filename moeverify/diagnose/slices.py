@@ -21,20 +21,28 @@ def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
     return Block(dim=dim, indices=tuple(indices), unit=units.get(dim, "index"))
 
 
-def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None:
+def match_slices(
+    expected: Tensor, actual: Tensor, dim: int, *, allowed: Tensor | None = None
+) -> list[int] | None:
     """Return, for each slice of `actual` along a dim, the index of the equal slice of `expected`.
 
-    None where some slice has no equal one, or where slices are too small or too many to say.
+    None where some slice has no equal one, or where slices are too small or too many to say. Two slices are equal if
+    their distance is at most `allowed` (slices,), by default a part of the norm. None, too, where all that
+    stand elsewhere are of one number each, such as zeros: what was lost is zero, and no copy of another's zeros.
     """
     measured = _measure_slices(expected, actual, dim)
     if measured is None:
         return None
     distance, norms = measured
+    allowed = EXACT * norms if allowed is None else allowed
     best = distance.argmin(dim=1)
-    if not bool((distance.amin(dim=1) <= EXACT * norms).all()):
+    if not bool((distance.amin(dim=1) <= allowed).all()):
         return None
     # A slice that stands where it belongs is taken as such, even where another one equals it.
-    own = distance.diagonal() <= EXACT * norms
+    own = distance.diagonal() <= allowed
+    moved = actual.movedim(dim, 0).reshape(len(best), -1)[~own]
+    if len(moved) and bool((moved == moved[:, :1]).all()):
+        return None
     return [int(index) for index in torch.where(own, torch.arange(len(best)), best)]
 
 

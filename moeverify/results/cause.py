@@ -22,9 +22,13 @@ class Cause(StrEnum):
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed
     NOT_LOADED = "not-loaded"  # after a load it has the value that it had before
     NORM = "norm"  # the gradients are right, the norm or the clip by it is not
+    CALLS = "calls"  # a user's own step calls zero_grad, clip or scheduler at the wrong place
     OPTIMIZER = "optimizer"  # moments or update do not follow from the rank's own gradient, state and options
     STATE = (
         "state"  # router state or counters moved by another amount than the right gradients and routing say
+    )
+    CARRIED_STATE = (
+        "carried-state"  # a step began with other moments than the one before left: reset, or moved
     )
     METRIC = "metric"  # only a reported number is off, by a factor that is named
     ROUNDING = "rounding"  # right up to the rounding of a lower precision than the recipe's
@@ -34,5 +38,5 @@ class Cause(StrEnum):
     BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
     REPLICAS = "replicas"  # ranks that should hold the same do not
     LAYOUT = "layout"  # an axis that should divide something divides nothing
-    COLLECTIVES = "collectives"  # ranks of one group issue different collectives
+    COLLECTIVES = "collectives"  # ranks of one group issue different ones, or for different tensors
     NONDETERMINISM = "nondeterminism"  # two runs of the same layout differ

@@ -6,7 +6,17 @@ from enum import StrEnum
 
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Altered, Offset, Operation, OwnValues, Rounded, Scaled, Unreduced
+from moeverify.results.operation import (
+    Altered,
+    Carried,
+    Offset,
+    Operation,
+    OwnValues,
+    Rounded,
+    Scaled,
+    Unmasked,
+    Unreduced,
+)
 from moeverify.results.part import WHOLE
 from moeverify.results.record import Record
 
@@ -35,11 +45,13 @@ class Subject(Record):
     """What an explanation is about: a quantity of some tensors, or of one module.
 
     `tensors` are all that are explained. `family` is what the tensors are, such as expert or router, where all are.
+    `inner` is a module inside `module` where the tensor was read instead: what that takes, or what comes back to it.
     """
 
     quantity: Quantity
     tensors: tuple[str, ...] = ()
     module: str = ""
+    inner: str = ""
     family: str = ""
 
 
@@ -57,7 +69,7 @@ class Explanation(Record):
     @property
     def candidates(self) -> tuple[Product, ...]:
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
-        if isinstance(self.operation, Unreduced):
+        if isinstance(self.operation, Unreduced | Unmasked):
             return self.operation.axes
         if isinstance(self.operation, Offset):
             return self.operation.products
@@ -78,6 +90,8 @@ class Explanation(Record):
             return False
         if isinstance(operation, Rounded):
             return operation.is_representable
+        if isinstance(operation, Carried) and operation.factor is not None:
+            return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return any(
                 each.part != WHOLE or each.factor.equals or each.factor.is_zero
@@ -95,6 +109,11 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
+        elif isinstance(operation, Unmasked):
+            axes = tuple(axis for axis in operation.axes if axis in left)
+            operation = operation.model_copy(update={"axes": axes})
+        elif isinstance(operation, Carried) and operation.factor is not None:
+            operation = operation.model_copy(update={"factor": narrow(operation.factor)})
         elif isinstance(operation, Offset):
             products = tuple(each for each in operation.products if each in left)
             operation = operation.model_copy(update={"products": products})
@@ -112,6 +131,8 @@ class Explanation(Record):
         """Return the factors that were measured."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
+        if isinstance(self.operation, Carried):
+            return () if self.operation.factor is None else (self.operation.factor,)
         if isinstance(self.operation, Scaled):
             extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()
             return (*(each.factor for each in self.operation.contributions), *extra)

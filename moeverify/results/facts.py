@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -98,6 +99,24 @@ class DtypeFacts(Record):
     could_declare: bool = False
 
 
+class GatheredFacts(Record):
+    """Parameters of a module that were used with other values than the ranks store; `parameter` is the first.
+
+    `module` is empty for the whole model. Of `num_compared` elements of that parameter `num_wrong` differ, in the
+    `dtype` in which they are used; `is_stale` says that all have the values from before the last step.
+    """
+
+    about: Literal["gathered"] = "gathered"
+    module: str
+    parameter: str
+    num_parameters: int
+    num_known: int
+    dtype: str
+    num_wrong: int
+    num_compared: int
+    is_stale: bool
+
+
 class PatternFacts(Record):
     """A pattern of `layout.in_float32` that names no module which was seen to compute."""
 
@@ -124,8 +143,15 @@ class TermFacts(Record):
 
     @property
     def factor(self) -> float | None:
-        """Return how many times the term is there; None where that is not known."""
-        return None if self.found is None else self.found / self.expected
+        """Return how many times the term is there; None where that is not known, or it should not be there."""
+        return None if self.found is None or not self.expected else self.found / self.expected
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return whether the term is known to be there by another factor than it should be."""
+        if self.factor is None:
+            return bool(self.found)  # there, and it should not be
+        return abs(self.factor - 1.0) > NEAR
 
 
 class RecomputedFacts(Record):
@@ -143,7 +169,7 @@ class RecomputedFacts(Record):
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
         """Return the terms that are there by another factor than they should be."""
-        return tuple(term for term in self.terms if term.factor is not None and abs(term.factor - 1.0) > NEAR)
+        return tuple(term for term in self.terms if term.is_wrong)
 
     @property
     def is_unclipped(self) -> bool:
@@ -160,16 +186,46 @@ class RecomputedFacts(Record):
 
 
 class ClipFacts(Record):
-    """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm."""
+    """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
+
+    For a diagnosis alone, and not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, the
+    `parts` of each parameter that ranks have, as keys of regions, and the machine epsilon of the norm.
+    """
 
     about: Literal["clip"] = "clip"
     is_coefficient: bool = False
+    norms: tuple[float, ...] = Field(default=(), exclude=True, repr=False)
+    squares: Mapping[str, float] = Field(default={}, exclude=True, repr=False)
+    parts: Mapping[str, Mapping[int, str]] = Field(default={}, exclude=True, repr=False)
+    eps: float = Field(default=0.0, exclude=True, repr=False)
 
 
 class ObjectiveFacts(Record):
     """A reported loss that is not what the ranks' own values add up to; the finding's tensor is the term."""
 
     about: Literal["objective"] = "objective"
+
+
+Term = Literal["combine", "balance", "z", "balance padding", "z padding"]
+Form = Literal["", "own", "padded", "uniform", "layers"]
+
+
+class RouterGradientFacts(Record):
+    """A loss term that comes back to a router otherwise than its definition and the routing say.
+
+    `term` is `combine` for what comes through the combine weights, and a term with `padding` for what tokens of
+    padding add to it, which is not in the right one. `factors` are by rank, None where it is no
+    multiple of the right one. `form` is what the shares of the experts in the balance loss were taken from: the
+    rank's own tokens, padding too, all experts alike, or the mean over the layers. `in_router` says that the router
+    gets the right one, and passes another one on to its weight. `num_routers` have the like.
+    """
+
+    about: Literal["router gradient"] = "router gradient"
+    term: Term
+    factors: dict[int, float | None]
+    form: Form = ""
+    in_router: bool = False
+    num_routers: int = 1
 
 
 class RouterFacts(Record):
@@ -219,6 +275,7 @@ Facts = Annotated[
     | ShardingFacts
     | DtypeFacts
     | PatternFacts
+    | GatheredFacts
     | ExpertFacts
     | CollectiveFacts
     | BatchFacts
@@ -235,6 +292,7 @@ Facts = Annotated[
     | RecomputedFacts
     | ClipFacts
     | ObjectiveFacts
+    | RouterGradientFacts
     | RouterFacts,
     Field(discriminator="about"),
 ]

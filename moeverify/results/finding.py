@@ -158,6 +158,11 @@ class Finding(Record):
         return self.explanation is not None or bool(self.code or self.cause)
 
     @property
+    def is_of_wider_run(self) -> bool:
+        """Return whether it was made in a wider precision, whose run has named the cause."""
+        return not self.follows and any(each.outcome == "named" for each in self.wider)
+
+    @property
     def names_operation(self) -> bool:
         """Return whether its cause says what was done, and not alone where or by how much values are off."""
         return self.is_explained if self.explanation is None else self.explanation.names_operation

@@ -91,16 +91,27 @@ class FirstDivergence(Record):
     """The first end of a module that differs, in the order of one device, and all that was right before it.
 
     `error` is relative, None where nothing differs. Before it, `num_right` readings are right to `worst_right`.
+    `also` are the other modules that take or return the same tensor.
     """
 
     kind: Literal["first-divergence"] = "first-divergence"
     direction: Direction
     module: str = ""
     end: End = "output"
+    also: tuple[str, ...] = ()
     error: float | None = None
     ranks: tuple[int, ...] = ()
     num_right: int = 0
     worst_right: float = 0.0
+
+
+class OwnElements(Record):
+    """How many elements are right on each rank of a group alone, of all those of the tensor."""
+
+    kind: Literal["own-elements"] = "own-elements"
+    axis: str
+    num_own: tuple[int, ...]
+    num_elements: int
 
 
 class StaleWeights(Record):
@@ -142,6 +153,18 @@ class HiddenByRounding(Record):
     precision: str
 
 
+class OtherPasses(Record):
+    """How many rows each forward pass of a step had in two runs that saw the same rows; `step` is the step.
+
+    What is no sum over rows differs between them in a right script too: a balance loss, expert capacity, batch norm.
+    """
+
+    kind: Literal["other-passes"] = "other-passes"
+    step: int
+    expected: tuple[int, ...]
+    actual: tuple[int, ...]
+
+
 class DiagnosisFailed(Record):
     """The search for causes raised, or its ranks were lost; verdict and findings do not depend on it.
 
@@ -164,11 +187,13 @@ Observation = Annotated[
     | Distance
     | RelativeError
     | FirstDivergence
+    | OwnElements
     | StaleWeights
     | KeptElements
     | WrongElements
     | RightAlike
     | HiddenByRounding
+    | OtherPasses
     | DiagnosisFailed,
     Field(discriminator="kind"),
 ]

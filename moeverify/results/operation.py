@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.part import Block, Contribution, Tokens
 from moeverify.results.record import Record
@@ -20,13 +21,15 @@ class Scaled(Record):
     """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
 
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
-    means of so many shares, each divided by its own number of valid tokens, times `means_factor`.
+    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
+    the collective that gives micro-batches these weights, where it reduces what has been accumulated.
     """
 
     kind: Literal["scaled"] = "scaled"
     contributions: tuple[Contribution, ...]
     local_means: int = 0
     means_factor: Factor | None = None
+    reduced_again: IssuedCollective | None = None
 
 
 class Unreduced(Record):
@@ -42,6 +45,19 @@ class Unreduced(Record):
     num_replicas: int
     factor: Factor
     block: Block | None = None
+
+
+class Unmasked(Record):
+    """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
+
+    `axes` are those that explain it equally well, `num_ranks` the ranks of a group. `summed_by` is the all-reduce
+    that they bring them to, with file and line; nothing where a module itself has them.
+    """
+
+    kind: Literal["unmasked"] = "unmasked"
+    axes: tuple[Product, ...]
+    num_ranks: int
+    summed_by: str = ""
 
 
 class Zeroed(Record):
@@ -143,6 +159,30 @@ class Stepped(Record):
     num_steps: int
 
 
+class Carried(Record):
+    """A step began with other optimizer state than the step before had left.
+
+    With `factor` times of it, zero where it was reset; or with that of other slices along the dim of `block`, the
+    first (to, from) of which are `moves`; or with the state of `num_steps` steps before. `block` has the slices that
+    are off, None where all of a rank's are; `ranks` are those that are off, empty where all are.
+    """
+
+    kind: Literal["carried"] = "carried"
+    factor: Factor | None = None
+    moves: tuple[tuple[int, int], ...] = ()
+    num_steps: int = 1
+    block: Block | None = None
+    ranks: tuple[int, ...] = ()
+
+
+class Crossed(Record):
+    """Parts of the slices of `block` are in each other's sums; `ranks` has the one that put them there, if known."""
+
+    kind: Literal["crossed"] = "crossed"
+    block: Block
+    ranks: tuple[int, ...] = ()
+
+
 class Offset(Record):
     """A number is off by a constant: by the logarithm of `products`, where that is known."""
 
@@ -165,6 +205,7 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | Unreduced
+    | Unmasked
     | Zeroed
     | Moved
     | Shifted
@@ -176,6 +217,8 @@ Operation = Annotated[
     | RepeatedShard
     | OwnValues
     | Stepped
+    | Carried
+    | Crossed
     | Offset
     | Altered,
     Field(discriminator="kind"),

@@ -43,11 +43,13 @@ class Group(Record):
 class Part(Record):
     """What of a tensor is meant: all that every given field selects, and the whole of it where none is given.
 
-    `term` is a loss term (lm, balance, z) of which the tensor is a gradient. `added` is something else that was added
+    `term` is a loss term (lm, balance, z) of which the tensor is a gradient, and `router` the one of whose layer that
+    term is, where it is a sum over layers. `added` is something else that was added
     to it. `group` are the parameters whose squares are meant, of a norm.
     """
 
     term: str = ""
+    router: str = ""
     tokens: Tokens | None = None
     block: Block | None = None
     added: Literal["", "weight", "gradient-of-step-before"] = ""

@@ -22,8 +22,9 @@ from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensor
 from moeverify.diagnose.components import Components, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
-from moeverify.diagnose.first_divergence import RankReadings, Search, find_origins
+from moeverify.diagnose.first_divergence import Known, RankReadings, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
+from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
@@ -36,12 +37,15 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
+from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import make_batch, whole_share
 from moeverify.train.loop import train
-from moeverify.train.module_taps import FORWARD, Reading, Tap
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
+from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.worker.timeline import RankTimeline, join_timelines, note_timeline
 
 Assemble = Callable[[], Program]
 
@@ -50,14 +54,16 @@ Assemble = Callable[[], Program]
 class RankEvidence:
     """What one rank has of the step where it began.
 
-    `issued` are the collectives that it issued inside each module, by module. `regions` says what it has of each
-    parameter.
+    `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
+    `regions` says what it has of each parameter.
     """
 
     captured: Sequence[Captured]
     readings: RankReadings
     issued: Mapping[str, tuple[IssuedCollective, ...]]
+    operands: Sequence[Operand]
     regions: Mapping[str, Region]
+    timeline: RankTimeline
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ class Evidence:
 
     step: int
     by_rank: Sequence[RankEvidence]
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Return the collectives of the step, of all ranks; None where there are none."""
+        return join_timelines(self.step, [each.timeline for each in self.by_rank])
 
 
 def gather_evidence(
@@ -123,9 +134,14 @@ _KINDS = tuple(
 
 
 class _StepTap:
-    """An observer that captures, and that opens a tap on the model for one step."""
+    """An observer that captures, and that opens a tap on the model for one step.
 
-    def __init__(self, capture: Capture, tap: Tap, step: int) -> None:
+    `num_before` is how many collectives had been issued before that step, by `count`.
+    """
+
+    def __init__(self, capture: Capture, tap: Tap, step: int, count: Callable[[], int] = lambda: 0) -> None:
+        self.num_before = count()
+        self._count = count
         self._capture = capture
         self._tap = tap
         self._step = step
@@ -138,6 +154,7 @@ class _StepTap:
     def begin_step(self, step: int) -> None:
         """Open the tap before the step of interest, close it after."""
         if step == self._step:
+            self.num_before = self._count()
             self._context = self._tap.reading()
             self._context.__enter__()
         elif self._context is not None:
@@ -159,21 +176,51 @@ def _rerun(
     trace: CollectiveTrace,
 ) -> RankEvidence:
     capture = Capture(keys)
-    num_positions = len(program.share.positions)
+    micro_batches = program.share.micro_batches(program.num_micro_batches)
+
+    def count() -> int:
+        return trace.num_collectives
+
     tap = Tap(
-        program.model, num_positions, scale=program.scale, limit=LIMIT, count=lambda: trace.num_collectives
+        program.model,
+        len(micro_batches[0].rows),
+        len(program.share.positions),
+        scale=program.scale,
+        limit=LIMIT,
+        count=count,
     )
-    observer = _StepTap(capture, tap, step)
+    observer = _StepTap(capture, tap, step, count)
     recipe, stop = case.recipe, max(step, 0) + 1
     low = recipe.precision != "float64" and program.subject.can_replay
     forced = case.checks.steps == "forced"
-    train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
+    trace.on_all_reduce = tap.keep_operand
+    try:
+        train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
+    finally:
+        trace.on_all_reduce = None
     observer.close()
-    micro_batches = program.share.micro_batches(program.num_micro_batches)
     shares = [(share.rows, share.positions) for share in micro_batches]
     readings = RankReadings(tap.readings, shares)
     regions = join_regions(program.shards)
-    return RankEvidence(capture.captured, readings, _list_issued(case, tap, trace), regions)
+    issued = _list_issued(case, tap, trace)
+    operands = _list_operands(tap, trace, program.scale)
+    timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
+    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline)
+
+
+def _list_operands(tap: Tap, trace: CollectiveTrace, scale: float) -> list[Operand]:
+    """Return what this rank brought to all-reduces, of the unscaled loss, with the modules inside of which."""
+    records = {record.number: record for record in trace.records()}
+    found: list[Operand] = []
+    for number, micro_batch, local in tap.operands:
+        inside = frozenset(
+            key for key, spans in tap.spans.items() if any(begin < number <= end for begin, end in spans)
+        )
+        is_backward = any(direction == BACKWARD for direction, _ in inside)
+        if number in records:
+            unscaled = local / scale if is_backward else local
+            found.append(Operand(records[number], micro_batch, inside, unscaled))
+    return found
 
 
 def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
@@ -213,7 +260,7 @@ def _explain(
     case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
     if evidence is None:
-        return diagnose(judgement.findings, DiagnosisInputs())
+        return diagnose(judgement.findings, DiagnosisInputs(axes=_make_axes(case)))
     return diagnose(judgement.findings, _make_inputs(case, golden, judgement, evidence, device))
 
 
@@ -234,7 +281,7 @@ def _make_inputs(
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
         axes=_make_axes(case),
-        search=_search(case, golden, evidence, device),
+        search=_search(case, golden, evidence, device, _find_known(judgement, step)),
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
@@ -244,6 +291,7 @@ def _make_inputs(
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=_find_valid(case, step),
+        decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
     )
 
 
@@ -317,20 +365,39 @@ def _component_source(
     return cache(lambda: make_components(case, golden, step, device))
 
 
-def _search(case: Case, golden: StoredGolden, evidence: Evidence, device: torch.device) -> Search | None:
+def _find_known(judgement: Judgement, step: int) -> Known:
+    """Return what the checks have found in a step."""
+    found = [each for each in judgement.findings if each.step == step]
+    wrong = [each for each in found if each.check == CheckName.GRADIENT]
+    return Known(
+        gradients=frozenset(each.tensor for each in wrong),
+        loss_differs=any(each.kind in (Kind.LOSS, Kind.TOKEN_LOSS) for each in found),
+        noise=min((each.bound for each in wrong), default=0.0),
+    )
+
+
+def _search(
+    case: Case, golden: StoredGolden, evidence: Evidence, device: torch.device, known: Known
+) -> Search | None:
     if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
         return None  # rounding of bfloat16 hides where it began
-    readings = _read_golden(case.recipe, golden, evidence.step, device)
+    readings = read_golden_modules(case.recipe, golden, evidence.step, device)
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
     by_rank = [each.readings for each in evidence.by_rank]
-    return find_origins(readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision))
+    search = find_origins(
+        readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision), known
+    )
+    operands = [(each.readings, each.operands) for each in evidence.by_rank]
+    return find_operands(search, operands, coordinates, case.layout.tp)
 
 
-def _read_golden(recipe: Recipe, golden: StoredGolden, step: int, device: torch.device) -> list[Reading]:
-    """Return what one device reads at its modules in the step, started from the golden's state."""
+def read_golden_modules(
+    recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
+) -> list[Reading]:
+    """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
     program = assemble_single(recipe, device, compute="float64")
-    tap = Tap(program.model, recipe.data.seq_len, scale=1.0, limit=1 << 62)
+    tap = Tap(program.model, recipe.data.batch, recipe.data.seq_len, scale=1.0, limit=1 << 62)
     observer = _StepTap(Capture(()), tap, step)
     train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()

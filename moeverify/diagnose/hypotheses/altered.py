@@ -12,6 +12,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Observation, ScalarValues, WrongElements
 from moeverify.results.operation import Altered, Operation
+from moeverify.results.trial import Reason
 
 _CAUSES: Mapping[Quantity, Cause] = {
     Quantity.OUTPUT: Cause.FORWARD,
@@ -23,6 +24,9 @@ _CAUSES: Mapping[Quantity, Cause] = {
     Quantity.BUFFER: Cause.STATE,
     Quantity.LOADED: Cause.STATE,
 }
+
+# That a router computes otherwise is said of right inputs alone.
+_BEHIND_INPUTS = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 
 
 class AlteredHypothesis(Hypothesis):
@@ -37,6 +41,9 @@ class AlteredHypothesis(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Say so, with what is off. It is no test, and leaves no trial."""
         (tensor,) = tensors
+        if tensor.quantity in _BEHIND_INPUTS and inputs.search is None:
+            # In bfloat16 modules are not compared: what came into the router may have been wrong already.
+            return self.untried(Reason.MODULES_NOT_COMPARED)
         cause = _CAUSES[tensor.quantity]
         operation: Operation = Altered()
         seen: list[Observation] = []

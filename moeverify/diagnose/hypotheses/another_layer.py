@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moeverify.diagnose.families import module_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -17,22 +18,25 @@ from moeverify.results.trial import Reason
 
 
 class AnotherLayer(Hypothesis):
-    """It has exactly the initial values of a parameter of another name and the same shape."""
+    """It has exactly what another parameter of its shape begins with, or another router counts."""
 
     name = "another_layer"
-    quantities = frozenset({Quantity.INITIAL_VALUE})
+    quantities = frozenset({Quantity.INITIAL_VALUE, Quantity.ROUTING_COUNT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare with the golden's initial values of all parameters."""
+        """Compare with the golden's initial values of all parameters, or counts of all routers."""
         (tensor,) = tensors
+        is_count = tensor.quantity is Quantity.ROUTING_COUNT
+        kind = Kind.ROUTER_COUNTS if is_count else Kind.INITIAL_WEIGHT
         actual = tensor.whole
         # Constants, such as the ones of a norm, are alike in all layers and say nothing.
         if actual.numel() < 2 or bool((actual == actual.reshape(-1)[0]).all()):
             return self.untried(Reason.NOT_COMPARABLE)
-        for name in inputs.regions:
+        # Routers are named by their modules, and have parameters.
+        for name in dict.fromkeys(module_of(each) if is_count else each for each in inputs.regions):
             if name == tensor.name:
                 continue
-            other = inputs.golden(Kind.INITIAL_WEIGHT, name, 0)
+            other = inputs.golden(kind, name, 0)
             if (
                 other is not None
                 and other.shape == actual.shape

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 from moeverify.diagnose.families import name_family
-from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.inputs import LM, DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
@@ -88,10 +88,13 @@ def explain_by(
     *,
     residual: float | None = None,
 ) -> Explanation:
-    """Return the explanation of some tensors, or of the module where the only one was read."""
+    """Return the explanation of some tensors, or of the module or loss that made the only one, where it was read."""
     origin = inputs.origin_of(tensors[0])
-    if origin is not None:
-        subject = Subject(quantity=tensors[0].quantity, module=origin.culprit)
+    if origin is not None and inputs.comes_from_loss(origin):
+        subject = Subject(quantity=tensors[0].quantity, tensors=(LM,))
+    elif origin is not None:
+        inner = "" if origin.is_of_culprit else origin.module
+        subject = Subject(quantity=tensors[0].quantity, module=origin.culprit, inner=inner)
     else:
         names = tuple(tensor.name for tensor in tensors)
         subject = Subject(quantity=tensors[0].quantity, tensors=names, family=name_family(names))

@@ -27,11 +27,11 @@ _MOST_FACTORS = 3  # of as many slices as there are, each with a number of its o
 class BlockFactors(Hypothesis):
     """Each slice along some dim is a multiple of the expected one, and there are few different multiples.
 
-    A reduction that is done twice for a part of a tensor, a scale for some experts alone.
+    A reduction that is done twice for a part of a tensor, a scale for some experts alone, rows that a load left zero.
     """
 
     name = "block_factors"
-    quantities = frozenset({Quantity.GRADIENT, Quantity.MODULE_GRADIENT, Quantity.OUTPUT})
+    quantities = frozenset({Quantity.GRADIENT, Quantity.MODULE_GRADIENT, Quantity.OUTPUT, Quantity.LOADED})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Measure the factor of every slice along every dim."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from moeverify.diagnose.components import TERMS, Components
+from moeverify.diagnose.components import Components
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column, Fit, fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
@@ -102,4 +102,7 @@ def knows(components: Components | None, tensors: Sequence[WrongTensor]) -> bool
 
 def list_terms(components: Components) -> list[Column]:
     """Return the loss terms as parts."""
-    return [(Part(term=term), lambda name, term=term: components.term(term, name)) for term in TERMS]  # type: ignore[misc]
+    return [
+        (Part(term=term), lambda name, term=term: components.term(term, name))  # type: ignore[misc]
+        for term in components.terms
+    ]

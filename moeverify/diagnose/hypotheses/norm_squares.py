@@ -1,18 +1,16 @@
 """Hypothesis: in the sum of squares of a norm some parameters count more often than once, or not at all.
 
 The gradients are right, so the squares of all of them are known, and the squared norm is their sum. A norm that is
-off by (k - 1) times the squares of one group of parameters has counted these k times. Groups are taken from simple to
-complex: what an axis replicates or shards, then one family of parameters, then one parameter.
+off by (k - 1) times the squares of one group of parameters has counted these k times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from moeverify.diagnose.factors import find_factor
-from moeverify.diagnose.families import family_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.norm_groups import find_miscounted_group
 from moeverify.diagnose.replicas import sum_of_squares_explains
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -21,12 +19,7 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Factor, Product, is_same
 from moeverify.results.observation import Observation, RankValues, ScalarValues
 from moeverify.results.operation import Scaled, Unreduced
-from moeverify.results.part import Contribution, Group, Part
 from moeverify.results.trial import Reason
-
-# How exactly the count of a group must be a whole number: the squared norm is known to 1e-14 of itself, and a group
-# whose squares are less than 1e-5 of it leaves fewer digits, so it is not looked at.
-_WHOLE, _LEAST_SHARE = 1e-6, 1e-5
 
 
 class NormSquares(Hypothesis):
@@ -78,46 +71,9 @@ def _measure_squares(inputs: DiagnosisInputs) -> dict[str, float]:
 def _find_group(
     tensor: WrongTensor, excess: float, squares: Mapping[str, float], inputs: DiagnosisInputs
 ) -> Explanation | None:
-    total = sum(squares.values())
-    sources = list(inputs.axes.sources)
-    # A count above the number of ranks is no count of copies, and with enough of them any number is one.
-    most = max((source.size for source in sources), default=1)
-    for group in _list_groups(squares, inputs):
-        square = sum(squares[name] for name in group.tensors)
-        if square < _LEAST_SHARE * total:
-            continue
-        count = 1.0 + excess / square
-        if round(count) == 1 or not 0 <= round(count) <= most or abs(count - round(count)) > _WHOLE:
-            continue
-        # The axis that makes the group was tested; another one of its size makes another group, which does not fit.
-        tested = [source for source in sources if source.name == group.axis]
-        factor = find_factor(float(round(count)), tested)
-        factor = factor if factor.equals else find_factor(float(round(count)), sources)
-        operation = Scaled(contributions=(Contribution(part=Part(group=group), factor=factor),))
-        return explain_by(Cause.NORM, operation, [tensor], inputs)
-    return None
-
-
-def _list_groups(squares: Mapping[str, float], inputs: DiagnosisInputs) -> Iterator[Group]:
-    """Yield the groups of parameters that have something in common, those of an axis first."""
-    for axis, ranks in inputs.axes.groups.items():
-        replicated = [name for name in squares if _is_replicated(name, ranks, inputs)]
-        sharded = [name for name in squares if name not in replicated]
-        if replicated and sharded:
-            yield Group(tensors=tuple(replicated), axis=axis, placement="replicated")
-            yield Group(tensors=tuple(sharded), axis=axis, placement="sharded")
-    families: dict[str, list[str]] = {}
-    for name in squares:
-        families.setdefault(family_of(name), []).append(name)
-    yield from (Group(tensors=tuple(names)) for names in families.values())
-    yield from (Group(tensors=(name,)) for names in families.values() if len(names) > 1 for name in names)
-
-
-def _is_replicated(name: str, groups: Sequence[Sequence[int]], inputs: DiagnosisInputs) -> bool:
-    """Return whether all ranks of each group that hold a parameter hold the same part of it."""
-    regions = inputs.regions[name]
-    parts = [[regions[rank].key for rank in group if rank in regions] for group in groups]
-    return any(len(part) > 1 for part in parts) and all(len(set(part)) <= 1 for part in parts)
+    parts = {name: {rank: region.key for rank, region in inputs.regions[name].items()} for name in squares}
+    found = find_miscounted_group(excess, squares, parts, inputs.axes)
+    return None if found is None else explain_by(Cause.NORM, Scaled(contributions=(found,)), [tensor], inputs)
 
 
 HYPOTHESIS = NormSquares()

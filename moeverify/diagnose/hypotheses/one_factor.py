@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeverify.diagnose.counter_tests import count_right_alike
-from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
-from moeverify.results.explanation import Quantity
+from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
@@ -51,7 +51,7 @@ class OneFactor(LinearFit):
             Quantity.TENSOR,
         }
     )
-    generalizes = ("detached",)
+    generalizes = ("detached", "another_term")
     cause = Cause.SCALE
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
@@ -82,6 +82,9 @@ class OneFactor(LinearFit):
             return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
         outcome = super().test(tensors, inputs)
         cause = _CAUSES.get(first.quantity)
+        if outcome.explanation is not None and first.quantity is Quantity.OUTPUT:
+            sources = self.sources(tensors, inputs)
+            outcome = replace(outcome, explanation=_name_root(outcome.explanation, sources))
         if outcome.explanation is not None:
             seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
             outcome = replace(outcome, observations=seen)
@@ -89,6 +92,21 @@ class OneFactor(LinearFit):
             return outcome
         explanation = outcome.explanation.model_copy(update={"cause": cause})
         return Outcome(outcome.trials, explanation, outcome.observations, outcome.num_coefficients)
+
+
+def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanation:
+    """Return the explanation of an output that no source equals with those of which its factor is the root.
+
+    What the fit has measured stays in the evidence.
+    """
+    operation = explanation.operation
+    assert isinstance(operation, Scaled)
+    (whole,) = operation.contributions
+    root = whole.factor if whole.factor.equals else find_root(whole.factor.value, sources)
+    if not root.equals or root == whole.factor:
+        return explanation
+    scaled = Scaled(contributions=(whole.model_copy(update={"factor": root}),))
+    return explanation.model_copy(update={"operation": scaled})
 
 
 def _is_constant(tensor: WrongTensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.diagnose.components import TERMS
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows, list_terms
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -30,7 +29,7 @@ class Padding(LinearFit):
                 Part(term=term, tokens=Tokens(padding=True)),
                 lambda name, term=term: components.padding[term][name],  # type: ignore[misc]
             )
-            for term in TERMS
+            for term in components.terms
             if term in components.padding
         ]
         return [*list_terms(components), *extra]

@@ -17,10 +17,18 @@ from moeverify.results.trial import Reason, Trial
 
 
 class PreviousValue(Hypothesis):
-    """Nothing new was accumulated, the step changed no state, or a checkpoint has the state of a step before."""
+    """Nothing new was accumulated or counted, the step changed no state, or a checkpoint has the state of before."""
 
     name = "previous_value"
-    quantities = frozenset({Quantity.GRADIENT, Quantity.BUFFER, Quantity.OPTIMIZER_STATE, Quantity.LOADED})
+    quantities = frozenset(
+        {
+            Quantity.GRADIENT,
+            Quantity.ROUTING_COUNT,
+            Quantity.BUFFER,
+            Quantity.OPTIMIZER_STATE,
+            Quantity.LOADED,
+        }
+    )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare with what the golden had at other times."""
@@ -49,7 +57,7 @@ class PreviousValue(Hypothesis):
     def _explain(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
         if tensor.quantity is Quantity.LOADED:
             return explain_by(Cause.STATE, Replaced(by="step-before"), [tensor], inputs)
-        if tensor.quantity is Quantity.GRADIENT:
+        if tensor.quantity in (Quantity.GRADIENT, Quantity.ROUTING_COUNT):
             return explain_by(Cause.STALE, Replaced(by="step-before"), [tensor], inputs)
         return explain_by(Cause.STALE, Unmoved(), [tensor], inputs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.diagnose.components import TERMS
 from moeverify.diagnose.fit import Column, Fit
 from moeverify.diagnose.hypotheses.batch_shares import describe_means
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
@@ -33,7 +32,7 @@ class ShareTerms(LinearFit):
                 Part(term=term, tokens=cell.tokens),
                 lambda name, term=term, number=number: components.parts[term][number][name],  # type: ignore[misc]
             )
-            for term in TERMS
+            for term in components.terms
             for number, cell in enumerate(components.cells)
         ]
 

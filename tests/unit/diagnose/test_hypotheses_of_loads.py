@@ -56,6 +56,14 @@ def test_shards_that_were_not_loaded_name_their_rank() -> None:
     assert examine("not_loaded", tensor).explanation.operation.ranks == (1,)
 
 
+def test_rows_that_a_load_left_zero_are_named() -> None:
+    expected = draw(8, 3)
+    actual = expected.clone()
+    actual[2:4] = 0
+    (contribution,) = examine("block_factors", load(expected, actual)).explanation.operation.contributions
+    assert (contribution.factor.value, contribution.part.block.indices) == (0.0, (2, 3))
+
+
 def test_a_wrong_offset_is_found_in_both_directions() -> None:
     expected = draw(32)
     late, early = torch.cat([expected[3:], draw(3, seed=1)]), torch.cat([draw(3, seed=1), expected[:-3]])

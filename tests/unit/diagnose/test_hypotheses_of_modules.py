@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
-from moeverify.diagnose.first_divergence import Origin, RankReadings, find_origins
+from moeverify.diagnose.first_divergence import Known, Origin, RankReadings, Search, find_origins
+from moeverify.diagnose.operands import ReducedTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Altered, Moved, Replaced, Scaled, Unreduced
+from moeverify.results.operation import Altered, Moved, Replaced, Scaled, Unmasked, Unreduced
+from moeverify.results.trace import CollectiveRecord
 from moeverify.results.trial import Reason
-from moeverify.train.module_taps import Reading
+from moeverify.train.module_taps import Reading, Tap
 
 
 def test_a_module_that_is_right_in_the_first_micro_batch_has_changed_state() -> None:
@@ -61,6 +64,43 @@ def test_a_factor_of_an_output() -> None:
     assert isinstance(explanation.operation, Scaled)
 
 
+@pytest.mark.parametrize(
+    ("num_right", "module", "losses"), [(0, "", ("lm",)), (3, "", ()), (0, "layers.2", ())]
+)
+def test_a_gradient_that_is_wrong_from_the_first_one_on_comes_from_the_loss(
+    num_right: int, module: str, losses: tuple[str, ...]
+) -> None:
+    tensor, inputs = make_origin(draw(2, 3, 4), draw(2, 3, 4, seed=1), module=module, direction="backward")
+    assert inputs.search is not None
+    origin = replace(inputs.search.origins["backward"], end="input" if module else "output")
+    search = replace(
+        inputs.search, origins={"backward": origin}, num_right={"forward": 3, "backward": num_right}
+    )
+    subject = examine("altered", tensor, replace(inputs, search=search)).explanation.subject
+    assert (subject.tensors, subject.module) == (losses, module)
+
+
+@pytest.mark.parametrize(
+    ("factor", "power", "sources"),
+    [
+        (2.0, 1, ("dp_replicate", "ep")),
+        (0.5**0.5 * (1.0 + 3e-6), 2, ("dp_replicate", "ep")),  # a mean of squares twice, beside an eps
+        (2.0**0.5, 2, ("dp_replicate", "ep")),
+        (0.5**0.5 * 1.001, 1, ()),
+        (3.0**0.5, 1, ()),
+    ],
+)
+def test_a_factor_of_an_output_may_be_the_root_of_a_size(
+    factor: float, power: int, sources: tuple[str, ...]
+) -> None:
+    expected = draw(2, 3, 4)
+    tensor, inputs = make_origin(expected, factor * expected, factor * expected)
+    explanation = examine("one_factor", tensor, inputs).explanation
+    assert isinstance(explanation.operation, Scaled)
+    (whole,) = explanation.operation.contributions
+    assert (whole.factor.power, whole.factor.sources) == (power, sources)
+
+
 def test_tokens_with_the_values_of_others_have_moved() -> None:
     expected = draw(2, 3, 4)
     actual = expected.reshape(6, 4)[[0, 4, 2, 3, 1, 5]].reshape(2, 3, 4)
@@ -100,6 +140,51 @@ def test_a_router_whose_choice_is_wrong_too_is_routing() -> None:
     assert explanation.cause is Cause.FORWARD
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_values_for_the_elements_of_other_ranks_are_a_missing_mask(direction: str) -> None:
+    # Words of a vocabulary over two ranks: each looks up what is not its own under another index.
+    expected, stray = draw(2, 3, 4), draw(2, 3, 4, seed=1)
+    is_first = draw(2, 3, 1, seed=2) > 0
+    tensor, inputs = make_origin(
+        expected,
+        torch.where(is_first, expected, stray),
+        torch.where(is_first, stray, expected),
+        direction=direction,
+    )
+    outcome = examine("unmasked", tensor, inputs)
+    assert isinstance(outcome.explanation.operation, Unmasked)
+    assert outcome.explanation.operation.num_ranks == 2
+    num_own = int(is_first.sum()) * 4
+    assert outcome.observations[0].num_own == (num_own, 24 - num_own)
+
+
+def test_what_is_brought_to_an_all_reduce_is_looked_at_where_its_sum_hides_it() -> None:
+    expected, stray = draw(2, 3, 4), draw(2, 3, 4, seed=1)
+    own = torch.arange(24).reshape(2, 3, 4) % 2 == 0
+    brought = [torch.where(own, expected, stray), torch.where(own, 2 * stray, expected)]
+    tensor, inputs = make_origin(expected, sum(brought), sum(brought), direction="backward")
+    assert examine("unmasked", tensor, inputs).explanation is None
+    collective = CollectiveRecord.model_construct(op="all_reduce", site="package/file.py:7 in backward")
+    reduced = ReducedTensor(make_tensor(expected, *brought), collective)
+    origin = replace(inputs.search.origins["backward"], reduced=(reduced,))
+    search = replace(inputs.search, origins={"backward": origin})
+    explanation = examine("unmasked", tensor, replace(inputs, search=search)).explanation
+    assert explanation.operation.summed_by == "all_reduce at package/file.py:7 in backward"
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        (draw(2, 3, 4), draw(2, 3, 4, seed=1)),  # one rank is right and the other is not
+        (draw(2, 3, 4, seed=1), draw(2, 3, 4, seed=2)),  # nothing is right
+        (draw(2, 3, 4).tril(), draw(2, 3, 4) - draw(2, 3, 4).tril()),  # the mask is there, the sum is not
+    ],
+)
+def test_what_is_divided_otherwise_misses_no_mask(brought: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensor, inputs = make_origin(draw(2, 3, 4), *brought)
+    assert examine("unmasked", tensor, inputs).explanation is None
+
+
 # where it began
 
 
@@ -133,6 +218,17 @@ def test_a_wrong_input_was_made_by_the_module_around() -> None:
     assert search.origins["forward"].culprit == "layers.0"
 
 
+def test_readings_of_one_place_in_the_order_are_told_apart_by_which_they_are() -> None:
+    # The outputs of a module that returns a tuple: both differ, and the second is looked up among all readings.
+    golden = [
+        Reading("forward", 0, "attention", "output", 0, draw(1, 3, 4, seed=at), str(at)) for at in range(2)
+    ]
+    readings = [replace(golden[0]), replace(golden[1], local=golden[1].local * 2)]
+    ranks = [RankReadings(readings, [(range(1), range(3))])]
+    origin = find_origins(golden, ranks, {0: {}}, 1, torch.float64).origins["forward"]
+    assert torch.equal(origin.tensor.expected, golden[1].local)
+
+
 def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_row() -> None:
     # Rotary embeddings (1, S, D) on two ranks that see one row in each of two micro-batches.
     rotary, hidden = draw(1, 3, 4), draw(4, 3, 4, seed=1)
@@ -151,3 +247,113 @@ def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_
     search = find_origins(golden, by_rank, {0: {}, 1: {}}, 1, torch.float64)
     assert search.origins["forward"].module == "norm"
     assert search.origins["forward"].ranks == (0, 1)
+
+
+def test_a_difference_below_the_noise_of_the_model_began_nothing() -> None:
+    # A factor rounded to float32 in one of the two, beside a real error in the second layer.
+    golden = [read("embed", 0, draw(1, 3, 4)), read("layers.0", 1, draw(1, 3, 4, seed=1))]
+    readings = [read("embed", 0, golden[0].local * (1 + 2e-8)), read("layers.0", 1, golden[1].local * 1.5)]
+    ranks = [RankReadings(readings, [(range(1), range(3))])]
+    found = {
+        noise: find_origins(golden, ranks, {0: {}}, 1, torch.float64, Known(noise=noise))
+        .origins["forward"]
+        .module
+        for noise in (0.0, 1e-6)
+    }
+    assert found == {0.0: "embed", 1e-6: "layers.0"}
+
+
+WHOLE = [(range(2), range(3))]
+
+
+def search_one_rank(golden: list[Reading], actual: list[Reading], known: Known | None = None) -> Search:
+    return find_origins(golden, [RankReadings(actual, WHOLE)], {0: {}}, 1, torch.float64, known)
+
+
+def test_an_argument_that_has_one_row_for_all_is_compared_too() -> None:
+    # Else the block would be blamed, by "inputs match", for the tables that it was given.
+    tables, hidden = draw(1, 3, 4), draw(2, 3, 4, seed=1)
+    golden = [read("rotary", 0, tables), read("block", 1, hidden)]
+    search = search_one_rank(golden, [read("rotary", 0, 2 * tables), read("block", 1, hidden + 1)])
+    assert search.origins["forward"].module == "rotary"
+
+
+def test_what_a_module_around_makes_good_began_nothing() -> None:
+    # Weights of experts that ranks divide among them, whose outputs are summed: forward all is as it should be.
+    golden = [
+        read("mlp.gate", 0, draw(2, 3, 4)),
+        read("mlp", 1, draw(2, 3, 4, seed=1)),
+        read("head", 2, draw(2, 3, 4, seed=2)),
+    ]
+    divided = replace(golden[0], local=golden[0].local.tril())
+    wrong = replace(golden[2], local=golden[2].local + 1)
+    assert search_one_rank(golden, [divided, *golden[1:]]).origins == {}
+    assert search_one_rank(golden, [divided, golden[1], wrong]).origins["forward"].module == "head"
+    # A loss that differs began somewhere: here is all that is known.
+    known = Known(loss_differs=True)
+    assert search_one_rank(golden, [divided, *golden[1:]], known).origins["forward"].module == "mlp.gate"
+
+
+def test_a_gradient_that_is_made_good_began_nothing_unless_a_parameter_there_is_wrong() -> None:
+    golden = [
+        Reading("backward", 0, "mlp.gate", "output", 0, draw(2, 3, 4)),
+        Reading("backward", 1, "mlp", "input", 0, draw(2, 3, 4, seed=1)),
+    ]
+    actual = [replace(golden[0], local=golden[0].local.tril()), golden[1]]
+    assert search_one_rank(golden, actual).origins == {}
+    other = Known(gradients=["mlp2.gate.weight"])
+    assert search_one_rank(golden, actual, other).origins == {}
+    inside = Known(gradients=["mlp.gate.weight"])
+    assert search_one_rank(golden, actual, inside).origins["backward"].culprit == "mlp"
+
+
+def test_of_modules_that_hand_on_a_tensor_the_one_that_ranks_read_first_is_named() -> None:
+    value = draw(2, 3, 4)
+    golden = [
+        Reading("backward", 0, "mlp.gate", "output", 0, value),
+        Reading("backward", 1, "mlp.experts", "input", 0, value),
+    ]
+    actual = [
+        Reading("backward", 0, "mlp.experts", "input", 0, 2 * value),
+        Reading("backward", 1, "mlp.gate", "output", 0, 3 * value),
+    ]
+    origin = search_one_rank(golden, actual).origins["backward"]
+    assert (origin.module, origin.also, origin.culprit) == ("mlp.experts", ("mlp.gate",), "mlp.experts")
+
+
+def test_tokens_in_an_order_of_their_own_are_no_error() -> None:
+    # A module that sorts flat tokens by expert: the ranks of a layout each sort their own.
+    tokens, after = draw(2, 3, 4), draw(2, 3, 4, seed=1)
+    golden = [replace(read("experts", 0, tokens), is_flat=True), read("head", 1, after)]
+    moved = tokens.reshape(6, 4)[[3, 1, 5, 0, 2, 4]].reshape(2, 3, 4)
+    wrong = read("head", 1, after + 1)
+    assert (
+        search_one_rank(golden, [replace(golden[0], local=moved), wrong]).origins["forward"].module == "head"
+    )
+    other = replace(golden[0], local=moved + 1)
+    assert search_one_rank(golden, [other, wrong]).origins["forward"].module == "experts"
+
+
+class Pair(nn.Module):
+    """Returns flat tokens and a pair, and takes one of its arguments by name."""
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return x.flatten(0, 1), [x * scale, x.sum()]
+
+
+def test_every_tensor_at_the_ends_of_a_module_is_read_along_the_tokens() -> None:
+    model, x = Pair(), draw(2, 3, 4).requires_grad_()
+    tap = Tap(model, 2, 3, scale=2.0, limit=1 << 20)
+    with tap.reading():
+        flat, (scaled, total) = model(x, scale=draw(2, 3, 4, seed=1))
+        (flat.sum() + scaled.sum() + total).backward()
+    seen = {(each.direction, each.end, each.slot): each for each in tap.readings}
+    assert {key for key in seen if key[0] == "forward"} == {
+        ("forward", "input", "0"),
+        ("forward", "input", "scale"),
+        ("forward", "output", "0"),
+        ("forward", "output", "1.0"),
+    }
+    assert seen["forward", "output", "0"].is_flat
+    assert torch.equal(seen["forward", "output", "0"].local, x)
+    assert torch.equal(seen["backward", "output", "1.0"].local, torch.full((2, 3, 4), 0.5, dtype=x.dtype))

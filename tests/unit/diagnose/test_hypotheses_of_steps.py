@@ -7,7 +7,9 @@ import torch
 from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
 
 from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.first_divergence import Search
 from moeverify.diagnose.inputs import STEP_BEFORE
+from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import RankValues, ScalarValues, WrongElements
@@ -16,6 +18,7 @@ from moeverify.results.operation import (
     Miscounted,
     OwnValues,
     RepeatedShard,
+    Replaced,
     Scaled,
     Unclipped,
     Unmoved,
@@ -90,6 +93,52 @@ def test_the_count_of_the_worst_rank_is_quoted() -> None:
     assert explanation.operation == Miscounted(expected=60.0, actual=54.0, rank=1)
 
 
+@pytest.mark.parametrize(("time", "found"), [("step-before", Replaced(by="step-before")), ("", None)])
+def test_counts_of_the_step_before_were_not_counted_again(time: str, found: Replaced | None) -> None:
+    tensor = count([30.0, 20.0, 10.0])
+    old = torch.tensor([30.0, 20.0, 10.0], dtype=torch.float64)
+    inputs = make_inputs(tensor, earlier=lambda key: {time: old} if time else {})
+    explanation = examine("previous_value", tensor, inputs).explanation
+    assert (explanation.operation if explanation is not None else None) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "other"), [([5.0, 35.0, 20.0], "layers.2.moe.router"), ([1.0, 2.0, 57.0], "")]
+)
+def test_counts_of_another_router_are_named(values: list[float], other: str) -> None:
+    tensor = count(values)
+    goldens = {"layers.2.moe.router": [5.0, 35.0, 20.0], "layers.1.moe.router": [10.0, 20.0, 30.0]}
+
+    def read(kind: str, name: str, before: int) -> torch.Tensor | None:
+        known = goldens.get(name) if kind == "router_counts" else None
+        return None if known is None else torch.tensor(known, dtype=torch.float64)
+
+    regions = {f"{name}.weight": {0: Region.whole((3, 4))} for name in goldens}
+    explanation = examine(
+        "another_layer", tensor, make_inputs(tensor, golden=read, regions=regions)
+    ).explanation
+    assert (explanation.operation if explanation is not None else None) == (
+        Replaced(by="tensor", tensor=other) if other else None
+    )
+
+
+# losses
+
+
+@pytest.mark.parametrize(("actual", "other"), [(0.25, "z"), (2.5, "lm"), (0.26, ""), (0.5, "")])
+def test_a_loss_with_the_value_of_another_term_is_named(actual: float, other: str) -> None:
+    golden = {"lm": 2.5, "balance": 1.5, "z": 0.25}
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in golden.items()}
+    value = torch.tensor(actual, dtype=torch.float64)
+    for precision, found in ((torch.float64, other), (torch.float32, "")):
+        tensor = make_tensor(numbers["balance"], value, name="balance", kind="loss", precision=precision)
+        inputs = make_inputs(tensor, golden=lambda kind, name, before: numbers[name])
+        explanation = examine("another_term", tensor, inputs).explanation
+        assert (explanation is not None) == bool(found)
+        if explanation is not None:
+            assert (explanation.cause, explanation.operation.tensor) == (Cause.METRIC, found)
+
+
 def test_tokens_counted_twice_are_a_metric() -> None:
     tensor = count([20.0, 40.0, 60.0])
     explanation = examine("one_factor", tensor).explanation
@@ -110,7 +159,11 @@ def test_counts_of_each_ranks_own_tokens_are_not_reduced() -> None:
 )
 def test_a_router_that_differs_over_right_inputs(kind: str, cause: Cause) -> None:
     tensor = make_tensor(draw(2, 3), draw(2, 3, seed=1), name="layers.1.moe.router", kind=kind)
-    assert examine("altered", tensor).explanation.cause is cause
+    compared = Search({}, {"forward": 9, "backward": 9}, {"forward": 0.0, "backward": 0.0}, 1e-9)
+    assert examine("altered", tensor, make_inputs(tensor, search=compared)).explanation.cause is cause
+    # Where no module was compared, its inputs may be wrong.
+    outcome = examine("altered", tensor)
+    assert (outcome.explanation, outcome.trials[0].reason) == (None, Reason.MODULES_NOT_COMPARED)
 
 
 # reported losses

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moeverify.diagnose.recomputed import join_alike, merge_with_origins
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor
 from moeverify.results.facts import RecomputedFacts, TermFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Unclipped
+from moeverify.results.operation import Operation, Rounded, Scaled, Unclipped
+from moeverify.results.part import WHOLE, Contribution
 
 
 def find(tensor: str, factor: float = 0.0, step: int = 0, check: str = CheckName.OPTIMIZER_STEP) -> Finding:
@@ -53,6 +57,28 @@ def test_what_the_golden_explains_stays_the_cause() -> None:
     subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
     explanation = Explanation(cause=Cause.NORM, subject=subject, operation=Unclipped(coefficient=0.5))
     origins, recomputed = merge_with_origins([compare("a", explanation)], [find("b")])
+    assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "operation"),
+    [
+        (Cause.ROUNDING, Rounded(dtype="bfloat16", is_representable=False)),
+        (Cause.SCALE, Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=0.2)),))),
+    ],
+)
+def test_terms_that_are_measured_say_more_than_how_far_an_update_is_off(
+    cause: Cause, operation: Operation
+) -> None:
+    subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
+    explanation = Explanation(cause=cause, subject=subject, operation=operation)
+    measured, unknown = find("b"), find("b")
+    unknown = unknown.model_copy(
+        update={"facts": RecomputedFacts(terms=(TermFacts(name="step", expected=-0.1),))}
+    )
+    origins, recomputed = merge_with_origins([compare("a", explanation)], [measured])
+    assert [finding.follows for finding in (*origins, *recomputed)] == ["b", ""]
+    origins, recomputed = merge_with_origins([compare("a", explanation)], [unknown])
     assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
 
 

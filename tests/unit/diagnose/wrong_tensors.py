@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.components import TERMS, Cell, Components
+from moeverify.diagnose.components import Cell, Components
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.hypotheses import TIERS
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome
@@ -94,14 +94,14 @@ def make_components(
 
     scales = {"lm": 1.0, "balance": 1e-3, "z": 1e-5}
     cells = tuple(Cell(Tokens(data_rank=rank), (rank,), (0,)) for rank in range(num_cells))
-    parts = {term: [vector(scales[term]) for _ in cells] for term in TERMS}
-    extra = {term: vector(scales[term]) for term in TERMS} if padding else {}
+    parts = {term: [vector(scales[term]) for _ in cells] for term in scales}
+    extra = {term: vector(scales[term]) for term in scales} if padding else {}
     return Components(cells, parts, extra, (10, 20, 30, 40)[:num_cells], tuple(names))
 
 
 def make_golden(components: Components, name: str) -> Tensor:
     """Return the sum of all parts."""
-    return torch.stack([components.term(term, name) for term in TERMS]).sum(dim=0)
+    return torch.stack([components.term(term, name) for term in components.terms]).sum(dim=0)
 
 
 def combine(components: Components, weigh: Callable[[str, int], float]) -> list[WrongTensor]:
@@ -110,7 +110,7 @@ def combine(components: Components, weigh: Callable[[str, int], float]) -> list[
     for name in components.names:
         parts = [
             weigh(term, number) * components.parts[term][number][name]
-            for term in TERMS
+            for term in components.terms
             for number in range(len(components.cells))
         ]
         total = torch.stack(parts).sum(dim=0)

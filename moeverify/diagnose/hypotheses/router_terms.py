@@ -1,0 +1,44 @@
+"""Hypothesis: the balance or z losses of some layers have another weight, or are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.fit import Column
+from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.part import Part
+
+
+class RouterTerms(LinearFit):
+    """The gradient has the lm loss, and the balance and z loss of each router, with coefficients of their own.
+
+    Early layers get the losses of later ones as well, through the stream: a stage that loses its own losses leaves
+    gradients that are no sum of whole terms.
+    """
+
+    name = "router_terms"
+    generalizes = ("detached", "one_factor", "loss_terms")
+    cause = Cause.TERM_SCALE
+
+    def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
+        """Return the lm loss, and both losses of each router; with one router they are those of `loss_terms`."""
+        components = inputs.components() if inputs.components is not None else None
+        if components is None or not knows(components, tensors):
+            return []
+        split = components.by_router()
+        if len(split) <= len(("balance", "z")):
+            return []
+        lm: Column = (Part(term="lm"), lambda name: components.term("lm", name))
+        return [
+            lm,
+            *(
+                (Part(term=term, router=router), lambda name, vector=vector: vector[name])
+                for (term, router), vector in split.items()
+            ),
+        ]
+
+
+HYPOTHESIS = RouterTerms()

@@ -1,0 +1,86 @@
+"""Hypothesis: the loss is a number of times the right one, and so is its gradient, in a precision that hides it.
+
+In float64 one factor fits all gradients to eight digits, and needs no loss to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.hypotheses.loss_value import TOTAL
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor
+from moeverify.results.observation import ScalarValues
+from moeverify.results.operation import Scaled
+from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.trial import Reason
+
+_NEAR = 3e-3
+"""How far the factors of the total loss and of its gradients may be apart besides their noise: a unit of bfloat16."""
+
+
+class ScaledLoss(Hypothesis):
+    """All terms of the loss are off alike, and by least squares the gradients are off by that factor too.
+
+    What the factor leaves of the gradients is their noise, which must be a third of what it changes at most: a loss
+    that is computed otherwise, whose value happens to be off by some factor, turns its gradient as well.
+    """
+
+    name = "scaled_loss"
+    quantities = frozenset({Quantity.GRADIENT})
+
+    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
+        """Return that all gradients which are left have this one cause."""
+        del quantity
+        return (Scope.TOGETHER,)
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Compare the factor of the total loss with that of all gradients."""
+        losses = [loss for loss in inputs.of_quantity(Quantity.LOSS) if loss.key[1] == Kind.LOSS]
+        total = next((loss for loss in losses if loss.name == TOTAL), None)
+        if total is None or tensors[0].precision == torch.float64:
+            return self.untried(Reason.LOSSES_MATCH if total is None else Reason.NOT_COMPARABLE)
+        factor = _find_ratio(total)
+        seen = ScalarValues(
+            name=TOTAL,
+            expected=float(total.expected),
+            actual=float(total.worst_shard.values()),
+            rank=total.worst_shard.rank,
+        )
+        found, left = _fit(tensors)
+        are_alike = all(abs(_find_ratio(loss) - factor) <= _NEAR * abs(factor) for loss in losses)
+        is_clear = left <= abs(factor - 1.0) / 3.0
+        if not are_alike or not is_clear or not abs(found - factor) <= (_NEAR + left / 3.0) * abs(factor):
+            return self.refuse(seen)
+        rounded = Factor(value=float(f"{factor:.3g}"))
+        operation = Scaled(contributions=(Contribution(part=WHOLE, factor=rounded),))
+        return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs, residual=left), seen)
+
+
+def _find_ratio(loss: WrongTensor) -> float:
+    expected = float(loss.expected)
+    return float(loss.worst_shard.values()) / expected if expected else float("nan")
+
+
+def _fit(tensors: Sequence[WrongTensor]) -> tuple[float, float]:
+    """Return (k, share of the gradients that is left) of all gradients together as k times their goldens."""
+    products = squares = actual = 0.0
+    for tensor in tensors:
+        found = tensor.whole
+        products += float((found * tensor.expected).sum())
+        squares += float(tensor.expected.square().sum())
+        actual += float(found.square().sum())
+    if not squares or not actual:
+        return float("nan"), float("nan")
+    left = max(actual - products * products / squares, 0.0)
+    return products / squares, (left / actual) ** 0.5
+
+
+HYPOTHESIS = ScaledLoss()

@@ -1,0 +1,77 @@
+"""What ranks bring to the all-reduces of a module, beside the golden's tensor that these should make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from moeverify.diagnose.first_divergence import Origin, RankReadings, Search, locate_tokens
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.results.trace import CollectiveRecord
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a rank brought to an all-reduce, in one micro-batch.
+
+    `spans` are the directions and modules inside of which it was issued. Shape: (rows, positions, ...).
+    """
+
+    collective: CollectiveRecord
+    micro_batch: int
+    spans: frozenset[tuple[str, str]]
+    local: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedTensor:
+    """What all ranks brought to one all-reduce, as a tensor whose golden is what a module should have there."""
+
+    tensor: WrongTensor
+    collective: CollectiveRecord
+
+
+def find_operands(
+    search: Search,
+    by_rank: Sequence[tuple[RankReadings, Sequence[Operand]]],
+    coordinates: Mapping[int, Mapping[str, int]],
+    tp: int,
+) -> Search:
+    """Return the search with what was all-reduced inside the module of each origin, in the shape of its tensor."""
+    origins = {
+        direction: replace(origin, reduced=tuple(_match(origin, by_rank, coordinates, tp)))
+        for direction, origin in search.origins.items()
+    }
+    return replace(search, origins=origins)
+
+
+def _match(
+    origin: Origin,
+    by_rank: Sequence[tuple[RankReadings, Sequence[Operand]]],
+    coordinates: Mapping[int, Mapping[str, int]],
+    tp: int,
+) -> list[ReducedTensor]:
+    """Return the all-reduces that ranks issued as one another, the first of each rank and micro-batch and so on."""
+    expected = origin.tensor.expected
+    shards: dict[tuple[int, str], list[RankShard]] = {}
+    collectives: dict[tuple[int, str], CollectiveRecord] = {}
+    for rank, (readings, operands) in enumerate(by_rank):
+        counts: dict[int, int] = {}
+        for operand in operands:
+            if (origin.direction, origin.culprit) not in operand.spans:
+                continue
+            rows, positions = readings.shares[operand.micro_batch]
+            place = (coordinates.get(rank, {}).get("tp", 0), tp)
+            region = locate_tokens(expected, operand.local, rows, positions, place)
+            if region is None:
+                continue
+            number = counts[operand.micro_batch] = counts.get(operand.micro_batch, -1) + 1
+            key = (number, operand.collective.site)
+            shards.setdefault(key, []).append(RankShard(rank, region, operand.local))
+            collectives.setdefault(key, operand.collective)
+    return [
+        ReducedTensor(replace(origin.tensor, shards=tuple(found)), collectives[key])
+        for key, found in sorted(shards.items())
+    ]

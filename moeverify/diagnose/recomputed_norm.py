@@ -1,0 +1,81 @@
+"""A gradient norm that is not that of the ranks' own gradients: which of their squares it counts otherwise than once.
+
+No golden is needed: the squares are those of the run itself, so that a cause is named far below the bounds that the
+golden's noise leaves in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.norm_groups import find_miscounted_group
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor, Product
+from moeverify.results.facts import ClipFacts
+from moeverify.results.finding import Finding
+from moeverify.results.operation import Operation, Scaled, Unreduced
+from moeverify.results.part import WHOLE, Contribution
+
+# How many machine epsilons a squared norm may be off, which is summed within tensors in float32: seen are up to 6
+# with embeddings of 4096 numbers. Against a handful of axes more may be allowed than against a hundred groups.
+_OF_ALL, _OF_A_GROUP = 32.0, 8.0
+
+
+def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> Finding:
+    """Return the finding with the axis over which squares are not summed, or the parameters that count otherwise.
+
+    A wrong gradient is explained by itself: then nothing is said of the norm that is made of it.
+    """
+    if facts.is_coefficient or not facts.norms or inputs.of_quantity(Quantity.GRADIENT):
+        return finding
+    operation = _find_axis(facts, inputs) or _find_count(finding, facts, inputs)
+    if operation is None:
+        return finding
+    subject = Subject(quantity=Quantity.GRADIENT_NORM, tensors=(finding.tensor,))
+    explanation = Explanation(cause=Cause.NORM, subject=subject, operation=operation)
+    axes = [source for each in explanation.candidates for source in each.sources]
+    if isinstance(operation, Scaled):
+        axes += [each.part.group.axis for each in operation.contributions if each.part.group is not None]
+    place = finding.place and finding.place.model_copy(
+        update={"axes": tuple(dict.fromkeys(filter(None, axes)))}
+    )
+    return finding.model_copy(update={"explanation": explanation, "place": place})
+
+
+def _find_axis(facts: ClipFacts, inputs: DiagnosisInputs) -> Operation | None:
+    """Return that the squares of what the ranks of each group of an axis have add up to the right square."""
+    total, noise = sum(facts.squares.values()), _OF_ALL * facts.eps
+    found = {
+        axis: groups
+        for axis, groups in inputs.axes.groups.items()
+        if any(len({facts.norms[rank] for rank in group}) > 1 for group in groups)
+        and all(_is_near(sum(facts.norms[rank] ** 2 for rank in group), total, noise) for group in groups)
+    }
+    if not found:
+        return None
+    size = max(len(group) for groups in found.values() for group in groups)
+    products = tuple(Product(times=(axis,)) for axis in found)
+    return Unreduced(axes=products, num_replicas=size, factor=Factor(value=1.0))
+
+
+def _find_count(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> Operation | None:
+    """Return how often a norm that is the same on all ranks counts all squares, or those of which parameters."""
+    total, noise = sum(facts.squares.values()), _OF_ALL * facts.eps
+    if finding.actual is None or not math.isfinite(finding.actual) or len(set(facts.norms)) > 1 or not total:
+        return None
+    ratio = finding.actual**2 / total
+    count = float(round(ratio)) if ratio > 1.0 else 1.0 / max(1.0, round(1.0 / max(ratio, noise, 1e-12)))
+    if count != 1.0 and _is_near(ratio, count, noise):
+        factor = find_factor(math.sqrt(count), inputs.axes.sources, power=2)
+        return Scaled(contributions=(Contribution(part=WHOLE, factor=factor),)) if factor.equals else None
+    noise = _OF_A_GROUP * facts.eps
+    excess = finding.actual**2 - total
+    found = find_miscounted_group(excess, facts.squares, facts.parts, inputs.axes, noise=noise)
+    return None if found is None else Scaled(contributions=(found,))
+
+
+def _is_near(value: float, expected: float, noise: float) -> bool:
+    return abs(value - expected) <= max(noise, 1e-12) * expected
