@@ -109,7 +109,7 @@ def _can_run(fault: Fault, precision: Precision) -> bool:
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:
     """Return how well the findings of one run describe the fault."""
-    first = next((finding for finding in result.findings if not finding.follows), None)
+    first = result.lead
     detected = result.verdict == "mismatch"
     return FaultRow(
         number=fault.number,

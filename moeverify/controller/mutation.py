@@ -1,4 +1,4 @@
-"""Runs mutants: which layouts execute a line is measured once, then each mutant runs under the smallest that do."""
+"""Runs mutants: what layouts execute is measured once, then each mutant runs under the smallest that execute it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,47 @@ from moeverify.controller.machine import choose_device, describe_environment
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import CaseTask, OnEvent, pass_results, run_case_tasks, run_cases
 from moeverify.controller.scratch import scratch_folder
-from moeverify.faults.mutation.coverage import read_lines
+from moeverify.faults.mutation.coverage import read_spans
 from moeverify.faults.mutation.judgement import judge
 from moeverify.faults.mutation.mutant import Mutant, choose_mutants, find_mutant, list_mutants
 from moeverify.faults.mutation.reviewed import BY_HAND, EQUIVALENT
 from moeverify.faults.mutation.sites import DATA_AXES
 from moeverify.faults.setting import make_case
-from moeverify.jobs import LinesJob
+from moeverify.jobs import CoverageJob
 from moeverify.report.words.cause import describe_cause
-from moeverify.results.mutation import CoveredLines, Judgement, MutantRow, Outcome
+from moeverify.results.mutation import CoveredCode, Judgement, MutantRow, Outcome
 from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 
-# What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches.
+# What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches, an
+# optimizer with decay. Where a group is the whole world, another group in its place does nothing: so each is there
+# beside data parallelism too.
 _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
     "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
+    "fsdp2-cp-ring": ({}, {"dp_shard": 2, "cp": 2, "context_parallel": "ring"}),
+    "fsdp2-cp-alltoall": ({}, {"dp_shard": 2, "cp": 2, "context_parallel": "alltoall"}),
+    "fsdp1-hybrid decay": ({"optimizer": "adamw"}, LAYOUTS["fsdp1-hybrid"]),
+    "fsdp2-ep-pp decay": ({"optimizer": "adamw"}, LAYOUTS["fsdp2-ep-pp"]),
+    "tied fsdp2-tp": ({"preset": "stress-tied"}, LAYOUTS["fsdp2-tp"]),
     "tied tp-sp-lp": ({"preset": "stress-tied"}, LAYOUTS["tp-sp-lp"]),
     "tied pp": ({"preset": "stress-tied"}, {**LAYOUTS["pp"], "stage_layers": (1, 1)}),
     "tied pp-zbv": ({"preset": "stress-tied"}, {**LAYOUTS["pp-zbv"], "stage_layers": (0, 1, 1, 0)}),
+    "head norms fsdp2-tp": ({"preset": "tiny-olmoe-1b-7b"}, LAYOUTS["fsdp2-tp"]),
     "head norms tp": ({"preset": "tiny-olmoe-1b-7b"}, {"tp": 2}),
     "batch balance ep": ({"moe": {"balance_scope": "batch"}}, {"dp_shard": 2, "ep": 2}),
     "latent tp": ({"preset": "tiny-deepseek-v2-lite"}, {"tp": 2}),
+    "latent fsdp2-tp": ({"preset": "tiny-deepseek-v2-lite"}, LAYOUTS["fsdp2-tp"]),
+    "latent tp-sp-lp": ({"preset": "tiny-deepseek-v2-lite"}, LAYOUTS["tp-sp-lp"]),
     "latent cp": ({"preset": "tiny-deepseek-v2-lite"}, {"cp": 2}),
     "latent fsdp2-ep": ({"preset": "tiny-deepseek-v3"}, {"dp_shard": 2, "ep": 2}),
     "fsdp2 recompute": ({}, {"dp_shard": 2, "micro_batches": 2, "recompute": True}),
 }
 
-MOST_LAYOUTS = 4
+# Stacks name files by their whole path, which is that of a machine.
+_PARENT_FOLDER = f"{Path(__file__).resolve().parents[2]}/"
+
+MOST_LAYOUTS = 6
 """Under how many layouts a mutant may run before it counts as one that survives."""
 
 
@@ -83,9 +96,9 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
     environment = describe_environment(choose_device(options.device))
     if how.keep is not None:
         how.keep.mkdir(parents=True, exist_ok=True)
-    lines = KeptRows(how.keep and how.keep / "lines.jsonl", environment, CoveredLines)
+    coverage = KeptRows(how.keep and how.keep / "coverage.jsonl", environment, CoveredCode)
     rows = KeptRows(how.keep and how.keep / "mutants.jsonl", environment, MutantRow)
-    covered = measure_lines(list(list_cases().values()), options, on_event, lines)
+    covered = measure_coverage(list(list_cases().values()), options, on_event, coverage)
     everything = list_mutants()
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]
     run = MutationRun(named or choose_mutants(reached, how.number, how.seed), covered, how.seed, rows)
@@ -101,20 +114,20 @@ def list_cases() -> Mapping[str, Case]:
     return {name: case for name, case in {**plain, **more}.items() if not list(validate(case))}
 
 
-def measure_lines(
+def measure_coverage(
     cases: Sequence[Case],
     options: RunOptions,
     on_event: OnEvent,
-    kept: KeptRows[CoveredLines],
-) -> list[CoveredLines]:
-    """Return which lines of the parallel code each case executes; a case that does not pass has none.
+    kept: KeptRows[CoveredCode],
+) -> list[CoveredCode]:
+    """Return what of the parallel code each case executes; a case that does not pass executes nothing.
 
     What is in `kept` is not run again, and what comes is added to it.
     """
     files = tuple(dict.fromkeys(mutant.file for mutant in list_mutants()))
     left = [case for case in cases if case.name not in kept.rows]
     with scratch_folder() as folder:
-        tasks = [_make_lines_task(case, files, folder / str(number)) for number, case in enumerate(left)]
+        tasks = [_make_coverage_task(case, files, folder / str(number)) for number, case in enumerate(left)]
         folders = {task.case.name: folder / str(number) for number, task in enumerate(tasks)}
 
         def take(result: CaseResult) -> None:
@@ -128,29 +141,29 @@ def measure_lines(
     return [kept.rows[case.name] for case in cases if case.name in kept.rows]
 
 
-def _make_lines_task(case: Case, files: tuple[str, ...], folder: Path) -> CaseTask:
+def _make_coverage_task(case: Case, files: tuple[str, ...], folder: Path) -> CaseTask:
     folder.mkdir()
-    return CaseTask(case, make=partial(LinesJob, files=files, folder=folder))
+    return CaseTask(case, make=partial(CoverageJob, files=files, folder=folder))
 
 
-def _read_row(result: CaseResult, folder: Path) -> CoveredLines:
-    lines = read_lines(folder) if result.verdict == "pass" else {}
-    found = {file: tuple(sorted(seen)) for file, seen in lines.items()}
-    return CoveredLines(name=result.name, ranks=result.ranks, seconds=result.seconds, lines=found)
+def _read_row(result: CaseResult, folder: Path) -> CoveredCode:
+    spans = read_spans(folder) if result.verdict == "pass" else {}
+    found = {file: tuple(sorted(seen)) for file, seen in spans.items()}
+    return CoveredCode(name=result.name, ranks=result.ranks, seconds=result.seconds, spans=found)
 
 
-def choose_layouts(mutant: Mutant, covered: Sequence[CoveredLines]) -> list[str]:
-    """Return the layouts under which a mutant runs until it is killed: all execute its line.
+def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
+    """Return the layouts under which a mutant runs until it is killed: all execute what it changes.
 
     The first is the smallest, of several as small the one with most axes of which the code is; code of every axis
     shows most under data ranks. Those after it have the most axes, or degrees of them, that none before has: of two
     ranks each is the next and the one before of the other, so that a degree of 4 shows what 2 hides.
     """
-    lines, wanted = range(mutant.line, mutant.last_line + 1), set(mutant.area.axes or DATA_AXES) | {"ep"}
+    wanted = set(mutant.area.axes or DATA_AXES) | {"ep"}
     left = {
         row.name: (row, _list_axes(row.name))
         for row in covered
-        if not set(lines).isdisjoint(row.lines.get(mutant.file, ()))
+        if mutant.is_executed(row.spans.get(mutant.file, ()))
     }
     chosen: list[str] = []
     seen: set[tuple[str, int]] = set()
@@ -169,8 +182,10 @@ def choose_layouts(mutant: Mutant, covered: Sequence[CoveredLines]) -> list[str]
 
 
 def _list_axes(name: str) -> set[tuple[str, int]]:
-    degrees = list_degrees(list_cases()[name]).items()
-    return {(axis, degree) for axis, degree in degrees if axis not in ("micro-batches", TOP_K)}
+    """Return the axes of a case with their degrees, its micro-batches, and whether its optimizer decays weights."""
+    case = list_cases()[name]
+    found = {(axis, degree) for axis, degree in list_degrees(case).items() if axis != TOP_K}
+    return found | ({("weight decay", 1)} if case.recipe.optimizer.weight_decay else set())
 
 
 def _count(axes: set[tuple[str, int]], wanted: set[str]) -> int:
@@ -183,7 +198,7 @@ class MutationRun:
     def __init__(
         self,
         mutants: Sequence[Mutant],
-        covered: Sequence[CoveredLines],
+        covered: Sequence[CoveredCode],
         seed: int,
         kept: KeptRows[MutantRow],
     ) -> None:
@@ -248,14 +263,14 @@ class MutationRun:
         )
         if result is None:
             return row
-        first = next((finding for finding in result.findings if not finding.follows), None)
+        first = result.lead
         return row.model_copy(
             update={
                 "finding": first,
                 "said": describe_cause(first) if first is not None else "",
                 "loss_curve": outcome == "detected" and sees_loss_curve(result),
                 "loss_and_norm": outcome == "detected" and sees_loss_and_norm(result),
-                "reason": result.reason,
+                "reason": result.reason.replace(_PARENT_FOLDER, ""),
                 "seconds": result.seconds,
             }
         )

@@ -99,7 +99,7 @@ def write_mutants(
         "# Bugs made by machine",
         "",
         f"Made by `{command}` with {known}.",
-        f"There are {counts[0]} mutants; {counts[1]} are on lines that none of the layouts here executes, and of the "
+        f"There are {counts[0]} mutants; {counts[1]} change what none of the layouts here executes, and of the "
         f"others {len(rows)} were chosen by the seed and run.",
         "[How mutants are made and judged](../diagnosis.md#mutants).",
         "",
@@ -158,4 +158,4 @@ def describe_result(row: MutantRow) -> str:
 
 def _shorten(text: str) -> str:
     one = " ".join(text.split())
-    return one if len(one) <= 100 else f"{one[:97]}..."
+    return one if len(one) <= 100 else f"{one[:96]} ..."

@@ -45,9 +45,9 @@ class At(Record):
 
 
 def _list_losses(finding: Finding) -> set[str]:
-    """Return the losses that an explanation is about."""
+    """Return the losses that an explanation is about, or whose gradient."""
     explanation = finding.explanation
-    if explanation is None or explanation.subject.quantity is not Quantity.LOSS:
+    if explanation is None or explanation.subject.quantity not in (Quantity.LOSS, Quantity.MODULE_GRADIENT):
         return set()
     return set(explanation.subject.tensors)
 

@@ -29,13 +29,20 @@ class Judgement(Record):
     by_hand: bool = False
 
 
-class CoveredLines(Record):
-    """The lines that the ranks of a clean case have executed, by file below the package. `seconds` is their time."""
+Span = tuple[int, int, int, int]
+
+
+class CoveredCode(Record):
+    """What the ranks of a clean case have executed, by file below the package. `seconds` is their time.
+
+    A span is (line, column, last line, end column) of the source of an instruction: of a line with a conditional
+    expression one branch alone is executed.
+    """
 
     name: str
     ranks: int
     seconds: float
-    lines: dict[str, tuple[int, ...]]
+    spans: dict[str, tuple[Span, ...]]
 
 
 class MutantRow(Record):

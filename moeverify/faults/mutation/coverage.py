@@ -1,4 +1,4 @@
-"""Which lines of the code under test a rank executes. No torch."""
+"""Which expressions of the code under test a rank executes. No torch."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-Lines = dict[str, set[int]]
+from moeverify.results.mutation import Span
+
+Spans = dict[str, set[Span]]
+
+_BYTES = 2  # of an instruction, by which `f_lasti` counts
 
 
 @contextmanager
-def executed_lines(root: Path, files: Collection[str]) -> Iterator[Lines]:
-    """Give the lines that this process executes until the block ends, by file.
+def executed_spans(root: Path, files: Collection[str]) -> Iterator[Spans]:
+    """Give the spans of the instructions that this process executes until the block ends, by file.
 
     Of `files` below `root` alone: elsewhere calls are seen and nothing more, so that torch stays usable.
     """
     shown = {str(root / file): file for file in files}
-    lines: Lines = {file: set() for file in files}
+    executed: dict[CodeType, set[int]] = {}
+    spans: Spans = {file: set() for file in files}
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        file = shown.get(frame.f_code.co_filename)
-        if file is None:
+        if frame.f_code.co_filename not in shown:
             return None
-        seen = lines[file]
+        seen = executed.setdefault(frame.f_code, set())
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
         def step(inner: FrameType, event: str, argument: Any) -> Any:
-            if event == "line":
-                seen.add(inner.f_lineno)
+            if event == "opcode":
+                seen.add(inner.f_lasti)
             return step
 
         return step
@@ -40,21 +46,50 @@ def executed_lines(root: Path, files: Collection[str]) -> Iterator[Lines]:
     threading.settrace(enter)
     sys.settrace(enter)
     try:
-        yield lines
+        yield spans
     finally:
         sys.settrace(before)
         threading.settrace(None)
+        for code, seen in executed.items():
+            places = _list_spans(code)
+            found = (places[offset // _BYTES] for offset in seen)
+            spans[shown[code.co_filename]] |= {span for span in found if span is not None}
 
 
-def write_lines(path: Path, lines: Lines) -> None:
-    """Write lines as JSON."""
-    path.write_text(json.dumps({file: sorted(seen) for file, seen in lines.items() if seen}))
+def _list_spans(code: CodeType) -> list[Span | None]:
+    """Return the span of each instruction of a code object; None for one that stands for no source."""
+    return [
+        None if None in place else (place[0], place[2], place[1], place[3])  # type: ignore[misc]
+        for place in code.co_positions()
+    ]
 
 
-def read_lines(folder: Path) -> Lines:
-    """Return the lines of all ranks that wrote some to a folder."""
-    found: Lines = {}
+@cache
+def list_spans_of_file(path: Path) -> frozenset[Span]:
+    """Return the spans of all instructions of a file."""
+    found: set[Span] = set()
+    left = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
+    while left:
+        code = left.pop()
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+        found |= {span for span in _list_spans(code) if span is not None}
+    return frozenset(found)
+
+
+def is_inside(inner: Span, outer: Span) -> bool:
+    """Return whether a span is a part of another."""
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
+
+
+def write_spans(path: Path, spans: Spans) -> None:
+    """Write spans as JSON."""
+    path.write_text(json.dumps({file: sorted(seen) for file, seen in spans.items() if seen}))
+
+
+def read_spans(folder: Path) -> Spans:
+    """Return the spans of all ranks that wrote some to a folder."""
+    found: Spans = {}
     for path in sorted(folder.glob("*.json")):
         for file, seen in json.loads(path.read_text()).items():
-            found.setdefault(file, set()).update(seen)
+            found.setdefault(file, set()).update((a, b, c, d) for a, b, c, d in seen)
     return found

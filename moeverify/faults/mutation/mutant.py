@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from moeverify.errors import CaseError, Problem
+from moeverify.faults.mutation.coverage import is_inside, list_spans_of_file
 from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.faults.mutation.sites import AREAS, Area, find_area
+from moeverify.results.mutation import Span
 
 PREFIX = "mutant:"
 """What the target of `--fault` begins with where it names a mutant."""
@@ -25,23 +27,27 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Mutant:
     """One rewritten node.
 
-    `file` is a path below the package, `function` the qualified name of the function in which the node is, `line` to
-    `last_line` what it covers. `before` and `after` are its source. `node` and `replacement` are in `tree`, the
-    syntax tree of the file, which is whole.
+    `file` is a path below the package, `function` the qualified name of the function in which the node is, `span`
+    what it covers: of a compound statement its condition. `before` and `after` are its source. `node` and
+    `replacement` are in `tree`, the syntax tree of the file, which is whole.
     """
 
     file: str
     function: str
     operator: str
     ordinal: int
-    line: int
-    last_line: int
+    span: Span
     before: str
     after: str
     area: Area
     tree: ast.Module = field(repr=False, compare=False)
     node: ast.AST = field(repr=False, compare=False)
     replacement: ast.AST = field(repr=False, compare=False)
+
+    @property
+    def line(self) -> int:
+        """Return its first line."""
+        return self.span[0]
 
     @property
     def module(self) -> str:
@@ -57,6 +63,20 @@ class Mutant:
     def target(self) -> str:
         """Return what `--fault` takes to inject it."""
         return PREFIX + self.name
+
+    def is_executed(self, executed: Collection[Span]) -> bool:
+        """Return whether any instruction of the node is among those that were executed.
+
+        A constant that the compiler puts into another one has none: there its lines decide.
+        """
+        if self._instructions:
+            return not self._instructions.isdisjoint(executed)
+        return any(self.span[0] <= each[0] <= self.span[2] for each in executed)
+
+    @cached_property
+    def _instructions(self) -> frozenset[Span]:
+        """Return the spans of the instructions of the node."""
+        return frozenset(each for each in list_spans_of_file(ROOT / self.file) if is_inside(each, self.span))
 
     def is_counted_only(self, seed: int) -> bool:
         """Return whether it is of the half that is only counted: nobody reads what is said of it."""
@@ -132,15 +152,13 @@ def _make(
     node: ast.AST,
     replacement: ast.AST,
 ) -> Mutant:
-    line, last = _lines(node)
     shown = ast.fix_missing_locations(replacement)
     return Mutant(
         file,
         function,
         operator,
         ordinal,
-        line,
-        last,
+        _find_span(node),
         _show(node),
         _show(shown),
         area,
@@ -150,15 +168,19 @@ def _make(
     )
 
 
-def _lines(node: ast.AST) -> tuple[int, int]:
-    """Return the lines of a node; of a compound statement its header alone, of a `comprehension` its target."""
-    if isinstance(node, ast.comprehension):
+def _find_span(node: ast.AST) -> Span:
+    """Return the span of a node; of a compound statement that of its condition, of a comprehension its target."""
+    if isinstance(node, ast.If):
+        node = node.test
+    elif isinstance(node, ast.For | ast.comprehension):
         node = node.iter
-    if isinstance(node, ast.If | ast.For):
-        header = node.test if isinstance(node, ast.If) else node.iter
-        return node.lineno, header.end_lineno or node.lineno
-    line = getattr(node, "lineno", 0)
-    return line, getattr(node, "end_lineno", None) or line
+    line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+    return (
+        line,
+        column,
+        getattr(node, "end_lineno", None) or line,
+        getattr(node, "end_col_offset", None) or column,
+    )
 
 
 def _show(node: ast.AST) -> str:

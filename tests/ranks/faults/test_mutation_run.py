@@ -3,10 +3,10 @@
 import pytest
 
 from moeverify.controller.kept import KeptRows
-from moeverify.controller.mutation import MutationRun, list_cases, measure_lines
+from moeverify.controller.mutation import MutationRun, list_cases, measure_coverage
 from moeverify.controller.options import RunOptions
 from moeverify.faults.mutation.mutant import find_mutant
-from moeverify.results.mutation import CoveredLines, MutantRow
+from moeverify.results.mutation import CoveredCode, MutantRow
 
 NORM = "train.clipping:gradient_norm:double-collective:1"
 CRASH = "parallel.context_parallel:split_positions:off-by-one:0"
@@ -25,17 +25,17 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def covered(options):
-    return measure_lines([list_cases()["pp"]], options, ignore, KeptRows(None, {}, CoveredLines))
+    return measure_coverage([list_cases()["pp"]], options, ignore, KeptRows(None, {}, CoveredCode))
 
 
-def test_the_lines_of_a_layout_are_those_that_its_ranks_execute(covered):
+def test_what_a_layout_executes_is_what_its_ranks_execute(covered):
     (row,) = covered
     assert (row.name, row.ranks) == ("pp", 2)
-    assert find_mutant(NORM).line in row.lines["train/clipping.py"]
-    assert set(row.lines) >= {"parallel/pipeline.py", "train/pipeline.py", "parallel/plan.py"}
-    assert "parallel/context_parallel/ring.py" not in row.lines
+    assert find_mutant(NORM).is_executed(row.spans["train/clipping.py"])
+    assert set(row.spans) >= {"parallel/pipeline.py", "train/pipeline.py", "parallel/plan.py"}
+    assert "parallel/context_parallel/ring.py" not in row.spans
     tied = find_mutant("parallel.gradients:add_shared:lost-term:0")
-    assert tied.line not in row.lines.get(tied.file, ())
+    assert not tied.is_executed(row.spans.get(tied.file, ()))
 
 
 def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, options, tmp_path):
@@ -57,13 +57,13 @@ def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, 
     assert again.execute(options, never) == [crash, norm, same]
 
 
-def test_a_line_that_no_layout_executes_runs_no_mutant(options):
+def test_code_that_no_layout_executes_runs_no_mutant(options):
     run = MutationRun([find_mutant(NORM)], [], 0, KeptRows(None, {}, MutantRow))
     (row,) = run.execute(options, ignore)
     assert (row.outcome, row.cases) == ("not executed", ())
 
 
-def test_covered_lines_are_kept(covered, tmp_path):
-    kept = KeptRows(tmp_path / "lines", {}, CoveredLines)
+def test_what_is_covered_is_kept(covered, tmp_path):
+    kept = KeptRows(tmp_path / "lines", {}, CoveredCode)
     kept.add(covered[0])
-    assert KeptRows(tmp_path / "lines", {}, CoveredLines).rows == {"pp": covered[0]}
+    assert KeptRows(tmp_path / "lines", {}, CoveredCode).rows == {"pp": covered[0]}

@@ -12,7 +12,7 @@ from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault, injected
 from moeverify.faults.mutation import mutant as mutants
 from moeverify.faults.mutation.apply import mutated
-from moeverify.faults.mutation.coverage import executed_lines, read_lines, write_lines
+from moeverify.faults.mutation.coverage import executed_spans, list_spans_of_file, read_spans, write_spans
 from moeverify.faults.mutation.judgement import judge
 from moeverify.faults.mutation.mutant import ROOT, choose_mutants, find_mutant, list_mutants
 from moeverify.faults.mutation.operators import OPERATORS
@@ -22,10 +22,11 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
-from moeverify.results.mutation import CoveredLines, Judgement, MutantRow
+from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
 from moeverify.results.operation import Altered, Rounded, Scaled
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place
+from moeverify.results.run import CaseResult
 
 ORDER = "parallel.expert:order_by_expert"
 TP = make_case("tp", tp=2)
@@ -127,39 +128,65 @@ def test_an_unknown_mutant_is_refused_with_a_remedy():
     check_fault(f"mutant:{ORDER}:reorder:0")
 
 
-def test_lines_are_seen_in_the_files_that_were_asked_for_alone(tmp_path):
+def test_what_is_executed_is_seen_in_the_files_that_were_asked_for_alone(tmp_path):
     from moeverify.axes import groups
     from moeverify.faults import setting
 
-    with executed_lines(ROOT, ["faults/setting.py"]) as lines:
+    with executed_spans(ROOT, ["faults/setting.py"]) as spans:
         groups.list_degrees(setting.make_case("seen", tp=2))
-    write_lines(tmp_path / "rank-0.json", lines)
-    found = read_lines(tmp_path)
+    write_spans(tmp_path / "rank-0.json", spans)
+    found = read_spans(tmp_path)
     assert list(found) == ["faults/setting.py"]
     source = (ROOT / "faults/setting.py").read_text().split("\n")
-    seen = {source[line - 1].strip() for line in found["faults/setting.py"]}
-    assert 'chosen = _SGD if optimizer == "sgd" else _ADAMW' in seen
-    assert not any("make_saved_case" in line for line in seen)
+    one_line = [span for span in found["faults/setting.py"] if span[0] == span[2]]
+    seen = {source[line - 1][start:end] for line, start, _, end in one_line}
+    # Of a conditional expression one branch alone, and of the functions those that were called.
+    assert {'optimizer == "sgd"', "_SGD"} <= seen
+    assert "_ADAMW" not in seen
+    assert not any("make_saved_case" in each for each in seen)
+
+
+SUM_OVER_SHARDS = "train.clipping:gradient_norm:double-collective:0"
+"""A branch of a conditional expression that FSDP1 alone takes; the condition beside it runs under every layout."""
+
+
+def test_a_mutant_of_a_branch_runs_where_the_branch_is_taken():
+    mutant = find_mutant(SUM_OVER_SHARDS)
+    (line, start, _, end) = mutant.span
+    of_line = {span for span in list_spans_of_file(ROOT / mutant.file) if span[0] == line}
+    beside = {span for span in of_line if span[3] <= start or span[1] >= end}
+    assert beside
+    assert not mutant.is_executed(beside)
+    assert mutant.is_executed(of_line)
+    covered = [
+        CoveredCode(name=name, ranks=2, seconds=1.0, spans={mutant.file: tuple(spans)})
+        for name, spans in (("tp", beside), ("fsdp1", of_line), ("fsdp2", beside))
+    ]
+    assert controller.choose_layouts(mutant, covered) == ["fsdp1"]
+
+
+def test_every_mutant_is_executed_where_all_of_its_file_is():
+    assert [m.name for m in list_mutants() if not m.is_executed(list_spans_of_file(ROOT / m.file))] == []
 
 
 def test_a_mutant_runs_under_the_smallest_layouts_each_with_another_axis():
     mutant = pick("finalize_gradients", "skip-statement")
-    lines = {mutant.file: (mutant.line,)}
 
-    def covered(name, ranks, seconds, lines=lines):
-        return CoveredLines(name=name, ranks=ranks, seconds=seconds, lines=lines)
+    def covered(name, ranks, seconds, of=mutant):
+        spans = {of.file: tuple(list_spans_of_file(ROOT / of.file))} if of else {}
+        return CoveredCode(name=name, ranks=ranks, seconds=seconds, spans=spans)
 
     rows = [
         covered("fsdp2-tp", 4, 1.0),
         covered("tp", 2, 3.0),
         covered("tp-sp-lp", 2, 4.0),
-        covered("fsdp2", 2, 1.0, {}),
+        covered("fsdp2", 2, 1.0, None),
         covered("cp-allgather", 2, 5.0),
     ]
     # The code serves every axis: one of the data comes first, and then what has most others.
     assert controller.choose_layouts(mutant, rows) == ["cp-allgather", "fsdp2-tp"]
     latent = pick("_parallelize_latent", "other-placement")
-    of_tp = [each.model_copy(update={"lines": {latent.file: (latent.line,)}}) for each in rows]
+    of_tp = [covered(each.name, each.ranks, each.seconds, latent) for each in rows]
     assert controller.choose_layouts(latent, of_tp)[0] == "tp"
 
 
@@ -273,3 +300,14 @@ def test_a_hand_judgement_holds_for_the_words_that_it_was_made_for(monkeypatch):
 def test_a_name_leads_to_its_mutant():
     mutant = pick("order_by_expert", "reorder")
     assert find_mutant(mutant.target) == mutant
+
+
+def test_what_a_hung_mutant_reports_names_files_of_the_package_alone():
+    mutant = find_mutant("train.clipping:gradient_norm:double-collective:1")
+    waits = f"rank 0 waits in all_reduce #1 called at {ROOT}/parallel/gradients.py:65 in _reduce"
+    result = CaseResult(name="pp", file="", verdict="error", ranks=2, seconds=1.0, reason=waits)
+    run = controller.MutationRun([mutant], [], 0, KeptRows(None, {}, MutantRow))
+    row = run._make_row(mutant.name, "hung", result)
+    assert (
+        row.reason == "rank 0 waits in all_reduce #1 called at moeverify/parallel/gradients.py:65 in _reduce"
+    )

@@ -43,8 +43,6 @@ FAULT = Fault(
     mechanism="an exchange made for inference moves weights alone, and is used in training",
     trigger="an exchange of experts during training",
     case=make_exchange_case("p04"),
-    expected=Expected(
-        where=(At(name="*.moe.experts*"),), causes=(Cause.OPTIMIZER, Cause.STALE, Cause.DETACHED)
-    ),
+    expected=Expected(where=(At(name="*.moe.experts*"),), causes=(Cause.CARRIED_STATE,)),
     inject=inject,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.patch import Original, Patch
@@ -18,18 +17,14 @@ def inject(patch: Patch) -> None:
     import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.tensor import DTensor
-    from torch.nn.utils import get_total_norm
 
     from moeverify.layout.placement import local_part
     from moeverify.parallel.collectives import sum_over
-    from moeverify.train import clipping
+    from moeverify.train.clipping import norm_of_one_mesh
 
-    @patch.wrap(get_total_norm, used_by=clipping)
-    def sum_over_all(
-        original: Original[Tensor], tensors: Iterable[Tensor], *args: Any, **named: Any
-    ) -> Tensor:
-        gradients = list(tensors)
-        norm = original([local_part(gradient) for gradient in gradients], *args, **named)
+    @patch.wrap(norm_of_one_mesh)
+    def sum_over_all(original: Original[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        norm = original([local_part(gradient) for gradient in gradients])
         if not any(isinstance(gradient, DTensor) for gradient in gradients):
             return norm
         assert dist.group.WORLD is not None

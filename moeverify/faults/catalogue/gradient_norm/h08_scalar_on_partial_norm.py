@@ -34,7 +34,7 @@ FAULT = Fault(
     mechanism="DTensor adds a Python number to the local part of a partial sum on every rank",
     trigger="a clip of DTensors",
     case=make_case("h08", preset="tiny-gpt", dp_shard=2),
-    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM),), causes=(Cause.NORM,)),
+    expected=Expected(where=(At(stage=Stage.GRADIENT_NORM), At(stage=Stage.CLIP)), causes=(Cause.NORM,)),
     inject=inject,
     is_moe=False,
 )

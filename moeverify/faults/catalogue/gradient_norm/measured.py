@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from moeverify.faults.patch import Original, Patch
 
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 
 def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     """Take the norm of what `change` makes of each gradient; the gradients themselves stay as they are."""
-    from torch.nn.utils import get_total_norm
+    from moeverify.train.clipping import norm_of_one_mesh
 
-    from moeverify.train import clipping
-
-    @patch.wrap(get_total_norm, used_by=clipping)
-    def measure_changed(
-        original: Original[Tensor], tensors: Iterable[Tensor], *args: Any, **named: Any
-    ) -> Tensor:
-        return original([change(gradient) for gradient in tensors], *args, **named)
+    @patch.wrap(norm_of_one_mesh)
+    def measure_changed(original: Original[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        return original([change(gradient) for gradient in gradients])
 
 
 def expert_mesh(gradient: Tensor) -> DeviceMesh | None:
