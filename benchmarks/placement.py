@@ -2,6 +2,7 @@
 
     git clone https://github.com/deepseek-ai/EPLB
     python benchmarks/placement.py --eplb EPLB [--out docs/results/placement.md] [--exact-seconds 30]
+    python benchmarks/placement.py --eplb EPLB --recorded ep2.trace     # these traces alone
 
 All placements of a row are for the same trace, and are measured with the same rule of how replicas share tokens.
 Times are CPU time of one thread: a busy machine stretches wall time.
@@ -34,15 +35,22 @@ from moeverify.placement.marks import mark
 from moeverify.placement.placement import place_in_blocks
 from moeverify.placement.sharing import share_load
 from moeverify.placement.synthetic import KINDS, make_trace
+from moeverify.placement.trace_file import read_trace
 
 SPARE = (0, 8, 16, 32, 64)
+FLAT_HEADERS = (
+    *("trace", "experts", "ranks", "spare", "blocks", "hottest on all", "EPLB, its count", "EPLB"),
+    *("fast", "thorough", "bound", "EPLB ahead", "fast ahead"),
+)
 
 LEGEND = """\
 All numbers but milliseconds, percent and counts are balancedness, the mean over the largest load of a rank, summed
 over layers. `fast` is the heuristic, `thorough` what `--exact` starts from, and `bound` what no placement exceeds.
 EPLB has two columns: its own count, in which two replicas of an expert on one rank get two parts of its load, and
 what happens where an expert that is on a rank counts once. `fast` is compared with the better of them. `ahead` is a
-placement from the first half of the steps, measured on the second. Milliseconds are CPU time of one thread: of the
+placement from the first half of the steps, measured on the second. `hottest on all` is the greedy of FasterMoE, whose
+shadowed experts are those with the largest load, on all ranks. vLLM and SGLang call the balancing of EPLB on one node
+or, where the nodes divide the groups of experts, `EPLB hierarchical`. Milliseconds are CPU time of one thread: of the
 fastest run, and of the one in the middle.""".splitlines()
 
 
@@ -134,40 +142,49 @@ def compare_flat(eplb, num_layers, tally):
                 num_steps=8,
                 copies_per_step=1 << 19,
             )
-            first, second = (sum_steps(part, cluster) for part in split_trace(trace))
-            load = sum_steps(trace, cluster)
-            blocks = mark(place_in_blocks(num_experts, num_ranks, trace.header.layers))
-            hottest = place_hottest_everywhere(load, cluster, num_slots)
-            theirs, own = run_eplb(eplb, load, cluster, num_slots, 1)
-            fast = solve(load, cluster, num_slots)
-            thorough = solve(load, cluster, num_slots, effort="thorough")
-            bound = bound_load(load, cluster, num_slots)
-            shared, ours = balancedness(theirs, load, cluster), balancedness(fast, load, cluster)
-            most = load.by_expert.sum() / num_ranks / bound.sum()
-            tally.append((ours, max(own, shared), most))
-            ahead = [
-                balancedness(run_eplb(eplb, first, cluster, num_slots, 1)[0], second, cluster),
-                balancedness(solve(first, cluster, num_slots), second, cluster),
-            ]
-            rows.append(
-                [
-                    kind,
-                    num_experts,
-                    num_ranks,
-                    spare,
-                    balancedness(blocks, load, cluster),
-                    balancedness(hottest, load, cluster),
-                    own,
-                    shared,
-                    ours,
-                    balancedness(thorough, load, cluster),
-                    most,
-                    *ahead,
-                ]
-            )
+            rows.append([kind, num_experts, num_ranks, spare])
+            rows[-1] += compare_one(eplb, trace, cluster, num_slots, tally)
             print(rows[-1], file=sys.stderr, flush=True)
-    headers = ["trace", "experts", "ranks", "spare", "blocks", "hottest on all", "EPLB, its count", "EPLB"]
-    return rows, [*headers, "fast", "thorough", "bound", "EPLB ahead", "fast ahead"]
+    return rows, FLAT_HEADERS
+
+
+def compare_recorded(eplb, files, tally):
+    """Return rows of the same table for traces that `moeverify run --trace` has written."""
+    rows = []
+    for file in files:
+        trace = read_trace(file)
+        num_experts = trace.header.num_experts
+        for num_ranks in (2, 4, 8):
+            for spare in SPARE[: 3 if num_experts < 64 else None]:
+                if num_ranks < num_experts and (num_experts + spare) % num_ranks == 0:
+                    cluster, num_slots = Cluster(num_ranks), (num_experts + spare) // num_ranks
+                    rows.append([file.stem, num_experts, num_ranks, spare])
+                    rows[-1] += compare_one(eplb, trace, cluster, num_slots, tally)
+    return rows, FLAT_HEADERS
+
+
+def compare_one(eplb, trace, cluster, num_slots, tally):
+    """Return the balancedness of all ways for one trace, ranks and slots."""
+    first, second = (sum_steps(part, cluster) for part in split_trace(trace))
+    load = sum_steps(trace, cluster)
+    blocks = mark(place_in_blocks(trace.header.num_experts, cluster.num_ranks, trace.header.layers))
+    theirs, own = run_eplb(eplb, load, cluster, num_slots, 1)
+    fast = solve(load, cluster, num_slots)
+    bound = bound_load(load, cluster, num_slots)
+    shared, ours = balancedness(theirs, load, cluster), balancedness(fast, load, cluster)
+    most = load.by_expert.sum() / cluster.num_ranks / bound.sum()
+    tally.append((ours, max(own, shared), most))
+    return [
+        balancedness(blocks, load, cluster),
+        balancedness(place_hottest_everywhere(load, cluster, num_slots), load, cluster),
+        own,
+        shared,
+        ours,
+        balancedness(solve(load, cluster, num_slots, effort="thorough"), load, cluster),
+        most,
+        balancedness(run_eplb(eplb, first, cluster, num_slots, 1)[0], second, cluster),
+        balancedness(solve(first, cluster, num_slots), second, cluster),
+    ]
 
 
 def compare_nodes(eplb, num_layers):
@@ -302,6 +319,7 @@ def main():
     )
     parser.add_argument("--eplb", type=Path, required=True, help="a checkout of deepseek-ai/EPLB")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--recorded", type=Path, nargs="+", default=(), help="traces of runs: these alone")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--exact-seconds", type=float, default=30.0)
     parser.add_argument("--runs", type=int, default=7)
@@ -313,6 +331,11 @@ def main():
     torch.set_num_threads(1)
     eplb, commit = load_eplb(options.eplb)
     tally = []
+    if options.recorded:
+        rows, headers = compare_recorded(eplb, options.recorded, tally)
+        print(tabulate(rows, headers, tablefmt="github", floatfmt=".4f"))
+        print(describe_tally(tally))
+        return
     sections = {
         "On one node": compare_flat(eplb, options.layers, tally),
         "On nodes of 8 ranks": compare_nodes(eplb, options.layers),

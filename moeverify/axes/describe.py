@@ -44,7 +44,11 @@ def _describe_placement(layout: Layout) -> str:
     words = ""
     if layout.placement is not None:
         words = f" {layout.placement}" if isinstance(layout.placement, str) else " placed"
-    return words + (f", exchanged after {', '.join(layout.exchange)}" if layout.exchange else "")
+    words += f", exchanged after {', '.join(layout.exchange)}" if layout.exchange else ""
+    if layout.rebalance is not None:
+        every = layout.rebalance.every
+        words += f", placed anew every {every} steps" if every > 1 else ", placed anew after each step"
+    return words
 
 
 def _describe_backend(layout: Layout) -> list[str]:

@@ -12,7 +12,7 @@ from moeverify.placement.placement import Placement, check_matrix
 from moeverify.placement.placement_file import FILE_ENDINGS
 from moeverify.placement.strategies import STRATEGIES
 
-FIELD, EXCHANGE = "layout.placement", "layout.exchange"
+FIELD, EXCHANGE, REBALANCE = "layout.placement", "layout.exchange", "layout.rebalance"
 
 Given = str | ExpertMatrix | dict[str, ExpertMatrix]
 
@@ -27,8 +27,9 @@ def find_placement(layout: Layout, model: ReferenceModel) -> Placement | None:
 
     The layout must have been validated.
     """
-    given = layout.placement if layout.placement is not None or not layout.exchange else "blocks"
-    return None if given is None else spell_out(given, layout.ep, model)
+    if not is_placed(layout):
+        return None
+    return spell_out("blocks" if layout.placement is None else layout.placement, layout.ep, model)
 
 
 def list_exchanges(layout: Layout, model: ReferenceModel) -> dict[int, Placement]:
@@ -49,10 +50,12 @@ def spell_out(given: Given, num_ranks: int, model: ReferenceModel) -> Placement:
 
 def is_placed(layout: Layout) -> bool:
     """Return whether a layout says where experts are, instead of equal blocks that stay."""
-    return layout.placement is not None or bool(layout.exchange)
+    return layout.placement is not None or bool(layout.exchange) or layout.rebalance is not None
 
 
-@reading("layout.ep", FIELD, EXCHANGE, "recipe.steps", "recipe.model.moe.num_experts", *MODEL_OF_LAYOUT)
+@reading(
+    "layout.ep", FIELD, EXCHANGE, REBALANCE, "recipe.steps", "recipe.model.moe.num_experts", *MODEL_OF_LAYOUT
+)
 def fitting_placement(case: Case) -> Iterator[Problem]:
     """A placement names every expert of the model, and a rank of ep in each row."""
     layout, model = case.layout, own_model(case)
@@ -70,11 +73,47 @@ def fitting_placement(case: Case) -> Iterator[Problem]:
         for after, given in layout.exchange.items():
             yield from _check_after(after, case.recipe.steps)
             yield from check_given(given, f"{EXCHANGE}.{after}", layout.ep, model)
+        yield from _check_rebalance(layout, case.recipe.steps, model)
+
+
+def _check_rebalance(layout: Layout, num_steps: int, model: ReferenceModel) -> Iterator[Problem]:
+    """Yield why the placements of a run cannot be solved from its load."""
+    spec = layout.rebalance
+    if spec is None:
+        return
+    assert model.moe is not None
+    if layout.exchange:
+        message = "the placements are given by exchange, and would be solved by rebalance as well"
+        yield blame(REBALANCE, message, "remove one of them")
+    if spec.every >= num_steps:
+        message = (
+            f"the first new placement would come after {spec.every} steps, and the recipe trains {num_steps}"
+        )
+        yield blame(f"{REBALANCE}.every", message, f"write at most {num_steps - 1}, or set recipe.steps")
+    num_experts = model.moe.num_experts
+    least = -(-num_experts // layout.ep)
+    if spec.slots < least:
+        held = f"{layout.ep} ranks with {spec.slots} slots each hold {layout.ep * spec.slots} experts"
+        message = f"{held}, and the model has {num_experts}"
+        yield blame(f"{REBALANCE}.slots", message, f"write at least {least}, or a larger ep")
+    most = max((len(row) for row in _list_rows(layout.placement)), default=0)
+    if spec.slots < most:
+        message = f"a rank holds {most} experts at first, and there are {spec.slots} slots"
+        yield blame(f"{REBALANCE}.slots", message, f"write at least {most}, or another placement")
+
+
+def _list_rows(given: Given | None) -> Iterator[Sequence[int]]:
+    """Yield the rows of all matrices that a field gives; those of a strategy fit wherever experts do."""
+    if isinstance(given, str) or given is None:
+        return
+    for matrix in given.values() if isinstance(given, dict) else (given,):
+        yield from matrix
 
 
 def _find_field(layout: Layout) -> tuple[str, str]:
     """Return the path and the name of the field to blame for placed experts."""
-    field = FIELD if layout.placement is not None else EXCHANGE
+    written = {FIELD: layout.placement is not None, EXCHANGE: bool(layout.exchange), REBALANCE: True}
+    field = next(field for field, is_written in written.items() if is_written)
     return field, field.removeprefix("layout.")
 
 
@@ -123,7 +162,7 @@ def _check_layers(given: dict[str, ExpertMatrix], path: str, layers: Sequence[in
         yield blame(path, f"there is no matrix for MoE layer {', '.join(missing)}", remedy)
 
 
-@reading(FIELD, EXCHANGE, "layout.experts", "layout.etp", "layout.tp", "layout.ep")
+@reading(FIELD, EXCHANGE, REBALANCE, "layout.experts", "layout.etp", "layout.tp", "layout.ep")
 def supported_placement(case: Case) -> Iterator[Problem]:
     """A placed expert is whole on each of its ranks, in our own weights."""
     layout = case.layout

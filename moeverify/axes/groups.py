@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
-from moeverify.case.schema import Case
+from moeverify.case.schema import Case, Layout
 
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K = "uses of the tied weight", "top_k"
@@ -104,3 +104,14 @@ def name_ranks(case: Case, ranks: Sequence[int]) -> str:
         return single[0] if single else "all ranks"
     hits = [axis for axis, groups in list_groups(case).items() if wanted in [list(g) for g in groups]]
     return hits[0] if hits else "ranks " + ", ".join(map(str, wanted))
+
+
+def find_source(layout: Layout, rank: int) -> int | None:
+    """Return the coordinate on ep from which a rank sends token copies; None for one that routes those of another.
+
+    Ranks of tp route the same tokens, unless each has positions of its own.
+    """
+    plan = MeshPlan.of(layout)
+    if plan.data.coordinates(rank)["tp"] and not layout.slices_tokens:
+        return None
+    return plan.sparse.coordinates(rank)["ep"]

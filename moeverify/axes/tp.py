@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeverify.axes.axis import Axis, Divided, Size
-from moeverify.case.rule import blame, reading
+from moeverify.case.rule import blame, own_model, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.checks import Kind
@@ -19,6 +19,21 @@ def parts_of_tensor_parallelism(case: Case) -> Iterator[Problem]:
             yield blame(f"layout.{name}", f"{name} needs tp above 1", f"set tp, or remove {name}")
 
 
+@reading("layout.tp", "recipe.model.vocab_size")
+def rows_of_the_vocabulary(case: Case) -> Iterator[Problem]:
+    """Each rank has a row of the vocabulary: shards are ceil(V / tp) rows, and the last ones may have none left."""
+    model, tp = own_model(case), case.layout.tp
+    if model is None:
+        return
+    rows = -(-model.vocab_size // tp)
+    if rows * (tp - 1) >= model.vocab_size:
+        num_used = -(-model.vocab_size // rows)
+        message = (
+            f"recipe.model.vocab_size {model.vocab_size} has rows for {num_used} of {tp} ranks, {rows} each"
+        )
+        yield blame("layout.tp", message, f"set tp to {num_used}, or a larger vocabulary")
+
+
 AXIS = Axis(
     name="tp",
     degree="tp",
@@ -30,8 +45,7 @@ AXIS = Axis(
         Size("model.num_kv_heads", "key and value heads"),
         Size("model.ffn_hidden", "the width of a dense MLP"),
         Size("model.moe.shared_hidden", "the width of the shared expert"),
-        Size("model.vocab_size", "rows of the embedding and the head"),
     ),
-    rules=(parts_of_tensor_parallelism,),
+    rules=(parts_of_tensor_parallelism, rows_of_the_vocabulary),
     is_varied=True,
 )

@@ -89,6 +89,7 @@ def place(
             cluster,
             slots,
             current=placement,
+            trace_file=str(trace),
             current_file="" if current is None else str(current),
             exact_seconds=time_limit if exact else None,
             max_moves=max_moves,

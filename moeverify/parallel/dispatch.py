@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 @reading(
-    *(f"layout.{name}" for name in ("dispatch", "ep", "experts", "placement", "exchange", "parallelize"))
+    *(
+        f"layout.{name}"
+        for name in ("dispatch", "ep", "experts", "placement", "exchange", "rebalance", "parallelize")
+    )
 )
 def equal_blocks(case: Case) -> Iterator[Problem]:
     """Room for as many rows as there could be is made for equal blocks of experts on the ranks of ep."""
@@ -27,7 +30,9 @@ def equal_blocks(case: Case) -> Iterator[Problem]:
     elif layout.experts == "megablocks":
         yield blame(path, "megablocks exchanges tokens by itself", "remove it, or write other `experts`")
     elif is_placed(layout):
-        yield blame(path, "`padded` is for equal blocks of experts", "remove it, or placement and exchange")
+        yield blame(
+            path, "`padded` is for equal blocks of experts", "remove it, or placement, exchange and rebalance"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

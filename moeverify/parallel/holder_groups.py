@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moeverify.axes.mesh import View
+from moeverify.errors import MachineError
 from moeverify.placement.buckets import list_buckets
 from moeverify.placement.placement import Placement
 from moeverify.seams import seam
@@ -41,13 +42,27 @@ class HolderGroups:
 
         Every rank makes every group in the same order, also those that it is not in: torch names a group by how many
         groups a rank knows, so ranks that made only their own, which differ in number, would wait for each other.
+
+        Raises: MachineError where the backend cannot make one; the groups that were there stay.
         """
-        for holders in sorted(list_holders(placement) - set(self._made)):
-            self._made[holders] = None
-            for ranks in list_holder_ranks(self._view, holders):
+        made: dict[Holders, HolderGroup | None] = {}
+        missing = [
+            (holders, ranks)
+            for holders in sorted(list_holders(placement) - set(self._made))
+            for ranks in list_holder_ranks(self._view, holders)
+        ]
+        for number, (holders, ranks) in enumerate(missing):
+            try:
                 group = _make_group(ranks)
-                if dist.get_rank() in ranks:
-                    self._made[holders] = HolderGroup(tuple(ranks), group)
+            except RuntimeError as error:
+                raise MachineError(
+                    f"the backend {dist.get_backend()} cannot make the group of ranks {', '.join(map(str, ranks))}, "
+                    f"{number + 1} of {len(missing)} that the placement needs: {error}; no expert was moved; use a "
+                    "placement with fewer different sets of ranks that hold an expert"
+                ) from error
+            found = HolderGroup(tuple(ranks), group) if dist.get_rank() in ranks else None
+            made[holders] = found or made.get(holders)
+        self._made |= made
 
     @seam
     def keep_only(self, placement: Placement) -> None:
@@ -61,6 +76,11 @@ class HolderGroups:
             if found is not None and found.group not in (None, dist.group.WORLD):
                 dist.destroy_process_group(found.group)
 
+    def list_own(self) -> list[Holders]:
+        """Return the sets of holders that this rank is one of, in the order in which their groups were made."""
+        return [holders for holders, found in self._made.items() if found is not None]
+
+    @seam
     def find(self, holders: Holders) -> HolderGroup:
         """Return the group of all copies of these holders, one of which is this rank."""
         found = self._made[holders]

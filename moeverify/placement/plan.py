@@ -77,20 +77,21 @@ def make_plan(
     num_slots: int,
     *,
     current: Placement | None = None,
+    trace_file: str = "",
     current_file: str = "",
     exact_seconds: float | None = None,
     max_moves: int | None = None,
 ) -> Plan:
     """Return a better placement for a trace, never one whose heaviest rank has more to do in any layer.
 
-    `current` is the placement in use, by default equal blocks; `current_file` names it in messages.
+    `current` is the placement in use, by default equal blocks; `trace_file` and `current_file` name both in messages.
     `exact_seconds` is the time for the exact solver, None for the heuristic alone. With `max_moves`, the fewest
     experts are sent that reach 95 % of the possible gain, and at most so many.
 
     Raises: CaseError with everything that does not fit together; MachineError without SciPy.
     """
     header = trace.header
-    problems = list(_check(trace, cluster, num_slots, max_moves))
+    problems = list(_check(trace, cluster, num_slots, max_moves, trace_file))
     if current is not None:
         problems += _check_current(current, trace, cluster, num_slots, current_file)
     if problems:
@@ -167,7 +168,9 @@ def collect(*makers: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def _check(trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | None) -> Iterator[Problem]:
+def _check(
+    trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | None, file: str
+) -> Iterator[Problem]:
     """Yield what does not fit together."""
     num_experts = trace.header.num_experts
     least = -(-num_experts // cluster.num_ranks)
@@ -181,7 +184,7 @@ def _check(trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | 
     if max_moves is not None and max_moves < 0:
         yield Problem(f"expected at least 0 moves, got {max_moves}", path="max_moves")
     if not trace.copies.any():
-        yield Problem("this trace holds no token", remedy="record it while experts get tokens")
+        yield Problem("this trace holds no token", file, remedy="record it while experts get tokens")
 
 
 def _check_current(
