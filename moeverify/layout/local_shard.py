@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def parameters(model: nn.Module) -> list[LocalShard]:
 
     A module may store parameters otherwise than they are meant: its `stored_as` says how, by their names in it.
     """
-    flat = dict(_flat_shards(model))
+    flat = {id(each.parameter): each.region for each in flat_shards(model)}
     stored = dict(_stored_otherwise(model))
     blocks = dict(_list_row_blocks(model))
     shards: list[LocalShard] = []
@@ -185,8 +185,17 @@ def buffers(model: nn.Module) -> list[LocalShard]:
     return shards
 
 
-def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
-    """Yield (id of the parameter, region) for parameters that FSDP1 keeps as runs of a flat parameter."""
+@dataclass(frozen=True)
+class FlatShard:
+    """A parameter that FSDP1 keeps as a run of a flat one; `read` returns what this rank stores of it, flattened."""
+
+    parameter: Tensor
+    region: Region
+    read: Callable[[], Tensor]
+
+
+def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
+    """Yield the parameters that FSDP1 keeps as runs of a flat parameter."""
     for module in model.modules():
         if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
             continue
@@ -198,4 +207,13 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[int, Region]]:
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
             # Torch's last index is inclusive, and both are None on a rank that has nothing of the parameter.
             run = range(0) if first is None or last is None else range(first, last + 1)
-            yield id(parameter), Region.run(shape, run.start, run.stop)
+            read = partial(_read_run, module._handle, shard.offset_in_shard or 0, len(run))
+            yield FlatShard(parameter, Region.run(shape, run.start, run.stop), read)
+
+
+def _read_run(handle: Any, offset: int, length: int) -> Tensor:
+    """Return a run of what FSDP1 stores; where it cuts the flat parameter, that is apart from what it gathers."""
+    flat = handle.flat_param
+    # Before the first forward pass the flat parameter is the shard itself.
+    stored: Tensor = getattr(flat, "_local_shard", flat) if handle.uses_sharded_strategy else flat
+    return stored[offset : offset + length]

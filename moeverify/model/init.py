@@ -7,12 +7,13 @@ by bit wherever it is computed: on any device, alone or vectorized, for a slice 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from moeverify.case.schema import ReferenceModel
-from moeverify.hashing import hash_counter, key_of
+from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.seams import seam
 
 IDLE_BIAS = -2.0
@@ -20,7 +21,7 @@ IDLE_BIAS = -2.0
 
 _RESIDUAL = ("o_proj", "down_proj", "down", "down_bias")
 
-_CHUNK = 2**22  # elements at a time, to bound the memory of the integers
+_CHUNK = 2**22  # elements at a time, to bound the memory of the index
 
 # Four independent uniform integers below 2^16: the mean and standard deviation of their sum.
 _MEAN = 4 * (2**16 - 1) // 2
@@ -36,7 +37,11 @@ def draw(seed: int, name: str, flat_index: Tensor) -> Tensor:
 
     Shapes: flat_index any, int64; returns the same shape in float64 on the same device.
     """
-    bits = hash_counter(key_of("init", seed, name), flat_index)
+    return in_chunks(partial(_draw, key_of("init", seed, name)), flat_index)
+
+
+def _draw(key: int, flat_index: Tensor) -> Tensor:
+    bits = hash_counter(key, flat_index)
     total = bits & 0xFFFF
     for shift in (16, 32, 48):
         total = total + ((bits >> shift) & 0xFFFF)

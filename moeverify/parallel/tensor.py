@@ -3,7 +3,8 @@
 Between modules the residual stream is a plain tensor: whole on every rank of the tp axis, or with sequence
 parallelism the rank's slice of the positions (Korthikanti et al., arXiv 2205.05198). Placement on tp:
 projections into heads or hidden units Shard(0), projections back Shard(1), embedding and head Shard(0) over
-the vocabulary. Norms stay replicated plain parameters; what sees only a part of the tokens or heads has a
+the vocabulary. tp need not divide the vocabulary V: the first ranks have ceil(V / tp) rows and the last what is left,
+25129 and 25128 of 50257. Norms stay replicated plain parameters; what sees only a part of the tokens or heads has a
 gradient that must be summed over tp (`partial_parameters`).
 """
 

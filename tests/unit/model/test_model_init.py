@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from moeverify.hashing import CHUNK
 from moeverify.model.init import draw, initial_values, initialize
 from moeverify.model.transformer import Transformer
 
@@ -47,6 +48,14 @@ def test_a_slice_equals_the_whole() -> None:
     assert torch.equal(draw(0, "x", index), whole[index])
     assert torch.equal(draw(0, "x", torch.arange(6_000, 8_000).view(40, 50)), whole[6_000:8_000].view(40, 50))
     assert draw(0, "x", torch.tensor(77)).item() == whole[77].item()
+
+
+def test_an_element_does_not_depend_on_the_chunk_that_it_is_computed_in() -> None:
+    whole = draw(0, "x", torch.arange(2 * CHUNK + 6).view(2, -1))
+    assert whole.shape == (2, CHUNK + 3)
+    for start in (0, CHUNK - 2, 2 * CHUNK):
+        near = torch.arange(start, start + 5)
+        assert torch.equal(whole.reshape(-1)[near], draw(0, "x", near))
 
 
 def test_draws_look_normal_and_independent() -> None:

@@ -11,9 +11,11 @@ import torch
 
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
-from moeverify.parallel.holder_groups import list_holder_ranks
+from moeverify.errors import MachineError
+from moeverify.parallel.holder_groups import HolderGroups, list_holder_ranks
 from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
 from moeverify.placement.cluster import Cluster
+from moeverify.placement.placement import Placement
 from moeverify.placement.sharing import split_copies
 
 ROWS = ((0, 3, 2), (1, 2), (2, 1), (4, 3, 0, 2))
@@ -117,3 +119,27 @@ def test_a_gradient_is_summed_over_all_copies_of_its_holders(
 ) -> None:
     view = MeshPlan.of(make(**degrees).layout).sparse
     assert list_holder_ranks(view, holders) == expected
+
+
+def test_a_group_that_the_backend_cannot_make_is_named_and_changes_nothing(
+    make: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    def refuse_the_second(ranks: list[int], **options: Any) -> None:
+        asked.append(ranks)
+        if len(asked) == 2:
+            raise RuntimeError("too many open files")
+
+    monkeypatch.setattr("torch.distributed.new_group", refuse_the_second)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    case = make(dp_shard=4, ep=4)
+    groups = HolderGroups(MeshPlan.of(case.layout).sparse)
+    with pytest.raises(MachineError) as raised:
+        groups.make(Placement(4, (((0, 1), (0, 2), (1, 3), (2, 3)),)))
+    message = str(raised.value)
+    assert "the backend gloo cannot make the group of ranks 0, 2, 3 of 5" in message
+    assert "too many open files; no expert was moved; use a placement with fewer" in message
+    assert groups.list_own() == []
