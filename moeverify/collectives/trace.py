@@ -29,6 +29,7 @@ from moeverify.collectives.interception import (
     find_group,
     find_storage,
     find_work,
+    flatten,
     mark_stream,
 )
 from moeverify.collectives.ledger import Ledger, Stream
@@ -37,6 +38,8 @@ from moeverify.results.trace import CollectiveRecord, State
 _INNER = (str(Path(torch.__file__).parent), __file__, "<")
 # Decorators of these wrap torch's functions, and stand between them and their caller.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
+# What modes are made of: those of moeverify, of torch and of adapters stand between a call and its caller too.
+_MODES = ("__torch_function__", "__torch_dispatch__")
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 
@@ -44,6 +47,9 @@ class CollectiveTrace:
     """A context manager that records collectives, the newest `capacity` of them.
 
     `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
+
+    `on_all_reduce` is called with the number of an all-reduce, and with each tensor that this rank brings to it;
+    `on_issue` before any collective with the place in the source that issues it, the frame there, and the operands.
 
     With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
     """
@@ -59,6 +65,8 @@ class CollectiveTrace:
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
+        self.on_all_reduce: Callable[[int, torch.Tensor], None] | None = None
+        self.on_issue: Callable[[str, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
     def __enter__(self) -> Self:
@@ -139,6 +147,11 @@ class CollectiveTrace:
     def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
             collective = self._begin(operator, find_group(arguments), arguments)
+            if self.on_issue is not None:
+                self.on_issue(collective.site, _find_call(), arguments[0])
+            if self.on_all_reduce is not None and operator.label == "all_reduce":
+                for tensor in flatten(arguments[0]):
+                    self.on_all_reduce(collective.number, tensor)
             try:
                 returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
             except BaseException:
@@ -262,7 +275,13 @@ class CollectiveTrace:
 
 
 def _find_site() -> str:
-    """Return `file:line in function` of the first frame that is not torch's, or nothing.
+    """Return `file:line in function` of the call that issues a collective, or nothing."""
+    frame = _find_call()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _find_call() -> FrameType | None:
+    """Return the first frame that is not torch's, or None.
 
     On CUDA the backward pass has a thread of its own, with no frame but this trace's.
     """
@@ -270,7 +289,7 @@ def _find_site() -> str:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if not name.startswith(_INNER) and not name.endswith(_WRAPPERS):
-            return f"{name}:{frame.f_lineno} in {code.co_name}"
+        if not (name.startswith(_INNER) or name.endswith(_WRAPPERS) or code.co_name in _MODES):
+            return frame
         frame = frame.f_back
-    return ""
+    return None

@@ -1,0 +1,98 @@
+"""`moeverify comm`: one collective on real ranks, with what each gives and gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
+from moeverify.cli.context import EXIT_CODES, open_context
+from moeverify.results.collective_run import Collective
+
+_Name = Annotated[
+    Collective, typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(Collective)}.", show_default=False)
+]
+_Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks that take part.")]
+_Size = Annotated[int, typer.Option("--size", min=1, max=64, help="Elements of each part.")]
+_Splits = Annotated[
+    Path | None,
+    typer.Option("--splits", metavar="FILE", help="Parts of different sizes: a YAML file with `splits:`."),
+]
+_Source = Annotated[
+    int, typer.Option("--source", min=0, metavar="RANK", help="The rank that a broadcast begins at.")
+]
+_Backward = Annotated[bool, typer.Option("--backward", help="Show the gradients too.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")]
+
+
+def comm(
+    collective: _Name,
+    *,
+    ranks: _Ranks = 4,
+    size: _Size = 2,
+    splits: _Splits = None,
+    source: _Source = 0,
+    backward: _Backward = False,
+    device: DeviceOption = Device.auto,
+    backend: BackendOption = Backend.auto,
+    json_file: _Json = None,
+) -> None:
+    """Run one collective on real ranks, and show what each gives, sends, receives and gets.
+
+    Element i of rank r is 100 r + i, so that a number says where it comes from. What the ranks get is compared
+    with the definition, bit for bit.
+    """
+    with open_context() as context:
+        from moeverify.controller.collective import run_collective
+        from moeverify.report.collective_run import render_collective
+        from moeverify.report.files import check_writable, write_atomically
+
+        if json_file is not None and context.is_first:
+            check_writable([json_file])
+        sizes = _choose_sizes(collective, ranks, size, splits, source)
+        found = run_collective(
+            collective,
+            sizes,
+            num_ranks=ranks,
+            source=source,
+            backward=backward,
+            device=device.value,
+            backend=backend.value,
+        )
+        if found is None:  # one of several ranks; the first one reports
+            return
+        render_collective(found, context.out)
+        if json_file is not None:
+            write_atomically(json_file, found.model_dump_json(indent=1))
+        raise typer.Exit(EXIT_CODES["mismatch" if found.wrong_ranks else "pass"])
+
+
+def _choose_sizes(
+    collective: Collective, ranks: int, size: int, splits: Path | None, source: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of all parts, see `define_transfer`.
+
+    Raises: CaseError with everything that is wrong with the options, or with the file.
+    """
+    from moeverify.collectives.definition import TAKES_SPLITS
+    from moeverify.errors import CaseError, Problem
+    from moeverify.validation.splits_file import read_splits
+
+    problems = []
+    if splits is not None and collective not in TAKES_SPLITS:
+        message = f"every rank of {collective} has the same number of elements"
+        problems.append(Problem(message, path="--splits", remedy="use --size"))
+    if source >= ranks:
+        message = f"there is no rank {source} among {ranks}"
+        problems.append(Problem(message, path="--source", remedy=f"write a number below {ranks}"))
+    if source and collective is not Collective.BROADCAST:
+        message = f"{collective} begins at no rank"
+        problems.append(Problem(message, path="--source", remedy="leave it out"))
+    if problems:
+        raise CaseError(problems)
+    num_dims = TAKES_SPLITS.get(collective, 1)
+    if splits is not None:
+        return read_splits(splits, ranks, num_dims)
+    return ((size,) * ranks,) * (ranks if num_dims == 2 else 1)

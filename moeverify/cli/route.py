@@ -1,0 +1,79 @@
+"""`moeverify route`: one batch of a case through router, dispatch, experts and combine, with real numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeverify.cli.arguments import (
+    Backend,
+    BackendOption,
+    CaseSelection,
+    Device,
+    DeviceOption,
+    Fault,
+    Timeout,
+)
+from moeverify.cli.context import EXIT_CODES, open_context
+from moeverify.cli.options import with_groups
+
+
+@with_groups
+def route(
+    *,
+    selection: CaseSelection,
+    layer: Annotated[
+        int | None,
+        typer.Option("--layer", min=0, help="The layer to look at. Default: the first with experts."),
+    ] = None,
+    step: Annotated[
+        int, typer.Option("--step", min=0, help="The step whose batch it is; those before are trained.")
+    ] = 0,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each rank that are shown.")] = 4,
+    fault: Fault = None,
+    device: DeviceOption = Device.auto,
+    backend: BackendOption = Backend.auto,
+    timeout: Timeout = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
+    ] = None,
+) -> None:
+    """Follow one batch of each case: which token goes to which expert on which rank, counts, drops, load.
+
+    Where a token was computed is read off what the experts got, not derived from the layout; needs no golden.
+    """
+    with open_context() as context:
+        from pydantic import TypeAdapter
+
+        from moeverify.controller.route import follow_cases
+        from moeverify.report.files import check_writable, write_atomically
+        from moeverify.report.route import render_route
+        from moeverify.results.route import RouteReport
+
+        if json is not None and context.is_first:
+            check_writable([json])
+        found = follow_cases(
+            selection.load(),
+            layer=layer,
+            step=step,
+            num_shown=tokens,
+            fault=fault,
+            device=device.value,
+            backend=backend.value,
+            timeout=timeout,
+        )
+        if found is None:  # one of several ranks; the first one reports
+            return
+        for position, report in enumerate(found):
+            if position:
+                context.out.print()
+            render_route(report, context.out)
+        if json is not None:
+            write_atomically(json, TypeAdapter(list[RouteReport]).dump_json(found, indent=1))
+        verdicts = {
+            "error" if each.result is None else "pass" if each.result.is_right else "mismatch"
+            for each in found
+        }
+        raise typer.Exit(max(EXIT_CODES[verdict] for verdict in verdicts))

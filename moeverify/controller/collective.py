@@ -1,0 +1,74 @@
+"""`moeverify comm`: runs one collective on real ranks, beside its definition. No torch in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from moeverify.collectives.definition import Sizes, define_transfer
+from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.scratch import scratch_folder
+from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
+from moeverify.errors import MachineError, RankFailure
+from moeverify.jobs import COLLECTIVE_WORKER, CollectiveJob, CollectiveResult
+from moeverify.launch.backend import choose_backend
+from moeverify.launch.plan import Backend, JobOutcome, LaunchEvent
+from moeverify.report.words.failure import describe_failure
+from moeverify.report.words.note import describe_obstacle
+from moeverify.results.collective_run import Collective, CollectiveRun, RankValues
+from moeverify.results.obstacle import TooFewRanks
+
+TIMEOUT = 120.0
+"""Seconds that the collective may take, with the building of its group."""
+
+
+def run_collective(
+    collective: Collective,
+    sizes: Sizes,
+    *,
+    num_ranks: int,
+    source: int,
+    backward: bool,
+    device: Literal["auto", "cpu", "cuda"],
+    backend: Backend,
+    entry: str = COLLECTIVE_WORKER,
+    on_event: Callable[[LaunchEvent], None] = lambda event: None,
+) -> CollectiveRun | None:
+    """Return what each rank gave, should have got and got; on any rank but the first of an external launch, None.
+
+    Raises: MachineError where there are too few ranks or GPUs; RankFailure where one is lost.
+    """
+    chosen = choose_device(device)
+    limit = find_limit(chosen, backend=backend)
+    if num_ranks > limit.most:
+        raise MachineError(
+            f"this {describe_obstacle(TooFewRanks(num_needed=num_ranks, limit=limit))}; use fewer --ranks"
+        )
+    transfer = define_transfer(collective, sizes, source)
+    job = make_job(collective.value, num_ranks, TIMEOUT, CollectiveJob(transfer=transfer, backward=backward))
+    with scratch_folder() as folder:
+        found = list(
+            run_tasks(
+                [Task(job, _read_values)],
+                entry=entry,
+                folder=folder,
+                device=chosen,
+                backend=backend,
+                on_event=on_event,
+            )
+        )
+    if not found:
+        return None
+    (values,) = found
+    if isinstance(values, str):
+        raise RankFailure(values)
+    environment = describe_environment(chosen, choose_backend(backend, chosen))
+    return CollectiveRun(transfer=transfer, values=values, environment=environment)
+
+
+def _read_values(outcome: JobOutcome) -> tuple[RankValues, ...] | str:
+    """Return what each rank got, or why that is not known."""
+    answer = read_outcome(outcome, CollectiveResult)
+    if isinstance(answer, CollectiveResult):
+        return answer.values
+    return f"{outcome.job}: {describe_failure(outcome.failure)}"

@@ -1,0 +1,35 @@
+"""Ranks of `moeverify comm`, wrong in jobs called odd: an exchange in reverse, a gather whose backward only cuts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from moeverify.launch.plan import Job
+from moeverify.launch.rank import serve
+from moeverify.launch.runner import RankContext
+from moeverify.results.collective_run import Collective, RankTransfer, Transfer
+from moeverify.worker.collective import COLLECTIVES, run_collective
+
+
+def exchange_in_wrong_order(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
+    return COLLECTIVES[Collective.ALL_TO_ALL][0](x, transfer, mine).flip(0)
+
+
+def take_slice(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
+    """Return this rank's slice of the gradient, as where all ranks compute the same: here they do not."""
+    return grad.split([sum(rank.sends) for rank in transfer.ranks])[mine.rank]
+
+
+def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
+    odd = {
+        Collective.ALL_TO_ALL: (exchange_in_wrong_order, COLLECTIVES[Collective.ALL_TO_ALL][1]),
+        Collective.ALL_GATHER: (COLLECTIVES[Collective.ALL_GATHER][0], take_slice),
+    }
+    return run_collective(context, job, {**COLLECTIVES, **odd} if job.name.startswith("odd") else COLLECTIVES)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], run_job)
