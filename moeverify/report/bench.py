@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box
+from moeverify.report.console import choose_box, print_table
 from moeverify.report.sanitize import clean
-from moeverify.report.table import print_table
 from moeverify.results.measurement import BenchRun, Measurement
 
 _GIB = 2.0**30

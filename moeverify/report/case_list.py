@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines
+from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
-from moeverify.report.table import print_table
 
 
 @dataclass(frozen=True)

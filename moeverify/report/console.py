@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.text import Text
 
 from moeverify.report.sanitize import clean
-from moeverify.results.finding import Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from moeverify.results.finding import Verdict
 
 # A log has no width of its own; this holds a row of the table without breaking a name.
 LOG_WIDTH = 120
@@ -75,3 +79,14 @@ def print_lines(console: Console, text: Text) -> None:
         console.print(text, overflow="fold")
     else:
         console.print(text, soft_wrap=True)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table; in a log without the spaces at the ends of its lines."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        console.print(Text(line.rstrip()), soft_wrap=True)

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines
+from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.markdown import make_markdown_table
 from moeverify.report.sanitize import clean
-from moeverify.report.table import print_table
 from moeverify.report.words.cause import describe_cause, describe_where
 from moeverify.results.benchmark import CleanRow, FaultRow, lower_bound, upper_bound
 
@@ -30,8 +29,8 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     for row in rows:
         marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
         seen = [Text("sees it" if value else "blind") for value in (row.loss_curve, row.loss_and_norm)]
-        quoted = _quote(name_finding_place(row), row)
-        table.add_row(Text(row.number), *marks, Text(_name_step(row) or "-"), *seen, Text(clean(quoted)))
+        quoted = quote(row)
+        table.add_row(Text(row.number), *marks, Text(name_step(row) or "-"), *seen, Text(clean(quoted)))
     print_table(table, console)
     console.print()
     for line in summarize_faults(rows):
@@ -84,9 +83,9 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
             row.number,
             f"{row.title} ({row.source})",
             *("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)),
-            _name_step(row),
+            name_step(row),
             *("sees it" if value else "blind" for value in (row.loss_curve, row.loss_and_norm)),
-            _quote(f"`{name_finding_place(row)}`", row),
+            quote(row, mark="`"),
         )
         for row in rows
     ]
@@ -101,14 +100,14 @@ def name_finding_place(row: FaultRow) -> str:
     return f"{row.finding.tensor} | {where}" if where else row.finding.tensor
 
 
-def _quote(place: str, row: FaultRow) -> str:
-    """Return what was said of a fault, or what became of it where it was not detected."""
+def quote(row: FaultRow, mark: str = "") -> str:
+    """Return what was said of a fault, or what became of it; its place stands between two marks."""
     if row.detected and row.finding is not None:
-        return f"{place}: {describe_cause(row.finding)}"
+        return f"{mark}{name_finding_place(row)}{mark}: {describe_cause(row.finding)}"
     return f"{_call(row)}: {row.reason or 'nothing differs'}"
 
 
-def _name_step(row: FaultRow) -> str:
+def name_step(row: FaultRow) -> str:
     """Return at which step a fault was first seen."""
     if row.finding is None:
         return ""

@@ -68,5 +68,6 @@ def _try_folder(folder: Path, wanted: Path) -> Problem | None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moeverify-"):
             return None
     except OSError as error:
-        reason = error.strerror or str(error)
+        is_file = isinstance(error, FileExistsError)
+        reason = f"{error.filename} is no folder" if is_file else error.strerror or str(error)
         return Problem(f"cannot write {wanted}: {reason}", remedy="name a place that you may write to")

@@ -19,7 +19,7 @@ _MOST = 10
 
 def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
     """Yield a workflow command for each case that failed; `root` is the folder that paths are relative to."""
-    failed = [case for case in run.cases if case.verdict in ("error", "mismatch")]
+    failed = [case for case in run.cases if case.has_failed]
     for number, case in enumerate(failed[:_MOST], start=1):
         lines = [name_failure(case), *(f"{label}: {text}" for label, text in describe_failure(case))]
         if number == _MOST and len(failed) > _MOST:

@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from moeverify.errors import FormatError
-from moeverify.report.console import choose_box, style_verdict
+from moeverify.report.console import choose_box, print_table, style_verdict
 from moeverify.report.finding_rows import name_tensor
 from moeverify.report.formats.json import RUN_FILE, read_run
 from moeverify.report.numbers import excess, format_number
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import find_worst_check
-from moeverify.report.table import print_table
 from moeverify.results.finding import Verdict
 from moeverify.results.run import CaseResult, RunResult
 

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines
+from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.numbers import format_count, format_range
-from moeverify.report.table import print_table
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class RankPlace:
 class MeshPicture:
     """What is shown of a mesh: axes with their sizes, outermost first, ranks, and the ranks of each group.
 
-    `borrowed` holds axes that reuse the ranks of others, such as ep.
+    `borrowed` holds axes that reuse the ranks of others, such as ep. `per_node` is how many ranks a node has, from
+    rank 0 on; 0 where that is not known.
     """
 
     name: str
@@ -41,6 +41,11 @@ class MeshPicture:
     ranks: tuple[RankPlace, ...]
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
     borrowed: Mapping[str, int] = field(default_factory=dict)
+    per_node: int = 0
+
+    def find_nodes(self, group: tuple[int, ...]) -> list[int]:
+        """Return the nodes that the ranks of a group are on."""
+        return sorted({rank // self.per_node for rank in group})
 
 
 def render(picture: MeshPicture, console: Console) -> None:
@@ -58,7 +63,18 @@ def render(picture: MeshPicture, console: Console) -> None:
     width = max((len(axis) for axis in picture.groups), default=0)
     for axis, groups in picture.groups.items():
         members = " | ".join(format_range(group) for group in groups)
-        print_lines(console, Text(f"  {axis:<{width}}  {members}"))
+        links = f"  ({_describe_links(picture, groups)})" if picture.per_node else ""
+        print_lines(console, Text(f"  {axis:<{width}}  {members}{links}"))
+
+
+def _describe_links(picture: MeshPicture, groups: tuple[tuple[int, ...], ...]) -> str:
+    """Return whether the collectives of an axis stay inside nodes, which is where links are fast."""
+    spans = [len(picture.find_nodes(group)) for group in groups]
+    num_across = sum(span > 1 for span in spans)
+    if not num_across:
+        return "inside a node"
+    share = "" if num_across == len(spans) else f"{num_across} of {len(spans)} groups "
+    return f"{share}across {format_range({span for span in spans if span > 1})} nodes"
 
 
 def _make_table(picture: MeshPicture, console: Console) -> Table:
@@ -69,6 +85,8 @@ def _make_table(picture: MeshPicture, console: Console) -> Table:
     axes = [*picture.axes, *picture.borrowed]
     kinds = list(dict.fromkeys(name for place in picture.ranks for name in place.holds))
     table.add_column("rank", justify="right", no_wrap=True)
+    if picture.per_node:
+        table.add_column("node", justify="right", no_wrap=True)
     for axis in axes:
         table.add_column(axis, justify="right", no_wrap=True)
     with_rows = any(place.rows for place in picture.ranks)
@@ -76,7 +94,8 @@ def _make_table(picture: MeshPicture, console: Console) -> Table:
     for header in ("rows",) * with_rows + ("positions",) * with_positions + tuple(kinds):
         table.add_column(header, overflow="fold")
     for place in picture.ranks:
-        cells = [str(place.rank), *(str(place.coordinates.get(axis, "-")) for axis in axes)]
+        node = [str(place.rank // picture.per_node)] if picture.per_node else []
+        cells = [str(place.rank), *node, *(str(place.coordinates.get(axis, "-")) for axis in axes)]
         cells += [format_range(place.rows)] * with_rows + [format_range(place.positions)] * with_positions
         cells += [format_range(place.holds.get(name, ())) or "-" for name in kinds]
         table.add_row(*(Text(cell) for cell in cells))

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines
+from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.sanitize import clean
-from moeverify.report.table import print_table
 from moeverify.results.probe import ProbeRow
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

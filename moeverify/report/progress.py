@@ -24,6 +24,7 @@ from moeverify.results.run import CaseResult, Event
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
+_VERDICT = 9  # the column of verdicts
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -85,7 +86,7 @@ class LiveProgress(Progress):
         self._running = ""
         self._ranks = ""
         self._clock = clock
-        self._recent: deque[Text] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[Event] = deque(maxlen=_NUM_RECENT)
         self._started = clock()
         self._since = self._started
         self._now = "starting"
@@ -112,8 +113,8 @@ class LiveProgress(Progress):
         if event.kind == "case-end":
             self._running = ""
             self._done.add(event.case or (event.result.name if event.result is not None else ""))
-            self._recent.append(describe_end(event))
-            self._failed += event.result is not None and event.result.verdict in ("mismatch", "error")
+            self._recent.append(event)
+            self._failed += event.result is not None and event.result.has_failed
             self._now = "between cases"
         elif event.kind in ("up", "lost"):
             self._ranks = (
@@ -146,7 +147,7 @@ class LiveProgress(Progress):
         running = f"{elide(self._now, max(20, width - 12))}  {format_seconds(now - self._since)}"
         if self._ranks and len(running) + len(self._ranks) + 4 <= width:
             running += f"  {self._ranks}"
-        lines = [_fit(line, width) for line in self._recent]
+        lines = [_fit(describe_end(event, width), width) for event in self._recent]
         return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
 
     def _estimate(self, now: float) -> float | None:
@@ -192,12 +193,17 @@ def describe_event(event: Event) -> str:
     return " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
 
 
-def describe_end(event: Event) -> Text:
-    """Return the verdict of a case, with its numbers or its reason, in one line."""
+def describe_end(event: Event, width: int | None = None) -> Text:
+    """Return the verdict of a case, with its numbers or its reason, in one line.
+
+    A name that is wider than that loses letters from its middle, so that both of its ends are seen.
+    """
     if event.result is None:
         return Text(f"{clean(event.case)} done")
     result = event.result
-    line = Text.assemble(style_verdict(result.verdict), " " * (9 - len(result.verdict)), clean(result.name))
+    name = clean(result.name)
+    name = name if width is None else elide(name, max(8, width - _VERDICT - 1))
+    line = Text.assemble(style_verdict(result.verdict), " " * (_VERDICT - len(result.verdict)), name)
     return line.append(f"  {_describe_result(result)}")
 
 

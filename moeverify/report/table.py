@@ -69,17 +69,6 @@ def _choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
     return headers
 
 
-def print_table(table: Table, console: Console) -> None:
-    """Print a table; in a log without the spaces at the ends of its lines."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        console.print(Text(line.rstrip()), soft_wrap=True)
-
-
 def _make_row(case: CaseResult) -> tuple[str, ...]:
     """Return the cells of one case as plain text, in the order of the headers."""
     compared = f"{count_tensors(case)} in {len(case.checks)}" if case.checks else "-"

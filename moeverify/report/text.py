@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.report.console import STYLES, print_fact, print_lines, style_verdict
+from moeverify.report.console import STYLES, print_fact, print_lines, print_table, style_verdict
 from moeverify.report.finding_rows import describe_finding, name_finding
 from moeverify.report.matrix import render_matrices
 from moeverify.report.next_steps import Kept, advise, name_rest
@@ -16,7 +16,7 @@ from moeverify.report.numbers import format_count, format_ranks, format_seconds
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
-from moeverify.report.table import make_table, print_table
+from moeverify.report.table import make_table
 from moeverify.report.words.run import list_notes
 from moeverify.results.finding import Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
@@ -41,7 +41,7 @@ def render_run(
     if not quiet and run.cases:
         _render_overview(run, console)
     for case in run.cases:
-        if case.verdict in ("mismatch", "error"):
+        if case.has_failed:
             _render_case(case, run, console, kept)
     if not quiet:
         _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moeverify.report.explanation import number_findings
-from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.files import write_atomically
-from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
-from moeverify.report.matrix import describe_cell, find_matrices
+from moeverify.report.matrix import find_matrices
 from moeverify.report.next_steps import Kept, advise
-from moeverify.report.numbers import (
-    excess,
-    format_bound,
-    format_count,
-    format_number,
-    format_range,
-    format_ranks,
-    format_seconds,
-)
+from moeverify.report.numbers import format_count
+from moeverify.report.page import render_page
 from moeverify.report.pictures.picture import Picture, format_svg
-from moeverify.report.pictures.registry import draw_case
-from moeverify.report.pictures.theme import format_variables
-from moeverify.report.sanitize import clean
+from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
 from moeverify.report.stacks import group_ranks
-from moeverify.report.words.run import list_notes
-from moeverify.results.finding import MAX_CONCLUSIVE, Finding, Verdict
+from moeverify.results.finding import MAX_CONCLUSIVE, Finding
 from moeverify.results.run import CaseResult, RunResult
 
-_TEMPLATES = Path(__file__).parent / "templates"
-_FAILED: tuple[Verdict, ...] = ("error", "mismatch")
 # What bounds the page of a huge run; the JSON has everything.
 _MOST_STATIC_CASES = 300
 _MOST_FAILURES = 20
@@ -56,66 +39,31 @@ def write(run: RunResult, path: Path) -> None:
 
 
 def format_page(run: RunResult) -> str:
-    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks.
-
-    The only script that a browser runs is the one whose hash the page names, whatever else a name smuggles in.
-    """
+    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks."""
     entries = _make_entries(run)
-    failed = [entry for entry in entries if entry.case.verdict in _FAILED]
+    failed = [entry for entry in entries if entry.case.has_failed]
     is_long = len(entries) > _MOST_STATIC_CASES
-    script = (_TEMPLATES / "page.js").read_text(encoding="ascii")
-    template = _make_environment().get_template("run.html")
-    return template.render(
+    launches = {"launches": run.launches} if run.launches else {}
+    return render_page(
+        "run.html",
+        {**run.environment, **launches},
         run=run,
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup((_TEMPLATES / "page.css").read_text(encoding="ascii")),
-        variables=Markup(format_variables()),
         max_conclusive=MAX_CONCLUSIVE,
         counts=count_verdicts(run),
         num_tensors=sum(entry.tensors for entry in entries),
         matrices=find_matrices(run.cases),
+        run_pictures=[(each, Markup(format_svg(each, name))) for name, each in draw_run(run)],
         failed=failed[:_MOST_FAILURES],
         num_more_failed=max(0, len(failed) - _MOST_FAILURES),
         is_long=is_long,
-        cases=sorted(entries, key=lambda entry: entry.case.verdict not in _FAILED) if is_long else entries,
+        cases=sorted(entries, key=lambda entry: not entry.case.has_failed) if is_long else entries,
         detailed=[entry for entry in entries if entry.anchor],
     )
 
 
-def _make_environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_clean_value,
-    )
-    environment.filters.update(
-        number=format_number,
-        bound=format_bound,
-        seconds=format_seconds,
-        ranks=format_ranks,
-        range=format_range,
-        share=_format_share,
-    )
-    environment.globals.update(
-        count=format_count,
-        name_finding=name_finding,
-        name_tensor=name_tensor,
-        describe_finding=describe_finding,
-        describe_cell=describe_cell,
-        name_failure=name_failure,
-        describe_failure=describe_failure,
-        list_notes=list_notes,
-    )
-    return environment
-
-
 def _make_entries(run: RunResult) -> list[_Entry]:
     """Return all cases in their order. Those that failed are shown in detail, then others while there is room."""
-    positions = sorted(range(len(run.cases)), key=lambda at: run.cases[at].verdict not in _FAILED)
+    positions = sorted(range(len(run.cases)), key=lambda at: not run.cases[at].has_failed)
     numbers: dict[int, int] = {}
     for item in reversed(number_findings(run)):
         numbers[id(item.case)] = item.number
@@ -198,14 +146,4 @@ class _Entry:
 
     @property
     def is_without_pictures(self) -> bool:
-        return not self.is_pictured and self.case.verdict in _FAILED
-
-
-def _format_share(error: float, bound: float) -> str:
-    """Return how much of its bound an error uses."""
-    return format_number(excess(error, bound))
-
-
-def _clean_value(value: object) -> object:
-    """Return strings without control characters; escaping comes after."""
-    return clean(value) if type(value) is str else value
+        return not self.is_pictured and self.case.has_failed

@@ -35,7 +35,7 @@ def format_markdown(run: RunResult) -> str:
     """Return the summary. Names stay text, whatever is in them."""
     counts = ", ".join(f"{number} {verdict}" for verdict, number in count_verdicts(run).items())
     tensors = sum(map(count_tensors, run.cases))
-    failed = [case for case in run.cases if case.verdict in ("error", "mismatch")]
+    failed = [case for case in run.cases if case.has_failed]
     lines = [
         f"## moeverify: {run.verdict}",
         "",
@@ -47,7 +47,7 @@ def format_markdown(run: RunResult) -> str:
         lines += _list_failure(case, run.command)
     if len(failed) > _MOST_FAILURES:
         lines += [f"{format_count(len(failed) - _MOST_FAILURES, 'more case')} failed.", ""]
-    ordered = [*failed, *(case for case in run.cases if case.verdict not in ("error", "mismatch"))]
+    ordered = [*failed, *(case for case in run.cases if not case.has_failed)]
     rows = [_make_row(case) for case in ordered[:_MOST_ROWS]]
     if rows:
         table = make_markdown_table(("case", "verdict", "ranks", "tensors", "worst / bound", "s"), rows)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from moeverify.report.files import write_atomically
-from moeverify.report.pictures.picture import format_png
-from moeverify.report.pictures.registry import draw_case
+from moeverify.report.pictures import fault_matrix
+from moeverify.report.pictures.picture import drawing, format_png
+from moeverify.report.pictures.registry import draw_case, draw_run
+from moeverify.results.benchmark import FaultRow
 from moeverify.results.run import CaseResult, RunResult
 
 # A picture takes up to a second. Of a large run the first cases say most.
@@ -17,15 +20,30 @@ _MOST_CASES = 100
 def write(run: RunResult, folder: Path) -> None:
     """Write `CASE.PICTURE.png` for each case that failed, or where none failed for each, at most for 100 cases.
 
+    Pictures of all cases together are `PICTURE.png`.
+
     Raises: OSError when the disk refuses; each picture is there completely or not at all.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    failed = [case for case in run.cases if case.verdict in ("error", "mismatch")]
+    failed = [case for case in run.cases if case.has_failed]
     used: set[str] = set()
+    for name, picture in draw_run(run):
+        write_atomically(folder / f"{name}.png", format_png(picture))
     for case in (failed or run.cases)[:_MOST_CASES]:
         stem = _make_stem(case, used)
         for name, picture in draw_case(case):
             write_atomically(folder / f"{stem}.{name}.png", format_png(picture))
+
+
+def write_faults(rows: Sequence[FaultRow], folder: Path) -> None:
+    """Write the fault benchmark as `faults.png`.
+
+    Raises: OSError when the disk refuses.
+    """
+    with drawing():
+        picture = fault_matrix.draw(rows)
+    if picture is not None:
+        write_atomically(folder / "faults.png", format_png(picture))
 
 
 def _make_stem(case: CaseResult, used: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Loss and gradient norm of golden and layout over the steps, with their relative difference."""
+"""Loss, gradient norm and learning rate of golden and layout over the steps, with their relative difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moeverify.report.pictures.picture import Picture, make_figure, scale_by_pow
 from moeverify.report.pictures.theme import COLORS
 from moeverify.results.run import CaseResult
 
-TITLE = "Loss and gradient norm"
+TITLE = "Loss, gradient norm and learning rate"
+_RATE = "learning rate"
 _Pairs = Sequence[tuple[float, float]]
 
 
@@ -20,12 +21,16 @@ def draw(case: CaseResult) -> Picture | None:
     """Return the curves; None where no step was trained."""
     known = [
         (name, pairs)
-        for name, pairs in (("loss", case.losses), ("gradient norm", case.gradient_norms))
+        for name, pairs in (
+            ("loss", case.losses),
+            ("gradient norm", case.gradient_norms),
+            (_RATE, case.learning_rates),
+        )
         if pairs
     ]
     if not known:
         return None
-    figure = make_figure(4.4 * len(known), 3.6)
+    figure = make_figure((4.4 if len(known) < 3 else 3.2) * len(known), 3.6)
     grid = figure.subplots(2, len(known), squeeze=False, sharex="col", height_ratios=(3, 2))
     for column, (name, pairs) in enumerate(known):
         _draw_values(grid[0][column], name, pairs)
@@ -95,6 +100,8 @@ def _describe(case: CaseResult, name: str, pairs: _Pairs) -> str:
     difference = _differ(pairs[worst])
     if difference == 0.0:
         return f"The {name} of golden and layout is equal at all {len(pairs)} steps."
+    if name == _RATE:  # of which no check is made: the optimizer step is
+        return f"The {name} differs; its largest relative difference is {format_number(difference)}, at step {worst}."
     over = [finding.step for finding in case.findings if finding.check == name and finding.tensor == "total"]
     verdict = f"is over its bound from step {min(over)} on" if over else "is within its bound"
     return f"The {name} {verdict}; its largest relative difference is {format_number(difference)}, at step {worst}."

@@ -1,17 +1,30 @@
-"""The pictures of a case, in the order of a page. A picture is a name here and a file of that name with `draw`."""
+"""The pictures of a case and of a run, in the order of a page. Each is a name here and a file with `draw`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeverify.report.pictures import curves, heat_map, limits, load, mesh, ratios
+from moeverify.report.matrix import find_matrices
+from moeverify.report.pictures import (
+    curves,
+    heat_map,
+    last_collectives,
+    limits,
+    load,
+    mesh,
+    ratios,
+    reshard_matrix,
+    timeline,
+)
 from moeverify.report.pictures.picture import Picture, drawing
-from moeverify.results.run import CaseResult
+from moeverify.results.run import CaseResult, RunResult
 
 _PICTURES = {
     "heat-map": heat_map.draw,
     "mesh": mesh.draw,
+    "last-collectives": last_collectives.draw,
     "ratios": ratios.draw,
+    "timeline": timeline.draw,
     "curves": curves.draw,
     "load": load.draw,
     "limits": limits.draw,
@@ -25,3 +38,11 @@ def draw_case(case: CaseResult) -> Iterator[tuple[str, Picture]]:
     for name, picture in drawn:
         if picture is not None:
             yield name, picture
+
+
+def draw_run(run: RunResult) -> Iterator[tuple[str, Picture]]:
+    """Yield the name and the picture of what cases of a run say together: the pairs of `moeverify reshard`."""
+    with drawing():
+        drawn = [reshard_matrix.draw(matrix) for matrix in find_matrices(run.cases)]
+    for number, picture in enumerate(drawn, start=1):
+        yield (f"reshard-{number}" if len(drawn) > 1 else "reshard"), picture

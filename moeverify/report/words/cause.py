@@ -11,7 +11,13 @@ from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed, HiddenByRounding, RightAlike, ScalarValues
+from moeverify.results.observation import (
+    DiagnosisFailed,
+    HiddenByRounding,
+    OtherPasses,
+    RightAlike,
+    ScalarValues,
+)
 from moeverify.results.operation import Altered
 
 
@@ -26,6 +32,11 @@ def describe_cause(finding: Finding) -> str:
     if explanation is None:
         count = len(finding.unexplained)
         which = f"these {format_count(count, 'tensor')}" if count > 1 else "it"
+        if count and any(isinstance(seen, OtherPasses) for seen in finding.observations):
+            return (
+                f"unknown: no hypothesis explains {which}, and the runs put the same rows into other forward passes: "
+                "a router's balance loss, expert capacity and batch norm differ with that in a right script too"
+            )
         if count:
             return f"unknown: no hypothesis explains {which}"
         return finding.cause or describe_facts(finding.facts, finding).cause

@@ -20,6 +20,7 @@ from moeverify.results.facts import (
     DtypeFacts,
     Dtypes,
     ExpertFacts,
+    GatheredFacts,
     Issue,
     NumCollectives,
     ObjectiveFacts,
@@ -27,6 +28,7 @@ from moeverify.results.facts import (
     RecomputedFacts,
     ReplicaFacts,
     RouterFacts,
+    RouterGradientFacts,
     ShardingFacts,
     Use,
 )
@@ -157,6 +159,23 @@ def _(facts: DtypeFacts, finding: Finding) -> Words:
 
 
 @describe_facts.register
+def _(facts: GatheredFacts, finding: Finding) -> Words:
+    module = facts.module or "the model"
+    if facts.is_stale:
+        cause = f"{module} computes with the weights of the step before: they were not refreshed"
+    else:
+        cause = f"{module} computes with other weights than the ranks store: what was gathered is not what is stored"
+    return Words(
+        cause,
+        "",
+        (
+            f"{facts.num_parameters} of {facts.num_known} gathered parameters",
+            f"{facts.num_wrong} of {facts.num_compared} compared elements of {facts.parameter} in {facts.dtype}",
+        ),
+    )
+
+
+@describe_facts.register
 def _(facts: PatternFacts, finding: Finding) -> Words:
     return Words(f"`{facts.pattern}` of layout.in_float32 names no module that was seen to compute")
 
@@ -185,15 +204,16 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
         )
     causes = []
     for term in wrong:
-        assert term.factor is not None
-        if abs(term.factor) < NEAR:
+        if term.factor is None:
+            causes.append(f"{term.name} is there, and the options have none")
+        elif abs(term.factor) < NEAR:
             causes.append(f"{term.name} is left out")
         elif facts.lacks_clip(term):
             causes.append(f"the {term.name} is not clipped")
         else:
             causes.append(f"{term.name} counts {term.factor:.4g} times")
     evidence = [
-        f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected:.6g}"
+        f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected or 0.0:.6g}"
         for term in facts.terms
         if term.found is not None
     ]
@@ -219,6 +239,60 @@ def _(facts: ObjectiveFacts, finding: Finding) -> Words:
     if finding.expected is not None and finding.actual is not None:
         numbers = (f"computed again {finding.expected:.10g}, reported {finding.actual:.10g}",)
     return Words(f"the reported {finding.tensor} loss is not that of {made_of}", "", numbers)
+
+
+def _count_by_rank(factors: Mapping[int, float | None]) -> str:
+    """Return how often something counts on each rank, where that differs."""
+    if None in factors.values() or len(factors) > _MOST_FACTORS:
+        return "another number of times on each rank"
+    return " and ".join(f"{value:.4g} times on rank {rank}" for rank, value in factors.items())
+
+
+_MOST_FACTORS = 4
+_FORMS = {
+    "": "",
+    "own": "the experts' shares of the rank's own tokens, which are not summed over the ranks",
+    "padded": "the experts' shares of all tokens, padding too",
+    "uniform": "equal shares of all experts, whatever their load",
+    "layers": "the experts' mean shares over the layers",
+}
+
+
+@describe_facts.register
+def _(facts: RouterGradientFacts, finding: Finding) -> Words:
+    if facts.term == "combine" and facts.in_router and None in facts.factors.values():
+        text = (
+            "the gradient of the router's weight is not what follows from its input and what comes back to it"
+        )
+        return Words(text, "", (f"so it is in {facts.num_routers} routers",))
+    term, _, padding = facts.term.partition(" ")
+    source = "the combine weights" if term == "combine" else f"the {term} loss"
+    if padding:
+        return Words(f"tokens of padding take part in the gradient of {source}", source)
+    values = {None if each is None else f"{each:.4g}" for each in facts.factors.values()}
+    (value,) = values if len(values) == 1 else ("",)
+    times = f"{value} times" if value else _count_by_rank(facts.factors)
+    form = f" with {_FORMS[facts.form]}" if facts.form else ""
+    evidence = [
+        f"rank {rank}: {each:.6g} times the right gradient{form}"
+        for rank, each in facts.factors.items()
+        if each is not None
+    ]
+    if facts.num_routers > 1:
+        evidence.append(f"so it is in {facts.num_routers} routers")
+    if value is None:
+        how = "computes the gradient otherwise than its input and the routing say"
+        return Words(f"{source} {how}", source, tuple(evidence))
+    if value == "0":
+        text = f"{source} has no gradient in the router"
+    elif facts.form:
+        count = "" if value == "1" else f", {times},"
+        text = f"{source} computes its gradient{count} with {_FORMS[facts.form]}"
+    elif facts.in_router:
+        text = f"the router passes the gradient of {source} on to its weight {times}"
+    else:
+        text = f"the gradient of {source} counts {times} in the router"
+    return Words(text, source, tuple(evidence))
 
 
 @describe_facts.register

@@ -142,13 +142,22 @@ def describe_declared(declared: Declared) -> str:
     return f"differs in {', '.join(declared.names)}, as declared: {declared.because}"
 
 
-def describe_unused_loop(verdict: Verdict, *, is_own_model: bool) -> tuple[str, ...]:
-    """Return what a pass of a user's own model says nothing about: the loop that it is trained in elsewhere."""
+def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | None = None) -> tuple[str, ...]:
+    """Return what a pass of a user's own model says nothing about: the loop that it is trained in elsewhere.
+
+    `step` is the user's function that made the steps, if there was one.
+    """
     if verdict != "pass" or not is_own_model:
         return ()
+    if step is not None:
+        return (
+            f"not exercised: your data loading, and how you make optimizer and scheduler; the steps were those of "
+            f"`{step}`. `moeverify watch` runs your whole script",
+        )
     return (
         "not exercised: your own training loop (data loading, zero_grad, clip, schedule, optimizer step), for which "
-        "moeverify's stood; an engine is exercised as far as its step goes. `moeverify watch` runs yours",
+        "moeverify's stood; an engine is exercised as far as its step goes. `recipe.step` runs your step in its "
+        "place, `moeverify watch` your whole script",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.numbers import format_number, format_ranks
+from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.factor import format_factor
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
@@ -20,6 +20,8 @@ from moeverify.results.observation import (
     LargestValue,
     MatchingSlices,
     Observation,
+    OtherPasses,
+    OwnElements,
     RankValues,
     RelativeError,
     ReplicaSum,
@@ -117,7 +119,19 @@ def _(seen: FirstDivergence) -> str:
     if seen.error is None:
         return right
     end = f"{'gradient of the ' if seen.direction == 'backward' else ''}{seen.end} of {seen.module or MODEL}"
-    return f"{end} is off by {seen.error:.3g} on {format_ranks(seen.ranks)}; before it {right}"
+    also = (
+        f", which {' and '.join(seen.also)} {'take' if len(seen.also) > 1 else 'takes'} or returns too,"
+        if seen.also
+        else ""
+    )
+    return f"{end}{also} is off by {seen.error:.3g} on {format_ranks(seen.ranks)}; before it {right}"
+
+
+@describe_observation.register
+def _(seen: OwnElements) -> str:
+    own = " and ".join(f"{count}" for count in seen.num_own)
+    ranks = f"the {len(seen.num_own)} ranks over {seen.axis}"
+    return f"of {seen.num_elements} elements, {own} match on one of {ranks} alone, and the others on several"
 
 
 @describe_observation.register
@@ -144,6 +158,22 @@ def _(seen: RightAlike) -> str:
 @describe_observation.register
 def _(seen: HiddenByRounding) -> str:
     return f"rounding of {seen.precision} hides causes: --set recipe.precision=float64 names them"
+
+
+@describe_observation.register
+def _(seen: OtherPasses) -> str:
+    counts = f"{_describe_passes(seen.expected)} in RUN_A, {_describe_passes(seen.actual)} in RUN_B"
+    if seen.expected == seen.actual:
+        remedy = "each with the rows of one pass of RUN_B"
+    else:
+        remedy = f"of {' and '.join(map(str, sorted(set(seen.actual))))} rows each"
+    again = f"record RUN_A again with passes {remedy}, and compare with that"
+    return f"forward passes of step {seen.step}: {counts}; {again}"
+
+
+def _describe_passes(sizes: Sequence[int]) -> str:
+    counts = [f"{sizes.count(size)} of {format_count(size, 'row')}" for size in dict.fromkeys(sizes)]
+    return " and ".join(counts)
 
 
 @describe_observation.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
@@ -13,12 +14,15 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.part import name_block, name_part, name_some, name_tokens
-from moeverify.report.words.subject import MODEL, name_subject
+from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
+from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.results.cause import Cause
+from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
     Altered,
+    Carried,
+    Crossed,
     Miscounted,
     Moved,
     Offset,
@@ -30,6 +34,7 @@ from moeverify.results.operation import (
     Shifted,
     Stepped,
     Unclipped,
+    Unmasked,
     Unmoved,
     Unreduced,
     Zeroed,
@@ -50,6 +55,8 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
     if operation.local_means:
         return _describe_means(operation)
+    if operation.reduced_again is not None:
+        return _describe_repetition(operation.reduced_again, wrong, explanation)
     if any(each.part.added or each.part.group or each.part.block for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
@@ -77,6 +84,22 @@ def _describe_means(operation: Scaled) -> str:
     return (
         f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
         f"valid tokens{scale}"
+    )
+
+
+def _describe_repetition(
+    collective: IssuedCollective, wrong: Sequence[Contribution], explanation: Explanation
+) -> str:
+    """Return how often the first micro-batch counts, and which collective makes it so."""
+    over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
+    # What stands before the package is where it is installed on this machine.
+    site = f" at {re.sub(r'^.*/(site|dist)-packages/', '', collective.site)}" if collective.site else ""
+    count = format_factor(max(each.factor.value for each in wrong))
+    # The last micro-batch counts once, and so is not among the parts that are off.
+    num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
+    return (
+        f"in {name_subject(explanation.subject)}, the first micro-batch counts {count} times, since what has been "
+        f"accumulated is reduced again in each of {num_shares} micro-batches by the {collective.op}{over}{site}"
     )
 
 
@@ -131,7 +154,10 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
 
 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    parts = [f"the part of the {each.part.term} loss is {describe_factor(each.factor)}" for each in wrong]
+    parts = [
+        f"the part of the {each.part.term} loss{of_router(each.part)} is {describe_factor(each.factor)}"
+        for each in wrong
+    ]
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 
@@ -198,6 +224,9 @@ def _(operation: Replaced, explanation: Explanation) -> str:
     if operation.by == "weights-of-step-before":
         module = explanation.subject.module or MODEL
         return f"{module} computes with the weights of the step before: they were not refreshed"
+    if operation.by == "tensor" and explanation.subject.quantity is Quantity.LOSS:
+        value = f"{subject} has the value of the {operation.tensor} loss"
+        return f"only a reported number is wrong: {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
         return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
@@ -217,7 +246,8 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
         return f"of {operation.tensor}, which was loaded wrong too"
     if explanation.subject.quantity is Quantity.LOADED:
         return "of the step before the one that was saved"
-    return "of the step before: nothing new was accumulated"
+    verb = "counted" if explanation.subject.quantity is Quantity.ROUTING_COUNT else "accumulated"
+    return f"of the step before: nothing new was {verb}"
 
 
 @describe_operation.register
@@ -245,6 +275,17 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 
 
 @describe_operation.register
+def _(operation: Unmasked, explanation: Explanation) -> str:
+    subject, over = name_subject(explanation.subject), name_products(operation.axes)
+    site = re.sub(r"/\S*/(site|dist)-packages/", "", operation.summed_by)
+    where = f", before the {site}," if site else ""
+    return (
+        f"{subject}{where} matches on each of the {operation.num_ranks} ranks over {over} at elements of its own; "
+        "where it should be zero, at those of the other ranks, it is not: a mask is missing"
+    )
+
+
+@describe_operation.register
 def _(operation: Rounded, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     module = explanation.subject.module
@@ -261,6 +302,11 @@ def _(operation: Miscounted, explanation: Explanation) -> str:
     padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
     count = len(explanation.subject.tensors)
     routers = f" of each of {count} routers" if count > 1 else ""
+    if operation.actual == operation.expected:
+        return (
+            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "
+            "but not of the expected experts"
+        )
     return (
         f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
         f"{operation.expected:.0f} are expected{padding}"
@@ -290,6 +336,36 @@ def _(operation: Stepped, explanation: Explanation) -> str:
 
 
 @describe_operation.register
+def _(operation: Carried, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    where = f"in {name_block(operation.block)}" if operation.block is not None else ""
+    where = f" {where}" if where else ""
+    where += f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
+    if operation.moves:
+        moves = ", ".join(f"{to} with that of {origin}" for to, origin in operation.moves[:_MOST_MOVES])
+        assert operation.block is not None
+        left_out = len(operation.block.indices) - len(operation.moves[:_MOST_MOVES])
+        moves += f", and {left_out} more" if left_out > 0 else ""
+        began = f"began the step with the state of other slices along dim {operation.block.dim}: {moves}"
+        return f"{subject}{where} {began}"
+    if operation.factor is None:
+        return f"{subject}{where} began the step with the state of {operation.num_steps} steps before"
+    if operation.factor.is_zero:
+        return f"{subject}{where} began the step at zero: what the steps before had left was lost"
+    sources = describe_sources(operation.factor)
+    began = f"began the step with {format_factor(operation.factor.value)}x what the step before had left"
+    return f"{subject}{where} {began}" + (f"; {sources}" if sources else "")
+
+
+@describe_operation.register
+def _(operation: Crossed, explanation: Explanation) -> str:
+    subject, part = name_subject(explanation.subject), name_block(operation.block)
+    who = format_ranks(operation.ranks) if operation.ranks else "a rank"
+    crossed = f"{who} adds its part of one to the sum of another, in a group of other ranks"
+    return f"in {subject}, {part} are summed with each other: {crossed}"
+
+
+@describe_operation.register
 def _(operation: Offset, explanation: Explanation) -> str:
     tensors = ", ".join(explanation.subject.tensors)
     text = f"the {tensors} loss is off by {format_factor(operation.value)}"
@@ -300,7 +376,7 @@ def _(operation: Offset, explanation: Explanation) -> str:
 def _(operation: Altered, explanation: Explanation) -> str:
     subject = explanation.subject
     names = {
-        "module": subject.module or MODEL,
+        "module": name_culprit(subject),
         "tensors": ", ".join(subject.tensors) or subject.module or MODEL,
         "subject": name_subject(subject),
     }
@@ -310,10 +386,15 @@ def _(operation: Altered, explanation: Explanation) -> str:
             "changes once a step changed between them"
         )
         return text.format(first=operation.first_micro_batch, **names)
+    if operation.tokens is not None and subject.quantity is Quantity.MODULE_GRADIENT:
+        tokens = name_tokens(operation.tokens)
+        return f"what {names['module']} passes back is wrong at {tokens} alone, and all other tokens match"
     if operation.tokens is not None:
         return (
             f"{names['module']} diverges at {name_tokens(operation.tokens)} alone, and all other tokens match"
         )
+    if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
+        return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
     return text.format(**names)
 

@@ -14,11 +14,17 @@ _MOST = 4
 def name_part(part: Part) -> str:
     """Return the name of a part; that of the whole is `golden`."""
     names = [part.term] if part.term else []
+    names += [part.router] if part.router else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
     names += [name_block(part.block)] if part.block is not None else []
     names += [_ADDED[part.added]] if part.added else []
     names += [name_group(part.group)] if part.group is not None else []
     return " of ".join(names) or WHOLE_NAME
+
+
+def of_router(part: Part) -> str:
+    """Return ` of layers.1.moe.router`, or nothing where a term is that of all layers."""
+    return f" of {part.router}" if part.router else ""
 
 
 _PLURALS = {"index": "indices"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import name_sources
-from moeverify.report.words.part import name_part, name_some, name_tokens
+from moeverify.report.words.part import name_part, name_some, name_tokens, of_router
 from moeverify.report.words.subject import MODEL
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
@@ -33,9 +33,10 @@ def describe_place(explanation: Explanation) -> str:
     subject, operation = explanation.subject, explanation.operation
     is_clip = isinstance(operation, Unclipped)
     words = ["clip" if is_clip else _STAGES.get(subject.quantity, "")]
-    if subject.module or subject.quantity in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT):
+    is_of_loss = subject.quantity is Quantity.MODULE_GRADIENT and bool(subject.tensors)
+    if subject.module or (subject.quantity in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT) and not is_of_loss):
         words.append(subject.module or MODEL)
-    if subject.quantity is Quantity.LOSS:
+    if subject.quantity is Quantity.LOSS or is_of_loss:
         words.append(f"{' and '.join(subject.tensors)} loss")
     if isinstance(operation, Scaled):
         words.append("denominators" if operation.local_means else _name_parts(operation))
@@ -63,5 +64,5 @@ def _name_parts(operation: Scaled) -> str:
 
 def _name(part: Part) -> str:
     if part.tokens is None or part.tokens.padding:
-        return f"{part.term} loss" if part.term else name_part(part)
+        return f"{part.term} loss{of_router(part)}" if part.term else name_part(part)
     return name_part(part) if part.term else name_tokens(part.tokens)

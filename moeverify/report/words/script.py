@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words, describe_facts
 from moeverify.report.words.factor import format_factor
@@ -108,7 +110,9 @@ def _(facts: NormFacts, finding: Finding) -> Words:
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
-    """Return what a run has noted of itself, `dropout` or `stopped`."""
+    """Return what a run has noted of itself: `dropout`, `stopped` or a second `model`."""
+    if about == "model":
+        return f"{run} trains several models: {text}, and the names of its tensors begin so"
     if about == "dropout":
         return (
             f"{run} has dropout in {text}: two runs draw different masks; set p to 0 in both to compare them"
@@ -121,11 +125,28 @@ def describe_early_end(run: str, last: int, wanted: int) -> str:
     return f"{run} ended after step {last} of the steps up to {wanted}; the steps that both runs have are compared"
 
 
-def describe_scope() -> str:
-    """Return what a comparison of two recordings does not look at."""
-    return (
-        "not compared: activations, routing, buffers, and the optimizer's state but for the updates it makes"
-    )
+def describe_layout(
+    num_expected: int, num_actual: int, steps: Sequence[int], *, num_tensors: int, num_whole: int
+) -> str:
+    """Return which runs are compared. Tensors that every rank has whole show a layout that shards nothing."""
+    whole = f", {num_whole} of {num_tensors} tensors whole on every rank" if num_actual > 1 else ""
+    ranks = format_count(num_actual, "rank")
+    return f"{ranks} against {num_expected}{whole}, steps {steps[0]}-{steps[-1]}"
+
+
+def describe_scope(has_outputs: Sequence[bool]) -> str:
+    """Return what a comparison of two recordings does not look at; `has_outputs` of RUN_A and of RUN_B."""
+    if all(has_outputs):
+        return "not compared: routing and buffers"
+    text = "not compared: outputs of modules, routing and buffers"
+    missing = " and ".join(name for name, has in zip(("RUN_A", "RUN_B"), has_outputs, strict=True) if not has)
+    return f"{text}; `watch --outputs` has not recorded them in {missing}" if any(has_outputs) else text
+
+
+def describe_inner_differences(number: int) -> str:
+    """Return that some modules differ inside of a module whose output does not."""
+    tensors = format_count(number, "tensor")
+    return f"{tensors} differ inside of modules whose outputs match: tokens in another order, or padding"
 
 
 def describe_bounds() -> str:
@@ -144,6 +165,35 @@ def describe_unseen() -> str:
     )
 
 
+def describe_recorded(num_ranks: int, folder: str, steps: Mapping[int, int], first: int, last: int) -> str:
+    """Return what a watched command has left; `steps` is how many optimizer steps ranks made, where it is known."""
+    text = f"{format_count(num_ranks, 'rank')} recorded in {folder}"
+    rank = min(sorted(steps), key=lambda each: steps[each], default=None)
+    if rank is None or steps[rank] > last:
+        return text
+    made = format_count(steps[rank], "optimizer step")
+    where = f"rank {rank}" if any(steps.values()) else "any rank"
+    if steps[rank] == 0:
+        return (
+            f"{text}, but no optimizer of torch has stepped on {where}, so there is nothing to compare: the "
+            "script never steps, or an optimizer that is no torch.optim.Optimizer does"
+        )
+    if steps[rank] <= first:
+        late = f"--steps {first}-{last} begins after that: nothing to compare"
+        return f"{text}, but rank {rank} made {made}, and {late}"
+    return f"{text}; rank {rank} made {made} of --steps {first}-{last}"
+
+
+def describe_steps(folder: str, steps: Sequence[int], num_made: int | None) -> str:
+    """Return which complete steps a run has; `num_made` is how many optimizer steps it made, where that is known."""
+    if steps:
+        return f"{folder} has steps {steps[0]}-{steps[-1]}"
+    if num_made == 0:
+        return f"in {folder} no optimizer of torch has stepped"
+    made = "" if num_made is None else f" of the {format_count(num_made, 'optimizer step')} that it made"
+    return f"{folder} has no complete step{made}"
+
+
 def describe_uncompared(number: int) -> str:
     """Return that some tensors were compared in no way."""
     return (
@@ -155,8 +205,12 @@ __all__ = [
     "describe_bounds",
     "describe_early_end",
     "describe_facts",
+    "describe_inner_differences",
+    "describe_layout",
     "describe_note",
+    "describe_recorded",
     "describe_scope",
+    "describe_steps",
     "describe_uncompared",
     "describe_unseen",
 ]

@@ -51,13 +51,24 @@ class Phrase:
         return self.pick("is", "are")
 
 
+def name_culprit(subject: Subject) -> str:
+    """Return the module where it began, or the loss whose gradient is wrong from the first one on."""
+    if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
+        return f"the {' and '.join(subject.tensors)} loss"
+    return subject.module or MODEL
+
+
 def name_subject(subject: Subject) -> Phrase:
     """Return what is wrong as the subject of a sentence."""
     quantity = subject.quantity
     if quantity is Quantity.OUTPUT:
-        return Phrase(f"the output of {subject.module or MODEL}")
+        return Phrase(
+            f"the input of {subject.inner}" if subject.inner else f"the output of {subject.module or MODEL}"
+        )
     if quantity is Quantity.MODULE_GRADIENT:
-        return Phrase(f"the gradient that {subject.module or MODEL} passes back")
+        if subject.inner:
+            return Phrase(f"the gradient of the output of {subject.inner}")
+        return Phrase(f"the gradient that {name_culprit(subject)} passes back")
     if quantity is Quantity.LOSS and subject.tensors:
         return Phrase(f"the {' and '.join(subject.tensors)} loss")
     return _name_tensors(subject, len(subject.tensors))

@@ -7,7 +7,7 @@ from moeverify.results.finding import Finding
 
 def describe_wider(finding: Finding) -> tuple[str, ...]:
     """Return a line for each thing that wider precisions say of a finding."""
-    if not finding.follows and any(each.outcome == "named" for each in finding.wider):
+    if finding.is_of_wider_run:
         return (f"found in {finding.wider[0].precision}, where rounding hides less",)
     by_outcome: dict[tuple[str, str], list[str]] = {}
     for each in finding.wider:

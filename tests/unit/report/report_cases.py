@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from moeverify.results.cause import Cause
@@ -14,6 +15,7 @@ from moeverify.results.mesh import MeshShape
 from moeverify.results.operation import Scaled
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult
+from moeverify.results.timeline import CollectiveKind, TimedCollective, Timeline
 
 FAMILIES = ("attention.q_proj.weight", "moe.experts.gate", "moe.experts.down", "ffn_norm.weight")
 TENSORS = ("embed.weight", *(f"layers.{layer}.{name}" for layer in range(3) for name in FAMILIES))
@@ -21,6 +23,31 @@ EXPERTS = tuple(name for name in TENSORS if "experts" in name)
 MESH = MeshShape(
     axes={"dp_shard": 4},
     groups={"dp_shard": ((0, 1, 2, 3),), "efsdp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))},
+)
+WITHOUT_PICTURES: Mapping[str, Any] = {
+    "errors": (),
+    "load": None,
+    "losses": (),
+    "gradient_norms": (),
+    "learning_rates": (),
+    "timeline": None,
+}
+# Rank 3 issues one collective less than the others.
+TIMELINE = Timeline(
+    step=0,
+    kinds=(
+        CollectiveKind(op="all_gather", axis="dp_shard"),
+        CollectiveKind(op="all_to_all", axis="ep", module="layers.0.moe", direction="forward"),
+        CollectiveKind(op="all_reduce", axis="", module="layers.2.attention", direction="backward"),
+    ),
+    ranks=tuple(
+        tuple(
+            TimedCollective(kind=kind, started=0.001 * kind, seconds=0.0004)
+            for kind in range(2 if rank == 3 else 3)
+        )
+        for rank in range(4)
+    ),
+    num_issued=(3, 3, 3, 2),
 )
 LOAD = ExpertLoad(
     layers=(1, 2),
@@ -58,6 +85,8 @@ def make_failing(name: str = "fsdp2-ep2", extra: int = 0, **fields: Any) -> Case
         "findings": (first, *others, *more),
         "losses": ((5.2, 5.2), (5.1, 5.1000001), (5.0, math.nan)),
         "gradient_norms": ((1.0, 1.2), (1.0, 1.2), (1.0, 1.2)),
+        "learning_rates": ((1e-3, 1e-3), (2e-3, 2e-3), (1e-3, 1.1e-3)),
+        "timeline": TIMELINE,
         "load": LOAD,
         "mesh": MESH,
         "errors": (

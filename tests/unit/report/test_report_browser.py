@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from report_cases import make_failing
+from PIL import Image
+from report_cases import EXPERTS, WITHOUT_PICTURES, make_failing
 
+from moeverify.report import fault_page
 from moeverify.report.formats.html import format_page
+from moeverify.report.pictures.registry import draw_case
+from moeverify.report.pictures.theme import PALETTE
+from moeverify.results.benchmark import FaultRow
 
 Load = Callable[[str], tuple[str, list[str]]]
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -57,11 +63,18 @@ setTimeout(() => {
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return what makes the screenshots of the docs."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs"))
+    return importlib.import_module("screenshots")
+
+
+@pytest.fixture
+def load(tmp_path: Path, screenshots: ModuleType) -> Load:
     """Return a function that opens a page and returns its elements, and what its console says."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = screenshots.find_browser()
     if browser is None:
-        pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)}")
+        pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
 
     def do(page: str) -> tuple[str, list[str]]:
         number = sum(1 for _ in tmp_path.iterdir())
@@ -105,7 +118,7 @@ def test_rows_are_made_when_they_are_asked_for_and_filtered(load: Load, page: st
     # 918 findings follow: none at first, 200 and 400 of them, those with both words, 200 again.
     matching = sum("extra.7" in f"layers.1.extra.{number}" for number in range(900))
     expected = (
-        f'[0,200,400,{matching},"{matching} shown of {matching} that match, 918 in all",200,"#case-1",6]'
+        f'[0,200,400,{matching},"{matching} shown of {matching} that match, 918 in all",200,"#case-1",7]'
     )
     assert log.replace("&quot;", '"') == expected
 
@@ -115,6 +128,45 @@ def test_the_page_as_it_is_runs_its_script(load: Load, page: str) -> None:
     assert console == []
     assert elements.count('class="filter"') == 1
     assert "200 shown of 918" in elements
+    # What is wrong, since when, where, why, what next; then every picture with its sentence.
+    for asked in (EXPERTS[0], "step 0", "efsdp", "moeverify run"):
+        assert asked in elements
+    for name, picture in draw_case(make_failing()):
+        assert f'id="case-1-{name}-title"' in elements
+        assert f"<figcaption>{escape(picture.caption, quote=False)}</figcaption>" in elements
+
+
+def test_the_page_of_the_faults_has_its_rows_and_its_picture(load: Load, tmp_path: Path) -> None:
+    marks = {"detected": True, "located": True, "cause_named": False}
+    said = {
+        "loss_curve": False,
+        "is_moe": True,
+        "verdict": "mismatch",
+        "title": "a bug",
+        "source": "somewhere",
+    }
+    rows = [FaultRow.model_validate({"number": f"A{at:02}", **said, **marks}) for at in range(1, 4)]
+    fault_page.write(rows, tmp_path / "faults.html", {"torch": "2.13"}, "moeverify faults run A")
+    elements, console = load((tmp_path / "faults.html").read_text())
+    assert console == []
+    assert "3 shown of 3" in elements
+    assert elements.count('<th scope="row">') == 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_screenshot_has_the_colours_of_its_screen(
+    load: Load, page: str, scheme: str, tmp_path: Path, screenshots: ModuleType
+) -> None:
+    source, image = tmp_path / "source.html", tmp_path / "image.png"
+    source.write_text(page)
+    screenshots.take(source, image, screenshots.Shot("image", "run", ("mesh",), scheme, 640, 300))
+    with Image.open(image) as shown:
+        assert shown.size == (640, 300)
+        corner = shown.convert("RGB").getpixel((2, 2))
+        num_colors = len(shown.convert("RGB").getcolors() or ())
+    expected = PALETTE["back"][scheme == "dark"]
+    assert corner == pytest.approx([int(expected[at : at + 2], 16) for at in (1, 3, 5)], abs=6)
+    assert num_colors > 8  # more than an empty page
 
 
 def test_a_script_that_came_with_a_name_does_not_run(load: Load, page: str) -> None:
@@ -137,8 +189,7 @@ def test_a_script_that_came_with_a_name_does_not_run(load: Load, page: str) -> N
 
 def test_a_run_of_ten_thousand_cases_opens(load: Load, make_run: Any, make_case: Any, tmp_path: Path) -> None:
     cases = [make_case(f"case-{number}") for number in range(9_990)]
-    few = {"errors": (), "load": None, "losses": (), "gradient_norms": ()}
-    failed = [make_failing(f"failed-{number}", extra=50, **few) for number in range(10)]
+    failed = [make_failing(f"failed-{number}", extra=50, **WITHOUT_PICTURES) for number in range(10)]
     text = format_page(make_run(*cases, *failed))
     assert len(text) < 6e6
     elements, console = load(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moeverify.report import fault_page
 from moeverify.report.faults import render_faults, write_clean, write_faults
 from moeverify.report.markdown import make_markdown_table
 from moeverify.results.benchmark import CleanRow, FaultRow
@@ -71,6 +73,29 @@ def test_the_page_of_the_faults(rows: list[FaultRow]) -> None:
     assert table[4][8] == "missed: nothing \\| differs"
     assert "detected: 2 of 3" in page
     assert "seen by losses and gradient norm at 1e-3: 1 of 3" in page
+
+
+def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
+    rows: list[FaultRow], tmp_path: Path
+) -> None:
+    evil = rows[0].model_copy(update={"title": "<script>alert(1)</script>", "number": "A00"})
+    fault_page.write([*rows, evil], tmp_path / "faults.html", ENVIRONMENT, "moeverify faults run A")
+    page = (tmp_path / "faults.html").read_text()
+    assert "<li>detected: 3 of 4" in page
+    assert 'id="faults-title"' in page
+    assert "moeverify faults run A</pre>" in page
+    cells = [
+        re.findall(r"<td[^>]*>(.*?)</td>", line)
+        for line in page.splitlines()
+        if '<tr><th scope="row">' in line
+    ]
+    assert [row[1:5] for row in cells] == [
+        ["yes", "yes", "yes", "0"],
+        ["yes", "yes", "yes", "init"],
+        ["no", "no", "no", ""],
+        ["yes", "yes", "yes", "0"],
+    ]
+    assert page.count("<script") == 1
 
 
 def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:

@@ -9,18 +9,24 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from PIL import Image
-from report_cases import EXPERTS, MESH, make_failing
+from report_cases import EXPERTS, MESH, TIMELINE, WITHOUT_PICTURES, make_failing
 
+from moeverify.report.formats.plots import write_faults
 from moeverify.report.formats.registry import write_run
 from moeverify.report.pictures import heat_map, mesh
-from moeverify.report.pictures.heat_map import find_level, split_name
+from moeverify.report.pictures.fault_matrix import find_level
+from moeverify.report.pictures.heat_map import find_level as find_heat
+from moeverify.report.pictures.heat_map import split_name
 from moeverify.report.pictures.picture import Picture, drawing, format_png, format_svg
-from moeverify.report.pictures.registry import draw_case
+from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.report.pictures.theme import COLORS, PALETTE
+from moeverify.results.benchmark import FaultRow
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.mesh import MeshShape
+from moeverify.results.run import RunResult
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,7 +42,7 @@ def read_texts(picture: Picture) -> list[str]:
 
 
 def test_everything_that_there_is_data_for_is_drawn(pictures: dict[str, Picture]) -> None:
-    assert list(pictures) == ["heat-map", "mesh", "ratios", "curves", "load", "limits"]
+    assert list(pictures) == ["heat-map", "mesh", "ratios", "timeline", "curves", "load", "limits"]
 
 
 def test_a_case_without_data_has_no_picture(make_case: Any) -> None:
@@ -44,7 +50,7 @@ def test_a_case_without_data_has_no_picture(make_case: Any) -> None:
 
 
 def test_a_case_of_an_older_version_has_the_pictures_of_what_it_kept() -> None:
-    names = [name for name, _ in draw_case(make_failing(mesh=None, errors=(), load=None))]
+    names = [name for name, _ in draw_case(make_failing(mesh=None, errors=(), load=None, timeline=None))]
     assert names == ["ratios", "curves", "limits"]
 
 
@@ -109,6 +115,82 @@ def test_the_mesh_has_the_ranks_that_differ_and_the_groups_of_the_axes_at_fault(
 def test_the_curves_say_from_which_step_a_loss_is_no_number(pictures: dict[str, Picture]) -> None:
     assert "inf, at step 2" in pictures["curves"].caption
     assert "0.2, at step 0" in pictures["curves"].caption
+
+
+def test_the_learning_rate_stands_beside_them(pictures: dict[str, Picture]) -> None:
+    assert {"loss", "gradient norm", "learning rate"} <= set(read_texts(pictures["curves"]))
+    assert (
+        "The learning rate differs; its largest relative difference is 0.1, at step 2."
+        in pictures["curves"].caption
+    )
+
+
+def test_the_timeline_frames_what_is_issued_where_the_first_difference_is(
+    pictures: dict[str, Picture],
+) -> None:
+    picture = pictures["timeline"]
+    assert {"rank 0", "rank 3", "dp_shard", "ep", "other groups", "0 ms"} <= set(read_texts(picture))
+    bars = [patch for patch in picture.figure.axes[0].patches if isinstance(patch, Rectangle)]
+    assert len(bars) == 3 + 3 + 3 + 2
+    framed = [bar for bar in bars if to_hex(bar.get_edgecolor()) == COLORS["mismatch"]]
+    assert [(bar.get_x(), bar.get_y()) for bar in framed] == [(0.001, rank - 0.3) for rank in range(4)]
+    caption = picture.caption
+    assert "different numbers of collectives in step 0: rank 0 3, rank 1 3, rank 2 3, rank 3 2." in caption
+    assert "Framed, where the first difference is: all_to_all of ep in layers.0.moe (forward)." in caption
+
+
+def test_collectives_that_a_result_left_out_are_counted() -> None:
+    cut = TIMELINE.model_copy(update={"ranks": tuple(row[:1] for row in TIMELINE.ranks)})
+    pictures = dict(draw_case(make_failing(timeline=cut, findings=())))
+    assert "The first 1 of each rank are drawn." in pictures["timeline"].caption
+    assert "Framed" not in pictures["timeline"].caption
+
+
+def test_the_pairs_of_checkpoints_are_a_matrix(tmp_path: Path) -> None:
+    names, verdicts = ("single", "fsdp2"), iter(("pass", "mismatch", "skipped", "error"))
+    cases = tuple(
+        make_failing(f"{saver}, {loader}", saved_by=saver, loaded_by=loader, verdict=next(verdicts))
+        for saver in names
+        for loader in names
+    )
+    ((name, picture),) = draw_run(RunResult(verdict="error", environment={}, cases=cases))
+    assert name == "reshard"
+    texts = read_texts(picture)
+    assert texts.count("single") == texts.count("fsdp2") == 2
+    assert {"gradient +1", "-", "saved by", "loaded by", "skipped"} <= set(texts)
+    assert "saved by single, loaded by fsdp2: gradient +1" in picture.caption
+    faces = [patch.get_facecolor() for patch in picture.figure.axes[0].patches]
+    assert len(set(faces)) == 4
+
+
+def test_a_fault_has_the_colour_of_what_was_said_of_it(tmp_path: Path) -> None:
+    said = {"A01": (1, 1, 1), "A02": (1, 1, 0), "A03": (1, 0, 0), "B01": (0, 0, 0)}
+    rows = [make_row(number, *map(bool, marks)) for number, marks in said.items()]
+    rows.append(make_row("B02", detected=False, located=False, named=False, verdict="skipped"))
+    write_faults(rows, tmp_path)
+    with Image.open(tmp_path / "faults.png") as image:
+        said_below = image.info["Description"]
+    missed = "Of 4 faults 3 are detected, 2 located and 1 named. Not detected: B01. 1 fault skipped."
+    assert said_below == missed
+    assert [find_level(row) for row in rows] == [0, 1, 2, 3, 4]
+
+
+def make_row(number: str, detected: bool, located: bool, named: bool, verdict: str = "mismatch") -> FaultRow:
+    return FaultRow.model_validate(
+        {
+            "number": number,
+            "title": "a bug",
+            "source": "somewhere",
+            "is_moe": True,
+            "verdict": verdict,
+            "detected": detected,
+            "located": located,
+            "cause_named": named,
+            "loss_curve": False,
+            "loss_and_norm": False,
+            "seconds": 1.0,
+        }
+    )
 
 
 def test_the_load_names_the_busiest_expert(pictures: dict[str, Picture]) -> None:
@@ -209,14 +291,17 @@ def test_layers_are_read_from_names(name: str, parts: tuple[str, str]) -> None:
 
 def test_levels_grow_with_the_share() -> None:
     shares = (0.0, 1.0, 1.01, 10.0, 11.0, 1e6, 1e7, 1e300, math.inf, math.nan)
-    assert [find_level(share) for share in shares] == [0, 0, 1, 1, 2, 3, 4, 5, 6, 6]
+    assert [find_heat(share) for share in shares] == [0, 0, 1, 1, 2, 3, 4, 5, 6, 6]
 
 
 def test_plots_are_files_by_case_and_picture_of_what_failed(
     make_run: Any, make_case: Any, tmp_path: Path
 ) -> None:
-    few = {"errors": (), "load": None, "losses": (), "gradient_norms": (), "checks": ()}
-    run = make_run(make_case("good"), make_failing("../a b", **few), make_failing("../a/b", **few))
+    run = make_run(
+        make_case("good"),
+        make_failing("../a b", checks=(), **WITHOUT_PICTURES),
+        make_failing("../a/b", checks=(), **WITHOUT_PICTURES),
+    )
     write_run("plots", run, tmp_path / "plots")
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names[0] == "_a_b-1.mesh.png"

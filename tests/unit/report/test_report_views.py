@@ -176,6 +176,21 @@ def test_live_progress_says_what_is_left_by_earlier_runs(make_case: Any) -> None
     assert "left" not in view()  # nothing is known of the last case
 
 
+@pytest.mark.parametrize("name", ["fsdp2-ep2", "moe-with-fsdp2-of-8-ranks-and-tp-2-ep-4"])
+def test_a_narrow_terminal_shows_both_ends_of_a_name(make_case: Any, name: str) -> None:
+    progress = LiveProgress(Console(file=io.StringIO(), width=40))
+    progress.on_event(Event(kind="case-end", case=name, result=make_case(name)))
+    progress.on_event(Event(kind="case-start", case=name))
+    console = Console(file=io.StringIO(), width=40)
+    console.print(progress.render())
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    named = [line for line in lines if name[:4] in line]
+    assert len(named) == 2  # the one that is over, and the one that runs
+    assert all(name[-4:] in line for line in named)
+
+
 def test_quiet_progress_prints_nothing(print_at: Any) -> None:
     def show(console: Console) -> None:
         with open_progress(console, quiet=True) as progress:
@@ -207,6 +222,29 @@ def test_mesh(print_at: Any) -> None:
     assert re.search(r"^ +2 +1 +0 +2 +4-7 +0-3, 12-15 +2$", text, re.MULTILINE)
     assert "  dp_shard  0, 2 | 1, 3" in text
     assert "  ep        0-3" in text
+
+
+@pytest.mark.parametrize(
+    ("per_node", "links"),
+    [
+        (2, ("across 2 nodes", "inside a node", "across 2 nodes")),
+        (3, ("1 of 2 groups across 2 nodes", "1 of 2 groups across 2 nodes", "across 2 nodes")),
+        (1, ("across 2 nodes", "across 2 nodes", "across 4 nodes")),
+        (4, ("inside a node",) * 3),
+    ],
+)
+def test_groups_of_a_mesh_by_node(print_at: Any, per_node: int, links: tuple[str, ...]) -> None:
+    picture = MeshPicture(
+        name="nodes",
+        axes={"dp_shard": 2, "cp": 2},
+        borrowed={"ep": 4},
+        ranks=tuple(RankPlace(rank, {}) for rank in range(4)),
+        groups={"dp_shard": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "ep": ((0, 1, 2, 3),)},
+        per_node=per_node,
+    )
+    text = print_at(lambda console: render(picture, console), terminal=False)
+    assert re.findall(r"\((.* nodes?)\)$", text, re.MULTILINE) == list(links)
+    assert re.search(rf"^ +3 +{3 // per_node} ", text, re.MULTILINE)
 
 
 def test_mesh_of_one_device(print_at: Any) -> None:

@@ -29,6 +29,8 @@ from moeverify.results.observation import (
     LargestValue,
     MatchingSlices,
     Observation,
+    OtherPasses,
+    OwnElements,
     RankValues,
     RelativeError,
     ReplicaSum,
@@ -51,6 +53,11 @@ def weigh(**terms: float) -> tuple[Contribution, ...]:
 
 
 LINES = [
+    (
+        OtherPasses(step=0, expected=(8,), actual=(2, 2, 2, 2)),
+        "forward passes of step 0: 1 of 8 rows in RUN_A, 4 of 2 rows in RUN_B; record RUN_A again with passes of 2 "
+        "rows each, and compare with that",
+    ),
     (RightAlike(axis="tp", num_right=2, num_alike=3), "2 of the 3 gradients that lie on tp alike match"),
     (
         FitResult(contributions=(Contribution(part=WHOLE, factor=Factor(value=2.0)),), residual=1.2e-15),
@@ -88,6 +95,10 @@ LINES = [
     (
         RelativeError(error=0.001, units={"bfloat16": 2.0**-8}),
         "relative error 0.001; units of rounding: bfloat16 0.0039",
+    ),
+    (
+        OwnElements(axis="tp", num_own=(73, 55), num_elements=160),
+        "of 160 elements, 73 and 55 match on one of the 2 ranks over tp alone, and the others on several",
     ),
     (FirstDivergence(direction="forward", num_right=102), "102 readings match to 0"),
     (

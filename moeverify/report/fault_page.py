@@ -1,0 +1,36 @@
+"""The fault benchmark as one HTML page: the rates, the picture of all classes, and a row for each fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from moeverify.report.faults import name_step, quote, summarize_faults
+from moeverify.report.files import write_atomically
+from moeverify.report.page import render_page
+from moeverify.report.pictures import fault_matrix
+from moeverify.report.pictures.picture import drawing, format_svg
+from moeverify.results.benchmark import FaultRow
+
+
+def write(rows: Sequence[FaultRow], path: Path, environment: Mapping[str, str], command: str) -> None:
+    """Write the page of a fault benchmark to `path`, completely or not at all.
+
+    Raises: OSError when the disk refuses.
+    """
+    with drawing():
+        picture = fault_matrix.draw(rows)
+    page = render_page(
+        "faults.html",
+        environment,
+        rows=rows,
+        command=command,
+        summary=summarize_faults(rows),
+        picture=picture,
+        svg=Markup(format_svg(picture, "faults")) if picture is not None else "",
+        name_step=name_step,
+        quote=quote,
+    )
+    write_atomically(path, page)

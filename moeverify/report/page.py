@@ -1,0 +1,89 @@
+"""A page that needs nothing else: no font, image or script from anywhere. Its contents are a template each."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from moeverify.report.failure import describe_failure, name_failure
+from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
+from moeverify.report.matrix import describe_cell
+from moeverify.report.numbers import (
+    excess,
+    format_bound,
+    format_count,
+    format_number,
+    format_range,
+    format_ranks,
+    format_seconds,
+)
+from moeverify.report.pictures.theme import format_variables
+from moeverify.report.sanitize import clean
+from moeverify.report.words.run import list_notes
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_page(template: str, environment: Mapping[str, object], **content: object) -> str:
+    """Return the page that a template makes of the content, with the style, the script and the environment of all.
+
+    The only script that a browser runs is the one whose hash the page names, whatever else a name smuggles in.
+    """
+    script = (_TEMPLATES / "page.js").read_text(encoding="ascii")
+    return (
+        _make_environment()
+        .get_template(template)
+        .render(
+            environment=environment,
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            style=Markup((_TEMPLATES / "page.css").read_text(encoding="ascii")),
+            variables=Markup(format_variables()),
+            **content,
+        )
+    )
+
+
+def _make_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_clean_value,
+    )
+    environment.filters.update(
+        number=format_number,
+        bound=format_bound,
+        seconds=format_seconds,
+        ranks=format_ranks,
+        range=format_range,
+        share=_format_share,
+    )
+    environment.globals.update(
+        count=format_count,
+        name_finding=name_finding,
+        name_tensor=name_tensor,
+        describe_finding=describe_finding,
+        describe_cell=describe_cell,
+        name_failure=name_failure,
+        describe_failure=describe_failure,
+        list_notes=list_notes,
+    )
+    return environment
+
+
+def _format_share(error: float, bound: float) -> str:
+    """Return how much of its bound an error uses."""
+    return format_number(excess(error, bound))
+
+
+def _clean_value(value: object) -> object:
+    """Return strings without control characters; escaping comes after."""
+    return clean(value) if type(value) is str else value

@@ -1,0 +1,263 @@
+"""Explanations with their sentences: sums with other parts or factors, reductions, and what never arrives."""
+
+from __future__ import annotations
+
+from explanations import (
+    BACK,
+    DP_0,
+    DP_2,
+    EFSDP,
+    EP,
+    EXPERTS,
+    GRADIENT,
+    OUTPUT,
+    REPLICATED,
+    ROWS,
+    TP,
+    explain,
+    scale,
+    scaled,
+)
+
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor, Product
+from moeverify.results.operation import (
+    Carried,
+    Crossed,
+    Offset,
+    Stepped,
+    Unreduced,
+    Zeroed,
+)
+from moeverify.results.part import Block, Part, Tokens
+
+FACTORS = [
+    # parts of sums, added values, counters
+    (
+        explain(
+            Cause.NORM, Quantity.GRADIENT_NORM, scaled(scale(2.0, TP, part=REPLICATED)), tensors=("total",)
+        ),
+        "the gradients match, and the gradient norm counts the squares of the 2 parameters replicated over tp "
+        "2 times; 2 = tp",
+        "gradient norm, the 2 parameters replicated over tp, axis tp",
+    ),
+    (
+        explain(Cause.STALE, GRADIENT, scaled(scale(1.0, part=Part(added="weight")))),
+        "the weight was added to the gradient: the buffer was not set to zero",
+        "the weight",
+    ),
+    (
+        explain(Cause.STATE, Quantity.OPTIMIZER_STATE, Stepped(num_steps=1)),
+        "the optimizer state counts 1 step too many",
+        "optimizer step",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(factor=Factor(value=0.0), block=Block(dim=0, indices=(1, 4), unit="expert")),
+            **EXPERTS,
+        ),
+        "12 expert optimizer states in experts 1, 4 of dim 0 began the step at zero: what the steps before had left "
+        "was lost",
+        "optimizer step",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(factor=Factor(value=2.0, equals=(EP,)), ranks=(1,)),
+        ),
+        "the optimizer state on rank 1 began the step with 2x what the step before had left; 2 = ep",
+        "optimizer step, axis ep",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(moves=((1, 4), (4, 1)), block=Block(dim=0, indices=(1, 4), unit="expert")),
+        ),
+        "the optimizer state in experts 1, 4 of dim 0 began the step with the state of other slices along dim 0: 1 "
+        "with that of 4, 4 with that of 1",
+        "optimizer step",
+    ),
+    (
+        explain(
+            Cause.COLLECTIVES,
+            GRADIENT,
+            Crossed(block=Block(dim=0, indices=(0, 8), unit="expert"), ranks=(0,)),
+            **EXPERTS,
+        ),
+        "in 12 expert gradients, experts 0, 8 of dim 0 are summed with each other: rank 0 adds its part of one to "
+        "the sum of another, in a group of other ranks",
+        "",
+    ),
+    (
+        explain(Cause.CARRIED_STATE, Quantity.OPTIMIZER_STATE, Carried(num_steps=2)),
+        "the optimizer state began the step with the state of 2 steps before",
+        "optimizer step",
+    ),
+    (
+        explain(Cause.FORWARD, Quantity.LOSS, Offset(value=0.693147, products=(TP,)), tensors=("lm",)),
+        "the lm loss is off by 0.693147 = log(tp)",
+        "lm loss, axis tp",
+    ),
+    # a factor of everything
+    (
+        explain(Cause.SCALE, GRADIENT, scaled(scale(2.0, EP, EFSDP)), **EXPERTS),
+        "12 expert gradients are 2x too large; 2 = ep = efsdp (ambiguous in this layout)",
+        "axis ep, efsdp",
+    ),
+    (
+        explain(Cause.SCALE, GRADIENT, scaled(scale(0.5, Product(over=("tp",))))),
+        "the gradient is 0.5x the expected value; 0.5 = 1/tp",
+        "axis tp",
+    ),
+    (
+        explain(Cause.SCALE, GRADIENT, scaled(scale(0.125, Product(over=("micro-batches", "pp")), ROWS))),
+        "the gradient is 0.125x the expected value; 0.125 = 1/(micro-batches * pp) = 1/rows of the batch (ambiguous "
+        "in this layout)",
+        "axis pp, number of micro-batches, number of rows of the batch",
+    ),
+    (explain(Cause.SCALE, GRADIENT, scaled(scale(92.0))), "the gradient is 92x too large", ""),
+    (
+        explain(Cause.SCALE, OUTPUT, scaled(scale(2.0, TP)), module="layers.0.moe"),
+        "the output of layers.0.moe is 2x too large; 2 = tp",
+        "layers.0.moe, axis tp",
+    ),
+    (
+        explain(Cause.SCALE, BACK, scaled(scale(0.0)), module="layers.0.moe"),
+        "the gradient that layers.0.moe passes back is zero",
+        "layers.0.moe",
+    ),
+    (
+        explain(Cause.SCALE, Quantity.UPDATE, scaled(scale(0.73)), tensors=("a", "b")),
+        "2 updates are 0.73x the expected value; their gradients match",
+        "optimizer step",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.LOSS, scaled(scale(2.0, TP)), tensors=("lm",)),
+        "only a reported number is wrong: the lm loss is 2x too large; 2 = tp; the gradients match",
+        "lm loss, axis tp",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.ROUTING_COUNT, scaled(scale(2.0))),
+        "only a reported number is wrong: the routing counts are 2x too large; the choice of experts matches",
+        "",
+    ),
+    (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, scaled(scale(2.0**0.5, TP, power=2)), tensors=("total",)),
+        "the gradients match, and the gradient norm is 1.41421x too large; squared: 2 = tp",
+        "gradient norm, axis tp",
+    ),
+    # factors of parts
+    (
+        explain(
+            Cause.TERM_SCALE,
+            GRADIENT,
+            scaled(scale(0.0, part=Part(term="balance", router="layers.1.moe.router"))),
+        ),
+        "in the gradient, the part of the balance loss of layers.1.moe.router is missing",
+        "balance loss of layers.1.moe.router",
+    ),
+    (
+        explain(
+            Cause.TERM_SCALE,
+            GRADIENT,
+            scaled(scale(0.0, part=Part(term="balance")), scale(2.0, EP, part=Part(term="z"))),
+            tensors=("a", "b"),
+        ),
+        "in 2 gradients, the part of the balance loss is missing; the part of the z loss is 2x too large; 2 = ep",
+        "balance loss; z loss, axis ep",
+    ),
+    (
+        explain(Cause.SHARE_WEIGHTS, GRADIENT, scaled(scale(0.0, part=DP_2))),
+        "the share of dp 2 is missing",
+        "dp 2",
+    ),
+    (
+        explain(Cause.SHARE_WEIGHTS, GRADIENT, scaled(scale(1.25, part=DP_0), scale(0.5, part=DP_2))),
+        "data shards are weighted incorrectly: dp 0 by 1.25; dp 2 by 0.5",
+        "dp 0; dp 2",
+    ),
+    (
+        explain(Cause.SHARE_WEIGHTS, GRADIENT, scaled(scale(1.25, part=DP_0), local_means=4)),
+        "mean of means: each of the 4 data shards is divided by its own number of valid tokens",
+        "denominators",
+    ),
+    (
+        explain(
+            Cause.PADDING,
+            GRADIENT,
+            scaled(
+                scale(0.0, part=Part(term="balance")),
+                scale(1.0, part=Part(term="balance", tokens=Tokens(padding=True))),
+                scale(1.0, part=Part(term="z", tokens=Tokens(padding=True))),
+            ),
+        ),
+        "padding tokens count in the balance and the z loss",
+        "balance loss; z loss",
+    ),
+    # a reduction that is missing
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Unreduced(axes=(TP,), num_replicas=2, factor=Factor(value=1.0 + 1e-9)),
+            tensors=("a", "b", "c"),
+        ),
+        "3 gradients are not reduced over tp: the 2 replicas sum to the expected value",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            BACK,
+            Unreduced(axes=(TP, EP), num_replicas=2, factor=Factor(value=2.0, equals=(TP,))),
+            module="layers.2.moe",
+        ),
+        "the gradient that layers.2.moe passes back is not reduced over tp or ep (ambiguous in this layout): the 2 "
+        "replicas sum to 2x the expected value",
+        "layers.2.moe, axis tp, ep",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION, GRADIENT, Unreduced(axes=(), num_replicas=2, factor=Factor(value=1.0))
+        ),
+        "the gradient is not reduced over an unknown axis: the 2 replicas sum to the expected value",
+        "",
+    ),
+    # nothing arrives
+    (
+        explain(Cause.DETACHED, GRADIENT, Zeroed()),
+        "the gradient is exactly zero: the parameter is not reached",
+        "",
+    ),
+    (
+        explain(Cause.DETACHED, GRADIENT, Zeroed(absent=True), **EXPERTS),
+        "12 expert gradients are absent: the parameters are detached from the loss",
+        "",
+    ),
+    (
+        explain(Cause.DETACHED, Quantity.INITIAL_VALUE, Zeroed()),
+        "the initial values are all zero: nothing was filled in",
+        "",
+    ),
+    (
+        explain(
+            Cause.MISSING,
+            Quantity.INITIAL_VALUE,
+            Zeroed(absent=True),
+            tensors=("layers.2.norm.weight", "layers.2.mlp.up_proj.weight"),
+        ),
+        "the initial values of 2 tensors are on no rank: layers.2 is missing under this layout",
+        "",
+    ),
+    (
+        explain(Cause.NOT_LOADED, Quantity.LOADED, Zeroed(absent=True)),
+        "the loaded tensor is on no rank: it was dropped",
+        "",
+    ),
+    (explain(Cause.DETACHED, Quantity.LOADED, Zeroed()), "the loaded tensor is zero", ""),
+]

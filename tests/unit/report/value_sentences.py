@@ -1,0 +1,315 @@
+"""Explanations with their sentences: values of other places, other values, rounding, counts, and bare places."""
+
+from __future__ import annotations
+
+from explanations import (
+    BACK,
+    EXPERTS,
+    GRADIENT,
+    OUTPUT,
+    TP,
+    explain,
+    scale,
+    scaled,
+)
+
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.operation import (
+    Altered,
+    Miscounted,
+    Moved,
+    OwnValues,
+    RepeatedShard,
+    Replaced,
+    Rounded,
+    Shifted,
+    Unclipped,
+    Unmasked,
+    Unmoved,
+)
+from moeverify.results.part import Tokens
+
+VALUES = [
+    # other places
+    (
+        explain(
+            Cause.PERMUTATION,
+            GRADIENT,
+            Moved(unit="slice", dim=0, moves=((1, 2), (2, 1)), num_moves=2),
+        ),
+        "the gradient has the right values, permuted along dim 0: 1 holds 2, 2 holds 1",
+        "dim 0",
+    ),
+    (
+        explain(
+            Cause.DUPLICATE,
+            Quantity.INITIAL_VALUE,
+            Moved(unit="slice", dim=1, moves=tuple((n + 8, n) for n in range(6)), num_moves=8, copies=True),
+            tensors=("a", "b"),
+        ),
+        "the initial values of 2 tensors have slices along dim 1 that are copies of others: 8 holds 0, 9 holds 1, "
+        "10 holds 2, 11 holds 3, and 4 more",
+        "dim 1",
+    ),
+    (
+        explain(Cause.PERMUTATION, OUTPUT, Moved(unit="token", num_moves=112), module="layers.1.moe"),
+        "112 tokens of the output of layers.1.moe hold the values of other tokens",
+        "layers.1.moe",
+    ),
+    (
+        explain(Cause.PERMUTATION, GRADIENT, Moved(unit="element")),
+        "the gradient has exactly the expected values, in another order",
+        "",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=32, rank=0)),
+        "the loaded tensor has the right values in wrong places: read 32 elements too far along",
+        "rank 0",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=-3, rank=1)),
+        "the loaded tensor has the right values in wrong places: read 3 elements too early",
+        "rank 1",
+    ),
+    # other values
+    (
+        explain(
+            Cause.PADDING,
+            Quantity.MODULE_GRADIENT,
+            Altered(tokens=Tokens(padding=True)),
+            tensors=("lm",),
+        ),
+        "what the lm loss passes back is wrong at padding alone, and all other tokens match",
+        "lm loss",
+    ),
+    (
+        explain(Cause.BACKWARD, Quantity.MODULE_GRADIENT, Altered(), tensors=("lm",)),
+        "first divergence in backward: the gradient that the lm loss passes back (no gradient was right before it)",
+        "lm loss",
+    ),
+    (
+        explain(Cause.STALE, GRADIENT, Replaced(by="step-before")),
+        "the gradient has the values of the step before: nothing new was accumulated",
+        "",
+    ),
+    (
+        explain(Cause.STALE, Quantity.ROUTING_COUNT, Replaced(by="step-before")),
+        "the routing counts have the values of the step before: nothing new was counted",
+        "",
+    ),
+    (
+        explain(Cause.STATE, Quantity.LOADED, Replaced(by="step-before")),
+        "the loaded tensor has the values of the step before the one that was saved",
+        "",
+    ),
+    (
+        explain(Cause.STALE, Quantity.BUFFER, Replaced(by="initial-value")),
+        "the buffer has the values from before the first step",
+        "",
+    ),
+    (
+        explain(
+            Cause.NOT_LOADED,
+            Quantity.LOADED,
+            Replaced(by="value-before-load", ranks=(0, 1)),
+            tensors=("a", "b"),
+        ),
+        "2 loaded tensors were not loaded on ranks 0, 1, and have the values from before the load",
+        "ranks 0, 1",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.LOSS, Replaced(by="tensor", tensor="z"), tensors=("balance",)),
+        "only a reported number is wrong: the balance loss has the value of the z loss; the gradients match",
+        "balance loss, z",
+    ),
+    (
+        explain(Cause.DUPLICATE, Quantity.LOADED, Replaced(by="tensor", tensor="rng/0")),
+        "the loaded tensor is a copy of rng/0",
+        "rng/0",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Replaced(by="tensor", tensor="up", exchanged=True)),
+        "the loaded tensor has the values of up, which was loaded wrong too",
+        "up",
+    ),
+    (
+        explain(Cause.STALE, OUTPUT, Replaced(by="weights-of-step-before"), module="layers.1.norm"),
+        "layers.1.norm computes with the weights of the step before: they were not refreshed",
+        "layers.1.norm",
+    ),
+    (
+        explain(Cause.STALE, Quantity.UPDATE, Unmoved()),
+        "the update is zero although the gradient matches",
+        "optimizer step",
+    ),
+    (
+        explain(Cause.STALE, Quantity.BUFFER, Unmoved()),
+        "the buffer did not change in this step although the routing says it should",
+        "",
+    ),
+    (
+        explain(Cause.NORM, Quantity.UPDATE, Unclipped(coefficient=0.126881), tensors=tuple("abc")),
+        "the gradient norm matches, and nothing was clipped by it: 3 updates are 1/0.126881x the expected value",
+        "clip",
+    ),
+    # rounding
+    (
+        explain(
+            Cause.ROUNDING, GRADIENT, Rounded(dtype="bfloat16", is_representable=True), tensors=("a", "b")
+        ),
+        "2 gradients hold only values that bfloat16 can represent, and the golden does not",
+        "",
+    ),
+    (
+        explain(
+            Cause.ROUNDING,
+            GRADIENT,
+            Rounded(dtype="bfloat16", is_representable=False),
+            tensors=("a",),
+            module="layers.2",
+        ),
+        "the gradient is off by about the rounding of bfloat16, in no direction, first in layers.2",
+        "layers.2",
+    ),
+    (
+        explain(Cause.ROUNDING, OUTPUT, Rounded(dtype="float32", is_representable=False), module="layers.2"),
+        "the output of layers.2 is off by about the rounding of float32, in no direction",
+        "layers.2",
+    ),
+    # counts and ranks
+    (
+        explain(Cause.PADDING, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=384, rank=0)),
+        "rank 0 counts 384 choices of experts where 276 are expected: padding tokens count too",
+        "",
+    ),
+    (
+        explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=222, rank=1)),
+        "rank 1 counts 222 choices of experts where 276 are expected",
+        "",
+    ),
+    (
+        explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1)),
+        "rank 1 counts 276 choices, as many as are expected, but not of the expected experts",
+        "",
+    ),
+    (
+        explain(
+            Cause.STATE,
+            Quantity.ROUTING_COUNT,
+            Miscounted(expected=276, actual=222, rank=1),
+            tensors=("a", "b"),
+        ),
+        "rank 1 counts 222 choices of experts of each of 2 routers where 276 are expected",
+        "",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.ROUTING_COUNT,
+            scaled(scale(2.0)),
+            tensors=("a", "b"),
+            family="router",
+        ),
+        "only a reported number is wrong: the routing counts of 2 router tensors are 2x too large; the choice of "
+        "experts matches",
+        "",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=1, rank=0), **EXPERTS),
+        "12 loaded expert tensors have the right values in wrong places: read 1 elements too far along",
+        "rank 0",
+    ),
+    (
+        explain(Cause.BACKWARD, BACK, Unmasked(axes=(TP,), num_ranks=2), module="mlp"),
+        "the gradient that mlp passes back matches on each of the 2 ranks over tp at elements of its own; where it "
+        "should be zero, at those of the other ranks, it is not: a mask is missing",
+        "mlp, axis tp",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            BACK,
+            Unmasked(
+                axes=(TP,), num_ranks=2, summed_by="all_reduce at /x/site-packages/pack/file.py:7 in backward"
+            ),
+            module="mlp",
+        ),
+        "the gradient that mlp passes back, before the all_reduce at pack/file.py:7 in backward, matches on each of "
+        "the 2 ranks over tp at elements of its own; where it should be zero, at those of the other ranks, it is "
+        "not: a mask is missing",
+        "mlp, axis tp",
+    ),
+    (
+        explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
+        "ranks 0 and 1 hold the same values in parts that should differ",
+        "ranks 0, 1",
+    ),
+    (
+        explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,))),
+        "rank 1 started from values that the seed and the name do not give",
+        "rank 1",
+    ),
+    (
+        explain(Cause.REPLICAS, Quantity.BUFFER, OwnValues(ranks=(0, 1), axes=("tp",))),
+        "ranks 0, 1, replicas over tp, should hold the same values and do not",
+        "replicas over tp",
+    ),
+    # nothing is known but the place
+    (
+        explain(Cause.FORWARD, OUTPUT, Altered(), module="layers.0.moe.router"),
+        "first divergence: layers.0.moe.router (inputs match, output does not)",
+        "layers.0.moe.router",
+    ),
+    (
+        explain(Cause.BACKWARD, BACK, Altered(), module=""),
+        "first divergence in backward: the model (its output gradient matches, what it passes back does not)",
+        "the model",
+    ),
+    (
+        explain(Cause.STATE, OUTPUT, Altered(first_micro_batch=1), module="layers.1.moe.router"),
+        "layers.1.moe.router matches in the first micro-batch and diverges from micro-batch 1 on: something that "
+        "changes once a step changed between them",
+        "layers.1.moe.router",
+    ),
+    (
+        explain(Cause.ROUTING, OUTPUT, Altered(), module="layers.0.moe.router"),
+        "layers.0.moe.router chooses other experts (inputs match)",
+        "layers.0.moe.router",
+    ),
+    (
+        explain(Cause.ROUTING, Quantity.EXPERT_CHOICE, Altered(), tensors=("layers.0.moe.router",)),
+        "layers.0.moe.router chooses other experts (inputs match)",
+        "",
+    ),
+    (
+        explain(Cause.FORWARD, Quantity.ROUTING_WEIGHT, Altered(), tensors=("layers.0.moe.router",)),
+        "layers.0.moe.router weights its choice differently (inputs match)",
+        "",
+    ),
+    (
+        explain(Cause.FORWARD, Quantity.LOSS, Altered(), tensors=("balance", "z")),
+        "the balance and z loss is computed differently (routing and module outputs match)",
+        "balance and z loss",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.LOSS, Altered(), tensors=("lm",)),
+        "only a reported number is wrong: the lm loss is no multiple of the expected value; the gradients match",
+        "lm loss",
+    ),
+    (
+        explain(Cause.STATE, Quantity.BUFFER, Altered()),
+        "the buffer changed differently from what the routing of this step says",
+        "",
+    ),
+    (
+        explain(Cause.STATE, Quantity.LOADED, Altered()),
+        "the loaded tensor has other values than were saved, and none that are known",
+        "",
+    ),
+    (
+        explain(Cause.NONDETERMINISM, Quantity.UPDATE, Altered()),
+        "two runs of the same layout differ: something in it is not deterministic",
+        "optimizer step",
+    ),
+]
