@@ -14,18 +14,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.case.schema import Case, Recipe
+from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
+from moeverify.results.observation import Direction, End
 from moeverify.results.probe import Answer
 from moeverify.results.record import Record
+from moeverify.results.route import RouteResult
+from moeverify.results.timeline import Timeline
 
 WORKER = "moeverify.worker.main"
 """The module that the ranks of all of these jobs run."""
 
 PROBE_WORKER = "moeverify.worker.probes.main"
 """The module that the ranks of `ProbeJob` run: it imports as little as it can, since it looks for what is broken."""
+
+COLLECTIVE_WORKER = "moeverify.worker.collective"
+"""The module that the ranks of `CollectiveJob` run: it imports as little as it can, since somebody waits for it."""
 
 
 class GoldenOrder(Record):
@@ -79,21 +86,51 @@ class LoadJob(CaseFields):
     checkpoint: Path
 
 
-class LinesJob(CaseFields):
-    """Verify the case, and write which lines of these files each rank has executed to a folder that is there."""
+class CoverageJob(CaseFields):
+    """Verify the case, and write what of these files each rank has executed to a folder that is there."""
 
-    kind: Literal["lines"] = "lines"
+    kind: Literal["coverage"] = "coverage"
     files: tuple[str, ...]
     folder: Path
 
 
+class BlamedPlace(Record):
+    """The place that the cause of a finding names: a collective, or the call of a module.
+
+    With `site`, where a collective is issued (`file:line in function`). Else inside `module`, forward or backward, in
+    one micro-batch: where its output is complete, or with `inner` where that module takes its input or gets its
+    gradient. `module` is also what the collective is issued for, where that is known.
+    """
+
+    about: str
+    site: str = ""
+    direction: Direction = "forward"
+    module: str = ""
+    inner: str = ""
+    micro_batch: int = 0
+
+    @property
+    def reading(self) -> str:
+        """Return the module at whose end ranks first differ from one device, or nothing."""
+        return self.inner or self.module
+
+    @property
+    def end(self) -> End:
+        """Return the end of that module: what it makes, or what comes to an inner one."""
+        return "output" if (self.direction == "forward") == (not self.inner) else "input"
+
+
 class StopPoint(Record):
-    """Where ranks stop in the debugger: when they have made a logical tensor, named as a finding names it."""
+    """Where ranks stop in the debugger: when they have made a logical tensor, named as a finding names it.
+
+    A rank that comes to the `place` that the cause names stops there instead.
+    """
 
     kind: str
     tensor: str
     step: int
     about: str
+    place: BlamedPlace | None = None
 
 
 class DebugJob(CaseFields):
@@ -103,7 +140,7 @@ class DebugJob(CaseFields):
     at: StopPoint
 
 
-CaseJob = VerifyJob | SaveJob | LoadJob | LinesJob | DebugJob
+CaseJob = VerifyJob | SaveJob | LoadJob | CoverageJob | DebugJob
 
 
 class BenchJob(Record):
@@ -123,8 +160,37 @@ class ProbeJob(Record):
     probe: str
 
 
+class CollectiveJob(Record):
+    """Run one collective, and its backward where that is asked for, with the inputs that `transfer` has."""
+
+    kind: Literal["collective"] = "collective"
+    transfer: Transfer
+    backward: bool
+
+
+class RouteJob(Record):
+    """Follow the tokens of one batch through a MoE layer of the case, and show `num_shown` of each rank."""
+
+    kind: Literal["route"] = "route"
+    case: Case
+    layer: int
+    step: int
+    num_shown: int
+    fault: str | None = None
+    search_path: tuple[str, ...] = ()
+
+
 RankJob = Annotated[
-    VerifyJob | GoldenJob | SaveJob | LoadJob | LinesJob | DebugJob | BenchJob | ProbeJob,
+    VerifyJob
+    | GoldenJob
+    | SaveJob
+    | LoadJob
+    | CoverageJob
+    | DebugJob
+    | BenchJob
+    | ProbeJob
+    | CollectiveJob
+    | RouteJob,
     Field(discriminator="kind"),
 ]
 
@@ -139,8 +205,9 @@ class Refusal(Record):
 class VerifyResult(Record):
     """What the checks of a case say.
 
-    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients likewise, and
-    `load` what each expert has computed. `errors` are those of all tensors, where something differs.
+    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients and
+    `learning_rates` the optimizer's rates likewise, and `load` what each expert has computed. Where something
+    differs, `errors` are those of all tensors, and `timeline` has the collectives of the step where it began.
     """
 
     kind: Literal["verify"] = "verify"
@@ -149,7 +216,9 @@ class VerifyResult(Record):
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
     gradient_norms: tuple[tuple[float, float], ...] = ()
+    learning_rates: tuple[tuple[float, float], ...] = ()
     errors: tuple[ErrorMap, ...] = ()
+    timeline: Timeline | None = None
 
 
 class GoldenSummary(Record):
@@ -192,8 +261,29 @@ class ProbeResult(Record):
     answer: Answer
 
 
+class CollectiveResult(Record):
+    """What each rank got of a collective, in the order of the ranks."""
+
+    kind: Literal["collective"] = "collective"
+    values: tuple[RankValues, ...]
+
+
+class RouteAnswer(Record):
+    """What one batch did in a MoE layer."""
+
+    kind: Literal["route"] = "route"
+    result: RouteResult
+
+
 RankResult = Annotated[
-    VerifyResult | GoldenResult | BenchResult | DebugResult | ProbeResult | Refusal,
+    VerifyResult
+    | GoldenResult
+    | BenchResult
+    | DebugResult
+    | ProbeResult
+    | CollectiveResult
+    | RouteAnswer
+    | Refusal,
     Field(discriminator="kind"),
 ]
 

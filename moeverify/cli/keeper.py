@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Keeper:
     """Sees every event on its way to the screen; `results` are those of the cases that are over."""
 
-    def __init__(self) -> None:
-        self.results: dict[str, CaseResult] = {}
+    def __init__(self, finished: Mapping[str, CaseResult] | None = None) -> None:
+        self.results: dict[str, CaseResult] = dict(finished or {})
         self._running = ""
         self._launches = 0
         self._started = datetime.now(UTC)

@@ -1,20 +1,22 @@
 """The same jobs on ranks that torchrun, srun or a user's script started.
 
-Every rank calls `serve_external`; rank 0 hears of the outcomes.
+Every rank iterates over `serve_external`; rank 0 gets the outcomes.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from moeverify.collectives.flight_recorder import NUM_SLOTS
 from moeverify.launch.evidence import read_tail
-from moeverify.launch.plan import Backend, Device, Job, JobOutcome, job_folder
+from moeverify.launch.failure_reporter import SIGNALS_THREAD
+from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
 from moeverify.launch.root_cause_rank import find_origin
 from moeverify.launch.runner import JobRunner, RunJob
 from moeverify.launch.world import ExternalWorld, complete_environment, set_interpreter
@@ -35,27 +38,40 @@ from moeverify.results.trace import CollectiveRecord
 EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0
 _ANSWER_LIMIT = 15.0
+_READY_LIMIT = 15.0
 _POLL = 0.05
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-OnOutcome = Callable[[JobOutcome], None]
+_LOST_IN: list[str] = []
+"""The job in which ranks of this process's launcher were lost, if any: they run nothing more."""
+
+OnEvent = Callable[[LaunchEvent], None]
+
+_STORES: list[Any] = []
+"""Stores that must live as long as this process: a peer may already have come back to the server behind one."""
 
 
 def serve_external(
     jobs: Sequence[Job],
     folder: Path,
     entry: str,
-    on_outcome: OnOutcome,
     *,
     device: Device = "cpu",
     backend: Backend = "nccl",
-) -> None:
-    """Run the jobs in this rank and its peers; rank 0 calls `on_outcome` for every job, in order.
+    on_event: OnEvent = lambda event: None,
+) -> Generator[JobOutcome]:
+    """Run the jobs in this rank and its peers; yield the outcome of every job, in order, on rank 0 alone.
 
     `entry` is a module with `run_job`, imported here: what it imports reads variables that are set first. Every
-    rank must call it with the same jobs. It returns when all jobs are done. Ranks that someone else
-    started cannot be started anew: when a job fails or hangs, rank 0 calls `on_outcome` for it and, as
-    `unstarted`, for all that come after it, perhaps from another thread; then every rank ends with status 3.
-    A job for more ranks than there are is `unstarted` too, and the others go on.
+    rank must call it with the same jobs. The jobs run in a thread of their own, because a rank that waits for a
+    lost peer in a collective never comes back from it: this thread goes on all the same, and writes what is known.
+
+    Ranks that someone else started cannot be started anew. When a job fails or hangs, rank 0 yields that outcome
+    and, as `unstarted`, all that come after it, and its process ends with status 3 whenever the caller lets it
+    end; every other rank ends with that status at once. A job for more ranks than there are is `unstarted` too, and
+    the others go on.
+
+    `on_event` hears on rank 0 of the `start` of jobs and of what they `report`. Collective: all ranks.
 
     Raises: RuntimeError if no launcher's variables are set.
     """
@@ -64,8 +80,40 @@ def serve_external(
     if world is None:
         raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
     run_job: RunJob = importlib.import_module(entry).run_job
-    session = _Session(world, jobs, Path(folder).resolve(), on_outcome, device, backend)
-    session.run(run_job)
+    if _LOST_IN:
+        for index, job in enumerate(jobs):
+            yield _leave_unstarted(job, index, _LOST_IN[0])
+        return
+    session = _Session(world, jobs, Path(folder).resolve(), device, backend)
+    # Handlers that are registered later run earlier, those of trackers for instance.
+    atexit.register(session.end_process)
+    with session.watch_signals():
+        yield from session.run(run_job, on_event)
+
+
+def share_from_first(text: str) -> str:
+    """Return the text of the first rank on every rank; the others' own is not used.
+
+    The first one waits until all have it, since it may host the store. Collective: all ranks of the launcher.
+
+    Raises: RuntimeError if no launcher's variables are set.
+    """
+    world = complete_environment()
+    if world is None:
+        raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
+    found, _, _ = next(rendezvous("env://"))
+    _STORES.append(found)
+    # torchrun's own store outlives its ranks, and what an earlier start has shared with them.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"moeverify-shared-{start}", found)
+    if world.rank == 0:
+        store.set("text", text)
+    shared = store.get("text").decode()
+    if store.add("read", 1) == world.world_size:
+        store.set("all-read", "1")
+    if world.rank == 0:
+        store.wait(["all-read"], timedelta(minutes=5))
+    return shared
 
 
 class _Session:
@@ -76,66 +124,137 @@ class _Session:
     """
 
     def __init__(
-        self,
-        world: ExternalWorld,
-        jobs: Sequence[Job],
-        folder: Path,
-        on_outcome: OnOutcome,
-        device: Device,
-        backend: Backend,
+        self, world: ExternalWorld, jobs: Sequence[Job], folder: Path, device: Device, backend: Backend
     ) -> None:
         self._world = world
         self._jobs = jobs
         self._folder = folder
-        self._on_outcome = on_outcome
+        self._device: Device = device
+        self._backend: Backend = backend
         self._index = 0
         self._began = time.monotonic()
         self._failing = threading.Lock()
+        self._is_over = False
+        # From this rank's threads to the one that iterates: None is the end, an exception ended the jobs' thread.
+        self._news: queue.SimpleQueue[LaunchEvent | JobOutcome | BaseException | None] = queue.SimpleQueue()
         store, _, _ = next(rendezvous("env://"))
         mailbox, _, _ = next(rendezvous("env://"))
         self._store = PrefixStore("moeverify", store)
         self._mailbox = PrefixStore("moeverify-mail", mailbox)
         self._own_folder = folder / "launch-1"
         self._own_folder.mkdir(parents=True, exist_ok=True)
-        self._runner = JobRunner(
-            self._store,
-            world.rank,
-            world.local_rank,
-            device,
-            backend,
-            self._own_folder,
-            on_raise=self._fail_by_error,
-            on_hang=self._fail_by_hang,
-            on_tick=self._look_for_failure,
-            catch_terminate=False,
-        )
+        self._ready = threading.Event()
+        self._runner: JobRunner
 
-    def run(self, run_job: RunJob) -> None:
-        """Run all jobs."""
-        gc.freeze()  # The imports stay for good: collecting after a job need not look at them.
-        with _watch_signals(self._fail_by_signal), self._runner.trace:
-            for index, job in enumerate(self._jobs):
-                self._index = index
-                self._began = time.monotonic()
-                if job.num_ranks > self._world.world_size:
-                    num_started = self._world.world_size
-                    failure = JobFailure(
-                        cause=Cause.TOO_FEW, num_needed=job.num_ranks, num_started=num_started
-                    )
-                    self._report_outcome("unstarted", failure)
-                    continue
-                done = f"done/{self._index}"
-                if self._world.rank >= job.num_ranks:
-                    self._store.wait([done], timedelta(days=365))
-                    continue
-                folder = job_folder(self._folder, self._index)
-                folder.mkdir(parents=True, exist_ok=True)
-                result = self._runner.run(self._index, job, folder, run_job)
-                if self._world.rank == 0:
-                    self._store.set(done, "1")
-                    self._report_outcome("done", None, result=result, seconds=time.monotonic() - self._began)
-            self._runner.close()
-            self._leave()
+    def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
+        """Run all jobs in a thread, and yield their outcomes as they come."""
+        thread = threading.Thread(target=self._serve, args=(run_job,), name="moeverify-jobs", daemon=True)
+        thread.start()
+        while (news := self._news.get()) is not None:
+            if isinstance(news, BaseException):
+                raise news
+            if isinstance(news, LaunchEvent):
+                on_event(news)
+            else:
+                yield news
+        if not self._failing.locked():
+            thread.join()
+            self._is_over = True
+
+    def end_process(self) -> None:
+        """End this process here and now if its ranks were lost, or if nobody waited for its jobs.
+
+        The thread of the jobs may sit in a collective for ever, and destructors of torch's groups wait for it.
+        """
+        if not self._is_over:
+            _flush()
+            os._exit(EXIT_FAILED)
+
+    @contextlib.contextmanager
+    def watch_signals(self) -> Generator[None]:
+        """Let SIGTERM and SIGINT end the job that runs, with a report of this rank.
+
+        A thread of its own hears of them: Python's handlers wait for the main thread, which may be in C code.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        old_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        old_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            while byte := os.read(reader, 1):
+                if byte[0] in _SIGNALS:
+                    self._fail_by_signal(byte[0])
+
+        thread = threading.Thread(target=watch, name=SIGNALS_THREAD, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_writer)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            if self._failing.locked():
+                # The launcher ends all ranks where one is lost, and this one has yet to write what is known.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.close(writer)
+            if not self._failing.locked():
+                thread.join()
+                os.close(reader)
+
+    def _serve(self, run_job: RunJob) -> None:
+        """Run all jobs in this thread, which must make whatever counts for one thread alone, as the GPU does."""
+        try:
+            self._runner = JobRunner(
+                self._store,
+                self._world.rank,
+                self._world.local_rank,
+                self._device,
+                self._backend,
+                self._own_folder,
+                on_raise=self._fail_by_error,
+                on_hang=self._fail_by_hang,
+                on_tick=self._look_for_failure,
+                on_report=self._pass_on_report,
+                catch_terminate=False,
+            )
+            self._ready.set()
+            gc.freeze()  # The imports stay for good: collecting after a job need not look at them.
+            with self._runner.trace:
+                for index, job in enumerate(self._jobs):
+                    self._index = index
+                    self._run_job(job, run_job)
+                self._runner.close()
+                self._leave()
+        except BaseException as error:
+            self._news.put(error)
+        self._news.put(None)
+
+    def _run_job(self, job: Job, run_job: RunJob) -> None:
+        self._began = time.monotonic()
+        if job.num_ranks > self._world.world_size:
+            num_started = self._world.world_size
+            failure = JobFailure(cause=Cause.TOO_FEW, num_needed=job.num_ranks, num_started=num_started)
+            self._report_outcome("unstarted", failure)
+            return
+        done = f"done/{self._index}"
+        if self._world.rank >= job.num_ranks:
+            self._store.wait([done], timedelta(days=365))
+            return
+        folder = job_folder(self._folder, self._index)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._pass_on(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
+        result = self._runner.run(self._index, job, folder, run_job)
+        if self._world.rank == 0:
+            self._store.set(done, "1")
+            self._report_outcome("done", None, result=result, seconds=time.monotonic() - self._began)
+
+    def _pass_on_report(self, text: str) -> None:
+        self._pass_on(LaunchEvent(kind="report", job=self._jobs[self._index].name, detail=text))
+
+    def _pass_on(self, news: LaunchEvent | JobOutcome) -> None:
+        if self._world.rank == 0:
+            self._news.put(news)
 
     def _leave(self) -> None:
         """Let the rank that may host the store be the last."""
@@ -144,11 +263,8 @@ class _Session:
         self._store.wait(["all-left"], timedelta(seconds=60))
 
     def _report_outcome(self, state: Any, failure: JobFailure | None, **rest: Any) -> None:
-        if self._world.rank == 0:
-            name = self._jobs[self._index].name
-            self._on_outcome(
-                JobOutcome(job=name, index=self._index, state=state, failure=failure, launch=1, **rest)
-            )
+        name = self._jobs[self._index].name
+        self._pass_on(JobOutcome(job=name, index=self._index, state=state, failure=failure, launch=1, **rest))
 
     def _look_for_failure(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -163,24 +279,27 @@ class _Session:
         self._fail(self._runner.failure_reporter.describe_state(end), patience=_POLL * 10)
 
     def _fail_by_signal(self, number: int) -> None:
+        self._ready.wait(_READY_LIMIT)
         end = RankEnd(how=End.SIGNALLED, signal=number)
         self._fail(self._runner.failure_reporter.describe_state(end))
 
     def _fail(self, report: RankReport, patience: float = 0.0) -> NoReturn:
-        """Leave this rank's report, see to it that rank 0 has passed on the outcome, and end the process.
+        """Leave this rank's report and see to it that rank 0 has the outcomes, then stop this thread for good.
 
-        `patience` lets peers, whose clocks began a moment later, notice for themselves.
+        The processes of all ranks but the first end. `patience` lets peers, whose clocks began a moment later,
+        notice for themselves.
         """
         if not self._failing.acquire(blocking=False):
-            time.sleep(3600.0)  # Another thread of this rank is at it, and ends the process.
+            _sleep_for_ever()  # Another thread of this rank is at it, and ends the process.
         self._runner.failure_reporter.disarm()
         try:
             self._report(report, patience)
         finally:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(EXIT_FAILED)
+            if self._world.rank != 0:
+                _flush()
+                os._exit(EXIT_FAILED)
+            self._news.put(None)
+        _sleep_for_ever()
 
     def _report(self, report: RankReport, patience: float) -> None:
         if self._world.rank < self._jobs[self._index].num_ranks:
@@ -227,9 +346,9 @@ class _Session:
             rank_reports=origin.reports,
             seconds=seconds,
         )
+        _LOST_IN.append(failed)
         for index in range(self._index + 1, len(self._jobs)):
-            self._index = index
-            self._report_outcome("unstarted", JobFailure(cause=Cause.ENDED_BEFORE, earlier_job=failed))
+            self._pass_on(_leave_unstarted(self._jobs[index], index, failed))
 
     def _wait_for(self, keys: list[str], limit: float) -> None:
         end = time.monotonic() + limit
@@ -237,31 +356,17 @@ class _Session:
             time.sleep(_POLL)
 
 
-@contextlib.contextmanager
-def _watch_signals(on_signal: Callable[[int], None]) -> Any:
-    """Call `on_signal` in a thread of its own on SIGTERM or SIGINT, also while the main thread is in C code.
+def _leave_unstarted(job: Job, index: int, failed: str) -> JobOutcome:
+    failure = JobFailure(cause=Cause.ENDED_BEFORE, earlier_job=failed)
+    return JobOutcome(job=job.name, index=index, state="unstarted", failure=failure, launch=1)
 
-    Python's own handlers wait for the main thread, which may sit in a collective for ever.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    old_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def watch() -> None:
-        while byte := os.read(reader, 1):
-            if byte[0] in numbers:
-                on_signal(byte[0])
+def _flush() -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
-    thread = threading.Thread(target=watch, name="moeverify-signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(old_writer)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
+
+def _sleep_for_ever() -> NoReturn:
+    while True:
+        time.sleep(3600.0)

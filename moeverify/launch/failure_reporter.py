@@ -6,23 +6,26 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
 from pathlib import Path
 
 from moeverify.collectives.trace import CollectiveTrace
+from moeverify.launch import watchdog
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.stack import trim_stack
+from moeverify.launch.world import find_node
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 
 _BACKUP_DELAY = 3.0
 
+SIGNALS_THREAD = "moeverify-signals"
+
 
 class FailureReporter:
-    """One rank's evidence, in the folder of its launch.
+    """One rank's evidence, in the folder of its launch; made by the thread that runs the jobs.
 
     `rank-N.json` says host and pid; `rank-N.stack` holds the stacks that the C-level fault handler writes on
     a crash, on SIGUSR1, on SIGTERM if `catch_terminate`, and when the rank does not come back.
@@ -32,8 +35,8 @@ class FailureReporter:
         self._rank = rank
         self._trace = trace
         self._file = (folder / f"rank-{rank}.stack").open("ab")
-        self._host = socket.gethostname()
-        self._main = threading.main_thread().ident
+        self._host = find_node()
+        self._jobs_thread = threading.get_ident()
         identity = {"rank": rank, "host": self._host, "pid": os.getpid()}
         write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
         faulthandler.enable(self._file)
@@ -67,15 +70,20 @@ class FailureReporter:
         return self._report(RankEnd(how=End.RAISED, error=line), stack)
 
     def describe_state(self, end: RankEnd) -> RankReport:
-        """Return a report with the stacks of all threads, the main thread's first."""
+        """Return a report with the stacks of all threads, first of the one that runs the jobs.
+
+        Threads that serve the launch alone are left out: where they wait says nothing of the job.
+        """
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        order = sorted(frames, key=lambda ident: ident != self._main)
+        serving = {ident for ident, name in names.items() if name in (watchdog.THREAD_NAME, SIGNALS_THREAD)}
+        if threading.main_thread().ident != self._jobs_thread:
+            serving.add(threading.main_thread().ident)
+        shown = frames.keys() - serving - {threading.get_ident()}
         parts = [
             f"Thread {names.get(ident, ident)}, most recent call last:\n"
             + "".join(traceback.format_stack(frames[ident]))
-            for ident in order
-            if ident != threading.get_ident()
+            for ident in sorted(shown, key=lambda ident: ident != self._jobs_thread)
         ]
         return self._report(end, trim_stack("\n".join(parts)))
 

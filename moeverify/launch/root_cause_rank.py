@@ -11,6 +11,9 @@ from moeverify.launch.stack import find_place
 from moeverify.results.failure import Cause, Disagreement, End, Hang, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 
+NUM_RECENT = 16
+"""How many of its last collectives a rank's report has: a picture's width of them."""
+
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
 # What a backend says in a rank whose peer has gone.
 _BROKEN = re.compile(
@@ -65,7 +68,11 @@ def find_origin(reports: Sequence[RankReport], times: Mapping[int, float], trace
             report.rank,
         )
     )
-    return Origin(tuple(ordered), hang, find_disagreement(traces))
+    reports = [
+        report.model_copy(update={"recent": tuple(traces.get(report.rank, ())[-NUM_RECENT:])})
+        for report in ordered
+    ]
+    return Origin(tuple(reports), hang, find_disagreement(traces))
 
 
 def _mark_consequences(reports: Sequence[RankReport]) -> list[RankReport]:

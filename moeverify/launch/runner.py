@@ -50,7 +50,8 @@ class JobRunner:
 
     `on_raise` is called at once when a job raises, before its groups are torn down and the peers notice;
     `on_hang` when it is over its time, in another thread. Neither need return. `folder` is for the rank's
-    own files. `catch_terminate` leaves the stack of every thread there on SIGTERM.
+    own files. `catch_terminate` leaves the stack of every thread there on SIGTERM. `on_report` gets what rank 0
+    reports of a job; without it that goes to the file `events` of the job, which the controller reads.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class JobRunner:
         on_raise: Callable[[BaseException], None],
         on_hang: Callable[[], None],
         on_tick: Callable[[], None] | None = None,
+        on_report: Callable[[str], None] | None = None,
         catch_terminate: bool = True,
     ) -> None:
         self.rank = rank
@@ -77,6 +79,7 @@ class JobRunner:
             self._device = torch.device("cuda", choose_gpu(local_rank, self._num_gpus))
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
+        self._on_report = on_report
         self._caches = find_caches()
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.failure_reporter = FailureReporter(folder, rank, self.trace, catch_terminate)
@@ -157,6 +160,8 @@ class JobRunner:
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:
             return lambda text: None
+        if self._on_report is not None:
+            return self._on_report
 
         def report(text: str) -> None:
             with (folder / "events").open("a") as file:

@@ -8,12 +8,15 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<fu
 _LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|moeverify/collectives/|^<")
 _RANK_ENTRY = re.compile(r'^\s*File "[^"]*moeverify/launch/agent\.py", line \d+,? in run_entry', re.MULTILINE)
 
+_RUNNER = re.compile(r'^\s*File "[^"]*moeverify/launch/runner\.py", line \d+,? in run', re.MULTILINE)
+
 
 def find_place(stack: str) -> str:
-    """Return `file:line in function` of the main thread's innermost frame outside libraries, or nothing."""
+    """Return `file:line in function`, the innermost frame outside libraries of the thread that runs the jobs."""
     if _is_innermost_first(stack):
-        # The fault handler lists threads from the newest on, so that the main thread comes last.
-        frames = list(_FRAME.finditer(_split_threads(stack)[-1]))
+        # The fault handler lists threads from the newest on. Where the main thread runs the jobs, it comes last.
+        threads = _split_threads(stack)
+        frames = list(_FRAME.finditer(next(filter(_RUNNER.search, threads), threads[-1])))
     else:
         frames = list(_FRAME.finditer(re.split(r"\n\n(?=Thread )", stack)[0]))[::-1]
     own = [frame for frame in frames if not _LIBRARY.search(frame["file"])] or frames

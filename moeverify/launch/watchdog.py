@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+THREAD_NAME = "moeverify-watchdog"
 _INTERVAL = 0.25
 
 
@@ -17,7 +18,7 @@ class Watchdog:
         self._on_tick = on_tick
         self._deadline: float | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="moeverify-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def arm(self, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -67,6 +68,11 @@ def find_first_node(nodes: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[03-06,9]-a,login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def find_node() -> str:
+    """Return the name of the node that this process is on: Slurm's, which is unique there, or else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def set_interpreter(device: str) -> None:

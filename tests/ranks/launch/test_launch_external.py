@@ -118,6 +118,39 @@ def test_torchrun_runs_all_jobs_on_the_same_ranks(programs: Path, tmp_path: Path
     assert outcomes[0].result["pids"] == outcomes[4].result["pids"]
 
 
+def test_torchrun_on_two_hosts(programs: Path, tmp_path: Path) -> None:
+    """Each host is an agent with an address and a disk of its own."""
+    hosts = ("127.0.0.2", "127.0.0.3")
+    with socket.socket() as probe:
+        probe.bind((hosts[0], 0))
+        port = probe.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                *(f"--node-rank={number}", f"--master-addr={hosts[0]}", f"--master-port={port}"),
+                f"--local-addr={host}",
+                *make_arguments(programs, tmp_path / host, DIE),
+            ],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for number, host in enumerate(hosts)
+    ]
+    texts = [agent.communicate(timeout=120)[0] for agent in agents]
+    outcomes = read_outcomes(texts[0])
+    check_common(outcomes)
+    assert [outcome.state for outcome in outcomes[3:]] == ["failed", "unstarted"]
+    assert {(report.rank, report.state) for report in outcomes[3].rank_reports} == {
+        (1, "lost"),
+        (0, "stopped"),
+    }
+    assert not read_outcomes(texts[1])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("127")) == list(hosts)
+
+
 def test_torchrun_with_a_hang(programs: Path, tmp_path: Path) -> None:
     code, outcomes = run_torchrun(programs, tmp_path, LATE)
     assert code == 1

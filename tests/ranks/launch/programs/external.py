@@ -17,4 +17,5 @@ def tell(outcome: JobOutcome) -> None:
 
 if __name__ == "__main__":
     plan = [Job.model_validate(each) for each in json.loads(sys.argv[2])]
-    serve_external(plan, Path(sys.argv[1]), "jobs", tell)
+    for outcome in serve_external(plan, Path(sys.argv[1]), "jobs"):
+        tell(outcome)

@@ -1,0 +1,149 @@
+"""Cases that earlier runs have finished, kept in a file as they end: a run that is cut off goes on where it was.
+
+Each verdict is a line that is written when its case ends, so what a killed run has finished is there. Under another
+launcher the first rank alone reads and writes the file, which the other nodes need not see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from moeverify.case.schema import Case
+from moeverify.controller.kept import KeptRows
+from moeverify.controller.machine import choose_device, describe_environment
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import OnEvent, find_overall_verdict, pass_results
+from moeverify.controller.search_path import search_path
+from moeverify.launch.world import external_world
+from moeverify.results.record import Record
+from moeverify.results.run import CaseResult, RunResult
+
+# A requeued job may come to other nodes of the same kind: neither kernel nor number of cores decides a verdict.
+_DECIDES = ("moeverify", "torch", "python", "device")
+_FINAL = ("pass", "mismatch")
+
+
+class FinishedCase(Record):
+    """A verdict; `name` is that of the case with a hash of all that it says and of the fault."""
+
+    name: str
+    result: CaseResult
+
+
+@dataclass(frozen=True)
+class FinishedCases:
+    """The results of finished cases by their names, and the file that further ones go to, if any.
+
+    `failures` says which verdicts could not be written; the run goes on without them.
+    """
+
+    results: Mapping[str, CaseResult]
+    keys: Mapping[str, str]
+    kept: KeptRows[FinishedCase] | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path | None, cases: Sequence[Case], options: RunOptions) -> FinishedCases:
+        """Return what a file has of these cases; nothing without a file. It is made where it is missing.
+
+        Collective: all ranks of another launcher. Raises: CaseError where the file is of other code or another
+        device, or cannot be written; FormatError where it is none of ours.
+        """
+        keys = {case.name: make_key(case, options) for case in cases}
+        if path is None:
+            return cls({}, keys)
+        world = external_world()
+        if world is None:
+            kept = _open_file(path, options)
+            return cls(_find(kept, keys), keys, kept)
+        from moeverify.launch.external import share_from_first
+
+        found, own = {}, None
+        problem: Exception | None = None
+        if world.rank == 0:
+            try:
+                own = _open_file(path, options)
+                found = _find(own, keys)
+            except Exception as error:  # the others wait: they must hear of it
+                problem = error
+        names = json.loads(share_from_first(json.dumps(None if problem else sorted(found))))
+        if problem is not None:
+            raise problem
+        if names is None:
+            raise SystemExit(2)  # the first rank says why
+        results = {
+            case.name: found.get(case.name) or _stand_for(case) for case in cases if case.name in names
+        }
+        return cls(results, keys, own)
+
+    def knowing(self, results: Mapping[str, CaseResult]) -> FinishedCases:
+        """Return the same with further results, which need not run again; they are not in the file of --keep."""
+        return replace(self, results={**self.results, **results})
+
+    def list_left(self, cases: Sequence[Case]) -> list[Case]:
+        """Return the cases that are not finished."""
+        return [case for case in cases if case.name not in self.results]
+
+    def keeping(self, on_event: OnEvent) -> OnEvent:
+        """Return a handler of events that keeps every verdict, then passes the event on."""
+        return pass_results(self._keep, on_event)
+
+    def _keep(self, result: CaseResult) -> None:
+        if self.kept is None or result.verdict not in _FINAL:
+            return
+        if self.failures:  # after a line that was cut off nothing can be read: leave it the last one
+            self.failures.append(f"{self.kept.path} lacks the verdict of {result.name}")
+            return
+        try:
+            self.kept.add(FinishedCase(name=self.keys[result.name], result=result))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.failures.append(f"{self.kept.path} lacks the verdict of {result.name}: {reason}")
+
+    def complete(self, run: RunResult | None, cases: Sequence[Case]) -> RunResult | None:
+        """Return the run with the finished cases at their places; None for None."""
+        if run is None or not self.results:
+            return run
+        known = {**self.results, **{result.name: result for result in run.cases}}
+        results = tuple(known[case.name] for case in cases)
+        return run.model_copy(update={"cases": results, "verdict": find_overall_verdict(results)})
+
+
+def _open_file(path: Path, options: RunOptions) -> KeptRows[FinishedCase]:
+    from moeverify.report.files import check_writable
+
+    check_writable([path])
+    environment = describe_environment(choose_device(options.device))
+    return KeptRows(path, {name: environment[name] for name in _DECIDES}, FinishedCase)
+
+
+def _find(kept: KeptRows[FinishedCase], keys: Mapping[str, str]) -> dict[str, CaseResult]:
+    return {name: kept.rows[key].result for name, key in keys.items() if key in kept.rows}
+
+
+def make_key(case: Case, options: RunOptions) -> str:
+    """Return the name of a case with a hash of all that decides its verdict: its fields, its fault, its own code."""
+    fault = options.case_faults.get(case.name, options.fault)
+    content = [case.model_dump(mode="json", exclude={"file"}), fault, options.backend]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    if fault is not None or has_own_code(case):
+        # Code of the user's own decides the verdict too: all of it that stands where the case does.
+        for path in sorted(Path(search_path(case)[0]).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return f"{case.name} {digest.hexdigest()[:16]}"
+
+
+def has_own_code(case: Case) -> bool:
+    """Return whether a case names functions of the user's own."""
+    return case.layout.parallelize is not None or bool(case.recipe.functions)
+
+
+def _stand_for(case: Case) -> CaseResult:
+    """Return what stands for a result that only the first rank has: it is never shown."""
+    return CaseResult(
+        name=case.name, file=case.file, verdict="skipped", ranks=case.layout.world_size, seconds=0.0
+    )
