@@ -87,6 +87,19 @@ def share(case):
     return 100 * case.roofline.experts / case.roofline.matmul
 
 
+def measure(cases, options):
+    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs now goes to stderr."""
+    return bench_cases(
+        cases,
+        device="cpu" if options.rehearse else "auto",
+        num_ranks=None,
+        warmup=options.warmup,
+        steps=options.steps,
+        timeout=None,
+        on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
+    )
+
+
 def main():
     """Measure all sizes."""
     parser = argparse.ArgumentParser()
@@ -104,15 +117,7 @@ def main():
     print_setting()
     console = open_console(sys.stdout)
     for rows in options.rows:
-        result = bench_cases(
-            make_cases(options, rows),
-            device="cpu" if options.rehearse else "auto",
-            num_ranks=None,
-            warmup=options.warmup,
-            steps=options.steps,
-            timeout=None,
-            on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
-        )
+        result = measure(make_cases(options, rows), options)
         if result is None:
             return
         if options.json is not None:

@@ -11,10 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from mixtral_experts import FOLDER, TINY
+from mixtral_experts import FOLDER, TINY, measure
 from output import print_setting, print_table
 
-from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
 from moeverify.validation.load import load_cases
@@ -113,15 +112,7 @@ def main():
     print_setting()
     if options.rehearse:  # the kernels of megablocks would be interpreted, for minutes
         options.variants = [name for name in options.variants if not name.startswith("megablocks")]
-    result = bench_cases(
-        [make_case(name, options) for name in options.variants],
-        device="cpu" if options.rehearse else "auto",
-        num_ranks=None,
-        warmup=options.warmup,
-        steps=options.steps,
-        timeout=None,
-        on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
-    )
+    result = measure([make_case(name, options) for name in options.variants], options)
     if result is None:
         return
     if options.json is not None:

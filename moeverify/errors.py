@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_PROBLEMS = 20
+"""How many problems of one file are listed: a checkpoint of another model has thousands."""
+
 
 class MoeverifyError(Exception):
     """The root of all errors that moeverify raises on purpose."""
@@ -48,6 +51,13 @@ class FormatError(MoeverifyError):
         self.problem = problem
         self.remedy = remedy
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
+
+
+def join_problems(problems: list[str]) -> str:
+    """Return several problems as the text of one error, a line each; of very many the first."""
+    shown = problems[:MOST_PROBLEMS]
+    more = len(problems) - len(shown)
+    return "\n".join([*shown, f"and {more} more"] if more else shown)
 
 
 class MachineError(MoeverifyError):

@@ -21,6 +21,7 @@ from moeverify.bench.roofline import measure_roofline, synchronize
 from moeverify.case.flops import count_training_flops
 from moeverify.case.schema import Case
 from moeverify.compare.gather import gather_on_first
+from moeverify.errors import CaseError, Problem
 from moeverify.layout.local_shard import buffers, parameters
 from moeverify.parallel.meshes import build_meshes
 from moeverify.results.measurement import Measurement, Operations, Roofline, Spread
@@ -49,7 +50,14 @@ def measure_case(
     """Return on rank 0 what a step of the case costs; None on the other ranks.
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
+
+    Raises: CaseError where the recipe has a step of the user's own.
     """
+    if case.recipe.step is not None:
+        message = "the built-in loop is what is measured, and not a step of your own"
+        raise CaseError(
+            [Problem(message, path="recipe.step", remedy="leave it out: `--set recipe.step=null`")]
+        )
     roofline = measure_roofline(case, device)
     _forget(device)
     program = assemble_parallel(

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, get_args, get_type_hints
 
+from moeverify.case.fields import Section
 from moeverify.case.rule import Rule, blame
-from moeverify.case.schema import Case, Section
+from moeverify.case.schema import Case
 from moeverify.case.suggest import enumerate_names
 from moeverify.errors import Problem
 from moeverify.results.obstacle import Obstacle

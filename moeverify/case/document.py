@@ -34,15 +34,18 @@ _UNSUSPECTED = 1 << 12
 _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null"))
 
 
-def read_document(path: Path, report: Report) -> Entry | None:
-    """Return the mapping that the YAML file `path` holds, or None after reporting why there is none."""
+def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `layout:`") -> Entry | None:
+    """Return the mapping that the YAML file `path` holds, or None after reporting why there is none.
+
+    `fields` are those that an empty file lacks.
+    """
     file = str(path)
     text = _read_text(path, report)
     entry = parse_text(text, file, report) if text is not None else None
     if entry is None or entry.is_mapping:
         return entry
     if entry.content is None:
-        report(Problem("this file is empty", file, remedy="write `recipe:` and `layout:`"))
+        report(Problem("this file is empty", file, remedy=f"write {fields}"))
     else:
         kind = "a list" if isinstance(entry.content, list) else "a single value"
         message = f"expected a mapping of fields, got {kind}"

@@ -12,7 +12,8 @@ from typing import Any, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moeverify.case.entry import Entry
-from moeverify.case.schema import Case, Section
+from moeverify.case.fields import Section
+from moeverify.case.schema import Case
 
 _CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -25,11 +25,15 @@ NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
 
 @dataclass(frozen=True)
 class Source:
-    """A recipe as it was written: its fields, its name, and the fields that this name stands for."""
+    """A recipe as it was written: its fields, its name, and the fields that this name stands for.
+
+    `folder` is where the case file is.
+    """
 
     entry: Entry
     label: str
     original: Entry
+    folder: Path
 
 
 def resolve_recipe(
@@ -39,46 +43,56 @@ def resolve_recipe(
 
     `folder` is where the case file is: recipe files are in its `recipes/`.
     """
-    folder = folder / "recipes"
+    beside, folder = folder, folder / "recipes"
     if isinstance(written.content, str):
         entry = _read_base(written, folder, "recipe", ledger)
-        return Source(entry, written.content, entry)
+        return Source(entry, written.content, entry, beside)
     if not written.is_mapping:
         remedy = "name a file of `recipes/`, or write the fields"
         ledger.reject(
             written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
         )
-        return Source(Entry({}), case_name, Entry({}))
+        return Source(Entry({}), case_name, Entry({}), beside)
     name = _read_name(written, ledger)
     base_field = written.fields.get("base")
     if base_field is None:
         original = (
             before if before is not None and before.is_mapping and "base" not in before.fields else written
         )
-        return Source(written.without("name"), name or case_name, original.without("name"))
+        return Source(written.without("name"), name or case_name, original.without("name"), beside)
     base = _read_base(base_field, folder, "recipe.base", ledger)
     entry = merge_recipe(base, written.without("base", "name"))
     if name is None:
-        return Source(entry, str(base_field.content), base)
+        return Source(entry, str(base_field.content), base, beside)
     named_before = before is not None and "base" in before.fields and "name" in before.fields
     original = (
         merge_recipe(base, before.without("base", "name")) if before is not None and named_before else entry
     )
-    return Source(entry, name, original)
+    return Source(entry, name, original, beside)
 
 
 def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
     """Return the recipe of `source` under its final name, and its fields with those of its preset."""
     entry = expand_preset(source.entry, ledger)
-    recipe = build_section(Recipe, entry, "recipe", ledger, name=source.label)
+    recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
     if source.entry == source.original:
         return recipe, entry
     aside = Ledger()
-    original = build_section(Recipe, expand_preset(source.original, aside), "recipe", aside, name="")
+    written = build_section(Recipe, expand_preset(source.original, aside), "recipe", aside, name="")
+    original = _find_weights(written, source)
     fingerprint = recipe.fingerprint()
     if not aside.problems and original.fingerprint() == fingerprint:
         return recipe, entry
     return recipe.model_copy(update={"name": f"{source.label}+{fingerprint[:8]}"}), entry
+
+
+def _find_weights(recipe: Recipe, source: Source) -> Recipe:
+    """Return the recipe with the place of its weights on this machine: other processes have other current folders."""
+    model = recipe.model
+    if model.weights is None:
+        return recipe
+    place = str((source.folder / Path(model.weights).expanduser()).resolve())
+    return recipe.model_copy(update={"model": model.model_copy(update={"weights": place})})
 
 
 def expand_preset(recipe: Entry, ledger: Ledger) -> Entry:

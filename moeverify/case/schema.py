@@ -9,30 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from moeverify.case.attention import MLA, Yarn
+from moeverify.case.fields import (
+    ADDS_RANKS,
+    SPLITS_ROWS,
+    BorrowedDegree,
+    Count,
+    Degree,
+    Factor,
+    Fraction,
+    NotNegative,
+    Positive,
+    RowDegree,
+    Section,
+    Target,
+    WholeNumber,
+)
+from moeverify.case.weights_folder import hash_weights
 from moeverify.results.checks import check_name
 
-ADDS_RANKS = "adds ranks"
-"""Marks the degrees whose product is the number of ranks."""
-
-SPLITS_ROWS = "splits rows"
-"""Marks the degrees whose product is the number of shares that the rows of the global batch are divided into."""
-
-Degree = Annotated[int, Field(ge=1), ADDS_RANKS]
-RowDegree = Annotated[int, Field(ge=1), ADDS_RANKS, SPLITS_ROWS]
-BorrowedDegree = Annotated[int, Field(ge=1)]  # its ranks are those of other axes
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
-Factor = Annotated[float, Field(ge=1.0)]
-Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # a row for each rank of `ep`: the experts that it holds
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
@@ -52,12 +53,6 @@ Reshard = Literal["forward", "backward", "step"]
 Dispatch = Literal["sized", "padded"]
 Compile = Literal["none", "parts"]
 RateSchedule = Literal["constant", "cosine", "linear"]
-
-
-class Section(BaseModel):
-    """A part of a case: immutable, every field known, no silent conversion of types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class MoE(Section):
@@ -96,40 +91,6 @@ class MoE(Section):
     )
     idle_experts: WholeNumber = Field(
         default=0, description="experts that no token chooses, to verify layouts with empty experts"
-    )
-
-
-class MLA(Section):
-    """Multi-head latent attention; sizes in elements."""
-
-    q_lora: WholeNumber = Field(
-        default=0, description="width of the latent of the queries; 0 projects without a latent"
-    )
-    kv_lora: Count = Field(description="width of the latent of keys and values")
-    qk_nope: Count = Field(description="width of a query or key head without position")
-    qk_rope: Count = Field(description="width of a query or key head with position, even")
-    v_head: Count = Field(description="width of a value head")
-
-
-class Yarn(Section):
-    """YaRN: rotary frequencies stretched by `factor` beyond `original_length` tokens.
-
-    Cosine and sine are multiplied by m(`mscale`) / m(`mscale_all_dim`), with m(x) = 0.1 x ln(factor) + 1, and the
-    scores of latent attention by m(`mscale_all_dim`) squared.
-    """
-
-    factor: Factor = Field(description="factor by which the context is stretched")
-    original_length: Count = Field(description="tokens of the context before stretching")
-    beta_fast: Positive = Field(
-        default=32.0, description="turns within the original context from which a frequency is kept as it is"
-    )
-    beta_slow: Positive = Field(
-        default=1.0,
-        description="turns within the original context up to which a frequency is divided by `factor`",
-    )
-    mscale: NotNegative = Field(default=1.0, description="scale of cosine and sine")
-    mscale_all_dim: NotNegative = Field(
-        default=0.0, description="scale of the attention scores, in place of `mscale`"
     )
 
 
@@ -172,9 +133,14 @@ class ReferenceModel(Section):
     yarn: Yarn | None = Field(default=None, description="the rotary embedding stretched by YaRN")
     tie_embedding: bool = Field(default=False, description="whether embedding and head share one weight")
     init_std: Positive = Field(default=0.02, description="standard deviation of initial weights")
+    weights: str | None = Field(
+        default=None,
+        description="folder with the initial weights, from that of the case file: safetensors of Hugging Face or of "
+        "megablocks, or DCP; by default they are drawn by `seed`",
+    )
 
     @property
-    def functions(self) -> Mapping[str, str]:
+    def functions(self) -> dict[str, str]:
         """Return the user's functions that the model needs, by the path of the field that names each: none."""
         return {}
 
@@ -211,9 +177,14 @@ class CustomModel(Section):
     loss: Target | None = Field(
         default=None,
         description="`loss(model, tokens, targets)`: the loss of each token, or their sum over valid tokens "
-        "(`targets != -100`); by default the cross entropy of the logits",
+        "(`targets != -100`), or a dict of such terms by name; by default the cross entropy of the logits",
     )
     vocab_size: Count = Field(description="tokens are drawn from 0 to `vocab_size` - 1")
+    weights: str | None = Field(
+        default=None,
+        description="folder with the initial weights, from that of the case file: safetensors or DCP under the names "
+        "of the model's own `state_dict()`; by default they are as the factory leaves them",
+    )
 
     @property
     def title(self) -> str:
@@ -225,7 +196,7 @@ class CustomModel(Section):
         """Return what is known of its experts: nothing."""
 
     @property
-    def functions(self) -> Mapping[str, str]:
+    def functions(self) -> dict[str, str]:
         """Return the user's functions that the model needs, by the path of the field that names each."""
         named = {"recipe.model.factory": self.factory}
         return named if self.loss is None else {**named, "recipe.model.loss": self.loss}
@@ -292,19 +263,43 @@ class Recipe(Section):
         description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
         "reductions, bfloat16 arithmetic, under FSDP2",
     )
+    step: Target | None = Field(
+        default=None,
+        description="your own `train_step(model, optimizer, micro_batches)`, which makes one optimizer step of a "
+        "model with a `factory`, in place of the built-in loop",
+    )
     steps: Count = Field(default=2, description="optimizer steps that are trained and compared")
     seed: int = Field(default=0, description="seed of weights and data")
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Return the user's functions that the answer depends on, by the path of the field that names each."""
+        return self.model.functions | ({} if self.step is None else {"recipe.step": self.step})
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not.
 
-        Fields at their default are left out, so that a field added later changes no recipe that lacks it.
+        Fields at their default are left out, so that a field added later changes no recipe that lacks it. Of a folder
+        of weights its content counts, and not its place.
         """
         content = self.model_dump(
-            mode="json", exclude={"name": True, "model": {"preset"}}, exclude_defaults=True
+            mode="json", exclude={"name": True, "model": {"preset", "weights"}}, exclude_defaults=True
         )
+        if self.model.weights is not None:
+            content["weights"] = hash_weights(Path(self.model.weights))
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class Rebalance(Section):
+    """Placements that are solved during training, from the load of the steps so far."""
+
+    every: Count = Field(description="steps between two placements")
+    slots: Count = Field(description="experts that a rank has room for")
+    last: Count | None = Field(default=None, description="use so many of the last steps alone")
+    max_moves: WholeNumber | None = Field(
+        default=None, description="the most experts that are sent at a time"
+    )
 
 
 class Layout(Section):
@@ -336,6 +331,9 @@ class Layout(Section):
     exchange: dict[str, str | ExpertMatrix | dict[str, ExpertMatrix]] = Field(
         default_factory=dict,
         description="placements that the experts go to during training, by the number of steps after which",
+    )
+    rebalance: Rebalance | None = Field(
+        default=None, description="new placements every so many steps, solved from the load of the run"
     )
     etp: BorrowedDegree | None = Field(
         default=None,

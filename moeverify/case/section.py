@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from moeverify.case.entry import Entry, show
 from moeverify.case.expectation import Rejected, expect, find_sections, index_fields, is_nullable
-from moeverify.case.schema import CustomModel, Recipe, ReferenceModel, Section
+from moeverify.case.fields import Section
+from moeverify.case.schema import CustomModel, Recipe, ReferenceModel
 from moeverify.case.suggest import enumerate_names, find_nearest, suggest
 from moeverify.errors import Problem
 

@@ -8,6 +8,7 @@ import typer
 
 from moeverify.cli.bench import bench
 from moeverify.cli.check import check
+from moeverify.cli.comm import comm
 from moeverify.cli.compare import compare
 from moeverify.cli.convert import convert
 from moeverify.cli.diff import diff
@@ -20,6 +21,7 @@ from moeverify.cli.mesh import mesh
 from moeverify.cli.place import place
 from moeverify.cli.report import report
 from moeverify.cli.reshard import reshard
+from moeverify.cli.route import route
 from moeverify.cli.run import run
 from moeverify.cli.schema import schema
 from moeverify.cli.streams import standard_streams
@@ -73,6 +75,8 @@ _COMMANDS = (
     golden,
     mesh,
     place,
+    comm,
+    route,
     bench,
     convert,
     doctor,

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
-from moeverify.cli.context import FAILED, open_context
+from moeverify.cli.context import BAD_INPUT, FAILED, open_context
 from moeverify.cli.options import with_groups
+from moeverify.cli.track import Tracking
 
 
 @with_groups
@@ -21,6 +22,7 @@ def bench(
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
     ] = None,
+    tracking: Tracking,
     device: DeviceOption = Device.auto,
     ranks: Ranks = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")] = 10,
@@ -37,9 +39,11 @@ def bench(
         from moeverify.report.bench import render_bench
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
+        from moeverify.report.trackers.figures import list_bench_figures
 
-        if json is not None and context.is_first:
-            check_writable([json], None)  # before minutes of measuring
+        if context.is_first:  # before minutes of measuring
+            check_writable([] if json is None else [json])
+            tracking.check()
         cases = selection.load()
         with open_progress(context.out, quiet=quiet) as progress:
             result = bench_cases(
@@ -57,5 +61,7 @@ def bench(
         if json is not None:
             write_atomically(json, result.model_dump_json(indent=1))
         render_bench(result, context.out)
+        is_tracked = tracking.write(list_bench_figures(result), context)
         if any(case.step is None for case in result.cases):
             raise typer.Exit(FAILED)
+        raise typer.Exit(0 if is_tracked else BAD_INPUT)

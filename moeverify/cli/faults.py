@@ -49,6 +49,15 @@ Output = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
 ]
 
+Page = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the table as one HTML page with its picture."),
+]
+Plots = Annotated[
+    Path | None,
+    typer.Option("--plots", metavar="DIR", help="Write a picture of the faults by class as PNG."),
+]
+
 
 @faults.command("list")
 def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
@@ -104,6 +113,8 @@ def run(
     ] = None,
     escalate: Escalate = True,
     markdown: Output = None,
+    html: Page = None,
+    plots: Plots = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     quiet: Quiet = False,
@@ -122,18 +133,24 @@ def run(
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
-        check_writable([markdown] if markdown is not None else [])
+        check_writable([path for path in (markdown, html) if path is not None], plots)
         rows = _run_all(chosen, _options(device, cache), context, escalates=escalate, quiet=quiet)
         render_faults(rows, context.out)
+        words = ["moeverify faults run", *(numbers or [])]
+        words += [f"--precision {precision.value}"] if precision is not None else []
+        words += [f"-k '{pattern}'"] if pattern is not None else []
+        words += [] if escalate else ["--no-escalate"]
+        environment = describe_environment(choose_device(device.value))
         if markdown is not None:
-            words = ["moeverify faults run", *(numbers or [])]
-            words += [f"--precision {precision.value}"] if precision is not None else []
-            words += [f"-k '{pattern}'"] if pattern is not None else []
-            words += [] if escalate else ["--no-escalate"]
-            write_atomically(
-                markdown,
-                write_faults(rows, describe_environment(choose_device(device.value)), " ".join(words)),
-            )
+            write_atomically(markdown, write_faults(rows, environment, " ".join(words)))
+        if html is not None:
+            from moeverify.report.fault_page import write as write_page
+
+            write_page(rows, html, environment, " ".join(words))
+        if plots is not None:
+            from moeverify.report.formats.plots import write_faults as write_fault_plots
+
+            write_fault_plots(rows, plots)
         missed = {"pass": "mismatch"}  # what is missed shows nothing wrong
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
 
 
 @with_groups
-def mesh(*, selection: CaseSelection) -> None:
+def mesh(
+    *,
+    selection: CaseSelection,
+    per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-node", min=1, metavar="N", help="Show which groups stay inside a node of N ranks."
+        ),
+    ] = None,
+) -> None:
     """Show the device mesh of each case.
 
     Its axes and groups, and each rank's coordinates and data.
@@ -20,4 +33,4 @@ def mesh(*, selection: CaseSelection) -> None:
         for position, case in enumerate(selection.load()):
             if position:
                 context.out.print()
-            render(make_picture(case), context.out)
+            render(make_picture(case, per_node or 0), context.out)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +17,38 @@ from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
-from moeverify.cli.options import with_groups
+from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.outputs import Outputs
+from moeverify.cli.rerun import Verified, check_watch, rerun_on_changes
+from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.controller.durations import Durations
+    from moeverify.controller.finished import FinishedCases
+    from moeverify.controller.options import RunOptions
     from moeverify.controller.run import OnEvent
-    from moeverify.results.run import RunResult
+    from moeverify.results.run import CaseResult, RunResult
     from moeverify.validation.load import Loaded
+
+
+@dataclass(frozen=True)
+class Diagnosis(OptionGroup):
+    """What is done about findings beside reporting them."""
+
+    follow_up: Annotated[
+        bool,
+        typer.Option(
+            "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
+        ),
+    ] = False
+    escalate: Escalate = True
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Then train the first case that failed again, and stop its ranks at the finding."
+        ),
+    ] = False
 
 
 @with_groups
@@ -35,54 +60,130 @@ def run(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Keep everything for report, diff and debugging."),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="FILE", help="Keep each verdict there, and run only what is not in it yet."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Stay, and run again what a changed file touches."),
+    ] = False,
     settings: RunSettings,
-    follow_up: Annotated[
-        bool,
-        typer.Option(
-            "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
-        ),
-    ] = False,
-    escalate: Escalate = True,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug", help="Then train the first case that failed again, and stop its ranks at the finding."
-        ),
-    ] = False,
+    tracking: Tracking,
+    diagnosis: Diagnosis,
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
     with open_context() as context:
-        outputs = outputs.keeping(out)
+        if watch:
+            check_watch()
         if context.is_first:
-            outputs.check()
+            outputs.keeping(out).check()
+            tracking.check()
+
+        def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
+            from moeverify.controller.durations import Durations
+
+            options = settings.make_options(loaded.cases, out)
+            verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
+            code = run_and_report(
+                verification.run,
+                loaded.cases,
+                outputs.keeping(out),
+                context,
+                quiet=quiet,
+                refused=loaded,
+                # A fault may make a case hang, or end at once.
+                durations=Durations.of(options) if settings.fault is None else None,
+                finished=verification.finished.results,
+            )
+            extra = verification.follow(tracking, context)
+            code = code or extra or (BAD_INPUT if loaded.problems else 0)
+            return Verified(code, loaded.cases, verification.results, verification.finished.keys)
+
         loaded = selection.load_valid()
-        cases = loaded.cases
         render_refused(loaded, context)
-        options = settings.make_options(cases, out)
+        last = verify(loaded, {})
+        if watch:
+            raise typer.Exit(
+                rerun_on_changes(selection, partial(_read_keys, settings, out), verify, last, context)
+            )
+        raise typer.Exit(last.code)
 
-        def go(on_event: OnEvent, show: OnEvent) -> RunResult | None:
-            from moeverify.controller.escalation import escalate as run_wider
-            from moeverify.controller.follow_up import follow_up as run_follow_up
-            from moeverify.controller.run import run_cases
 
-            result = run_cases(cases, options, on_event)
-            if escalate and result is not None:
-                result = run_wider(cases, result, options, show)
-            if follow_up and result is not None:
-                result = run_follow_up(cases, result, options, show)
-            results.append(result)
-            return result
+def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
+    """Return the key of each case, which changes with all that decides its verdict."""
+    from moeverify.controller.finished import make_key
 
-        from moeverify.controller.durations import Durations
+    options = settings.make_options(list(cases), out)
+    return {case.name: make_key(case, options) for case in cases}
 
-        results: list[RunResult | None] = []
-        # A fault may make a case hang, or end at once.
-        durations = Durations.of(options) if settings.fault is None else None
-        code = run_and_report(go, cases, outputs, context, quiet=quiet, refused=loaded, durations=durations)
-        if debug and results[0] is not None:
-            debug_first(cases, results[0], options, context)
-        raise typer.Exit(code or (BAD_INPUT if loaded.problems else 0))
+
+@dataclass
+class _Verification:
+    """The cases of one command, which of them earlier runs have finished, and the result when there is one."""
+
+    cases: Sequence[Case]
+    options: RunOptions
+    diagnosis: Diagnosis
+    finished: FinishedCases
+    result: RunResult | None = None
+
+    @property
+    def results(self) -> Mapping[str, CaseResult]:
+        """Return what came of the cases, by name."""
+        return {} if self.result is None else {case.name: case for case in self.result.cases}
+
+    @classmethod
+    def open(
+        cls,
+        cases: Sequence[Case],
+        options: RunOptions,
+        diagnosis: Diagnosis,
+        keep: Path | None,
+        known: Mapping[str, CaseResult],
+        context: CommandContext,
+    ) -> _Verification:
+        """Return what is to run: neither what is known nor what the file of --keep has."""
+        from moeverify.controller.finished import FinishedCases
+
+        finished = FinishedCases.open(keep, cases, options)
+        if finished.results:
+            text = f"{len(finished.results)} of {len(cases)} cases are in {keep}: the others run"
+            context.out.print(text, soft_wrap=True)
+        finished = finished.knowing(known)
+        return cls(cases, options, diagnosis, finished)
+
+    def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
+        """Return the verdicts of all cases; see `run_and_report`."""
+        from moeverify.controller.escalation import escalate
+        from moeverify.controller.follow_up import follow_up
+        from moeverify.controller.run import run_cases
+
+        left = self.finished.list_left(self.cases)
+        result = run_cases(left, self.options, self.finished.keeping(on_event))
+        result = self.finished.complete(result, self.cases)
+        if self.diagnosis.escalate and result is not None:
+            result = escalate(self.cases, result, self.options, show)
+        if self.diagnosis.follow_up and result is not None:
+            result = follow_up(self.cases, result, self.options, show)
+        self.result = result
+        return result
+
+    def follow(self, tracking: Tracking, context: CommandContext) -> int:
+        """Do what comes after the report, and return the exit code of that: nothing here costs a verdict."""
+        if self.result is None:
+            return 0
+        from moeverify.report.trackers.figures import list_run_figures
+
+        for failure in self.finished.failures:
+            context.err.print(f"error: {failure}", soft_wrap=True)
+        is_tracked = tracking.write(list_run_figures(self.result), context)
+        if self.diagnosis.debug:
+            debug_first(self.cases, self.result, self.options, context)
+        return 0 if is_tracked and not self.finished.failures else BAD_INPUT
 
 
 def render_refused(loaded: Loaded, context: CommandContext) -> None:
@@ -108,17 +209,18 @@ def run_and_report(
     quiet: bool,
     refused: Loaded | None = None,
     durations: Durations | None = None,
+    finished: Mapping[str, CaseResult] | None = None,
 ) -> int:
     """Run, write and print what came of the cases, and return the exit code.
 
     `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
     is there is written and printed before the reason is raised again. The files that are `refused` are skipped cases.
-    `durations` are those of earlier runs, and get those of this one.
+    `durations` are those of earlier runs, and get those of this one. `finished` are results that are known before.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
-    keeper = Keeper()
+    keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
     try:
         with open_progress(context.out, quiet=quiet, durations=known) as progress:

@@ -61,7 +61,8 @@ class Assembled:
     def differing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold a hundredth of the worst rank's squared error or more."""
         most = max(_size(entry) for _, entry in self.shards)
-        return tuple(rank for rank, entry in self.shards if most > 0 and _size(entry) >= 0.01 * most)
+        found = (rank for rank, entry in self.shards if most > 0 and _size(entry) >= 0.01 * most)
+        return tuple(dict.fromkeys(found))
 
 
 def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:

@@ -65,6 +65,7 @@ def verify(
     layout: Mapping[str, Any],
     parallelize: Function | None = None,
     loss: Function | None = None,
+    step: Function | None = None,
     arguments: Mapping[str, Any] | None = None,
     batch: int = 8,
     seq_len: int = 16,
@@ -80,7 +81,8 @@ def verify(
     """Return what one device and the layout, on ranks of its own, compute differently.
 
     `model(**arguments)` makes the model; with `parallelize(model, mesh)` the user's code divides it, without
-    it torch's DDP, FSDP1 or FSDP2 does. Functions are given themselves or as `package.module:function`; the
+    it torch's DDP, FSDP1 or FSDP2 does. `step(model, optimizer, micro_batches)` makes the optimizer steps, if it is
+    given. Functions are given themselves or as `package.module:function`; the
     ranks import them, so they must stand in a module. `layout`, `optimizer` and `checks` have the fields that
     they have in a case file, and so have the numbers.
 
@@ -89,11 +91,8 @@ def verify(
     """
     if external_world() is not None:
         raise MachineError("verify() starts its own ranks; under torchrun or srun use `moeverify run CASE`")
-    named = {
-        field: name_function(function, field)
-        for field, function in (("model", model), ("loss", loss), ("parallelize", parallelize))
-        if function is not None
-    }
+    given = {"model": model, "loss": loss, "step": step, "parallelize": parallelize}
+    named = {field: name_function(each, field) for field, each in given.items() if each is not None}
     made: dict[str, Any] = {"factory": named["model"], "vocab_size": vocab_size}
     made |= {"arguments": _check_plain(arguments)} if arguments else {}
     made |= {"loss": named["loss"]} if "loss" in named else {}
@@ -106,6 +105,7 @@ def verify(
             "precision": precision,
             "steps": steps,
             "seed": seed,
+            **({"step": named["step"]} if "step" in named else {}),
         },
         "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
         "checks": dict(checks or {}),

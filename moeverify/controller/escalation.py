@@ -68,13 +68,8 @@ def escalate(
 
 def needs_escalation(case: CaseResult) -> bool:
     """Return whether something differs, and the leading finding does not say what was done to the right values."""
-    lead = find_lead(case)
+    lead = case.lead
     return case.verdict == "mismatch" and lead is not None and not lead.names_operation
-
-
-def find_lead(case: CaseResult) -> Finding | None:
-    """Return the first finding that follows from none, which leads the report."""
-    return next((finding for finding in case.findings if not finding.follows), None)
 
 
 def list_wider(case: Case) -> Sequence[Case]:
@@ -95,10 +90,10 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
     """
     if not answers:
         return case
-    known = _rate(find_lead(case))
+    known = _rate(case.lead)
     seen = tuple(_sum_up(precision, answer, known) for precision, answer in answers)
     named = [
-        (_rate(find_lead(answer)), number)
+        (_rate(answer.lead), number)
         for number, (_, answer) in enumerate(answers)
         if seen[number].outcome == "named"
     ]
@@ -135,7 +130,7 @@ def _sum_up(precision: Precision, answer: CaseResult, known: int) -> Wider:
         return Wider(precision=precision, outcome="not-run", reason=answer.reason)
     if answer.verdict == "pass":
         return Wider(precision=precision, outcome="not-shown")
-    found = _rate(find_lead(answer))
+    found = _rate(answer.lead)
     if found > known:
         return Wider(precision=precision, outcome="named")
     return Wider(precision=precision, outcome="alike" if found else "unexplained")

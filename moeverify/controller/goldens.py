@@ -67,7 +67,7 @@ class GoldenSet:
                     also=case.checks.also,
                     folder=folder,
                     # A user's code may have changed: nothing but running it says what it computes.
-                    fresh=fresh or bool(case.recipe.model.functions),
+                    fresh=fresh or bool(case.recipe.functions),
                     timeout=options.timeout,
                     search_path=tuple(search_path(case)),
                 ),

@@ -33,6 +33,7 @@ _GOLDEN_CODE = (
     "recording",
     "seams.py",
     "train",
+    "weights",
 )
 
 

@@ -13,8 +13,8 @@ from moeverify.report.mesh import MeshPicture, RankPlace
 from moeverify.results.mesh import MeshShape
 
 
-def make_picture(case: Case) -> MeshPicture:
-    """Return what `moeverify mesh` shows of a case."""
+def make_picture(case: Case, per_node: int = 0) -> MeshPicture:
+    """Return what `moeverify mesh` shows of a case; with `per_node` ranks a node also on which node each is."""
     layout, plan = case.layout, MeshPlan.of(case.layout)
     axes = {axis: size for axis, size in plan.data.axes.items() if size > 1}
     apart = ("ep", "etp") if cuts_experts_apart(case) else ()
@@ -23,7 +23,7 @@ def make_picture(case: Case) -> MeshPicture:
     groups |= {axis: plan.sparse.groups(axis) for axis in borrowed}
     named = {name: tuple(tuple(group) for group in found) for name, found in groups.items()}
     ranks = tuple(_place(case, plan, rank) for rank in range(layout.world_size))
-    return MeshPicture(case.name, axes, ranks, named, borrowed)
+    return MeshPicture(case.name, axes, ranks, named, borrowed, per_node)
 
 
 def make_shape(layout: Layout) -> MeshShape:
@@ -59,7 +59,8 @@ def _list_experts(case: Case, coordinate: int) -> dict[str, tuple[int, ...]]:
     if placement is None:
         size = model.moe.num_experts // case.layout.ep
         return {"experts": tuple(range(coordinate * size, (coordinate + 1) * size))}
-    holds = _list_rows(placement, coordinate, "experts")
+    # Later placements are solved from the load of the run, and are not known before.
+    holds = _list_rows(placement, coordinate, "experts at first" if case.layout.rebalance else "experts")
     for after, exchanged in sorted(list_exchanges(case.layout, model).items()):
         holds |= _list_rows(exchanged, coordinate, f"after step {after}")
     return holds

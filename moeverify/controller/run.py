@@ -183,7 +183,7 @@ class CaseRun:
             return None
         results = tuple(self.results[name] for name in self._tasks)
         return RunResult(
-            verdict=_find_overall_verdict(results),
+            verdict=find_overall_verdict(results),
             environment=describe_environment(self._device, self._name_backend(results)),
             started=started,
             seconds=seconds,
@@ -273,13 +273,19 @@ class CaseRun:
             findings=tuple(suggest_layout(task.case, finding, self._limit.most) for finding in found),
             notes=(
                 *list_notes(checks, declared, state),
-                *describe_unused_loop(verdict, is_own_model=isinstance(task.case.recipe.model, CustomModel)),
+                *describe_unused_loop(
+                    verdict,
+                    is_own_model=isinstance(task.case.recipe.model, CustomModel),
+                    step=task.case.recipe.step,
+                ),
                 *describe_sharing(task.case.layout.world_size, self._num_gpus, external_world() is not None),
             ),
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,
             load=answer.load,
             gradient_norms=answer.gradient_norms,
+            learning_rates=answer.learning_rates,
+            timeline=answer.timeline,
             errors=answer.errors,
         )
 
@@ -333,6 +339,7 @@ def _word_reports(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     return tuple(map(word_report, reports))
 
 
-def _find_overall_verdict(results: Sequence[CaseResult]) -> Any:
+def find_overall_verdict(results: Sequence[CaseResult]) -> Any:
+    """Return the verdict of a run: its worst one."""
     verdicts = {result.verdict for result in results}
     return next((verdict for verdict in ("error", "mismatch") if verdict in verdicts), "pass")

@@ -50,29 +50,22 @@ def run_tasks(
 ) -> Generator[T]:
     """Run the tasks in order on the ranks of a module, and yield what is made of each outcome as soon as it is known.
 
-    The ranks are our own: closing the iterator ends them. Where another launcher has started this process, it is one
-    of the ranks: then everything runs before the first result is given, on its first rank alone, and every judge is
-    called even if a rank fails and this process ends with it.
+    Closing the iterator ends ranks of our own. Where another launcher has started this process, it is one of the
+    ranks: then its first rank alone yields results, one for every task even if a rank is lost, and ends with the
+    status of a failure whenever this process ends.
     """
     jobs = [task.job for task in tasks]
     if not jobs:
         return
+    ran: Generator[JobOutcome]
     if external_world() is not None:
         from moeverify.launch.external import serve_external
 
-        found: list[T] = []
         # Another launcher's ranks may be on several machines: there each is taken to have a GPU of its own.
-        serve_external(
-            jobs,
-            folder,
-            entry,
-            lambda outcome: found.append(_judge(tasks, outcome)),
-            device=device,
-            backend="nccl" if backend == "auto" else backend,
-        )
-        yield from found
-        return
-    ran = run_jobs(jobs, entry=entry, folder=folder, device=device, backend=backend, on_event=on_event)
+        chosen: Backend = "nccl" if backend == "auto" else backend
+        ran = serve_external(jobs, folder, entry, device=device, backend=chosen, on_event=on_event)
+    else:
+        ran = run_jobs(jobs, entry=entry, folder=folder, device=device, backend=backend, on_event=on_event)
     with closing(ran) as outcomes:
         for outcome in outcomes:
             yield _judge(tasks, outcome)

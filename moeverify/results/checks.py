@@ -64,6 +64,7 @@ class CheckName(StrEnum):
 
     LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
+    GATHERED_WEIGHTS = "gathered weights", "what FSDP gathers is what the ranks store, bit for bit"
     ROUTING = "routing", "which experts each token chose, and their counts"
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
@@ -71,6 +72,14 @@ class CheckName(StrEnum):
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"
+    ROUTER_GRADIENT = (
+        "router gradient",
+        "what the balance and z losses send back into each router, and what it makes of it",
+    )
+    CALLS = (
+        "order of calls",
+        "zero_grad, backward, clip and scheduler in the step of `recipe.step`, if there is one",
+    )
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
     CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"

@@ -14,6 +14,7 @@ from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.load import ExpertLoad
 from moeverify.results.mesh import MeshShape
 from moeverify.results.record import Record
+from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
 
 SCHEMA_VERSION = 2
@@ -22,7 +23,8 @@ SCHEMA_VERSION = 2
 class RankReport(Record):
     """One rank of a launch that failed: how it ended, and the last collective that it issued.
 
-    `summary` and `last_collective` say in words what `end` and `collective` are.
+    `summary` and `last_collective` say in words what `end` and `collective` are. `recent` are the collectives that it
+    issued last, oldest first, `collective` among them.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class RankReport(Record):
     stack: str = ""
     collective: CollectiveRecord | None = None
     last_collective: str = ""
+    recent: tuple[CollectiveRecord, ...] = ()
 
     @classmethod
     def of(cls, rank: int, end: RankEnd, **rest: Any) -> Self:
@@ -61,9 +64,10 @@ class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
     `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare; `gradient_norms`
-    has the norms of all gradients likewise. `load` is that of the experts, where routers are seen. A case that
-    failed has its `mesh`, and one in which something differs the `errors` of all tensors. Of a pair of
-    `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
+    has the norms of all gradients and `learning_rates` the optimizer's rates likewise. `load` is that of the experts,
+    where routers are seen. A case that failed has its `mesh`, and one in which something differs the `errors` of all
+    tensors and the `timeline` of the collectives of the step where it began. Of a pair of `moeverify reshard`,
+    `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
     """
 
     name: str
@@ -80,12 +84,24 @@ class CaseResult(Record):
     losses: tuple[tuple[float, float], ...] = ()
     load: ExpertLoad | None = None
     gradient_norms: tuple[tuple[float, float], ...] = ()
+    learning_rates: tuple[tuple[float, float], ...] = ()
     mesh: MeshShape | None = None
     errors: tuple[ErrorMap, ...] = ()
+    timeline: Timeline | None = None
     notes: tuple[str, ...] = ()
     saved_by: str = ""
     loaded_by: str = ""
     saver_file: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether something differs, or a rank was lost."""
+        return self.verdict in ("error", "mismatch")
+
+    @property
+    def lead(self) -> Finding | None:
+        """Return the first finding that follows from none, which leads the report."""
+        return next((finding for finding in self.findings if not finding.follows), None)
 
 
 class RunResult(Record):

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from moeverify.case.document import Report, read_document
 from moeverify.case.entry import Entry, Place, build_entry, merge, show
+from moeverify.case.fields import Section
 from moeverify.case.override import FILE as OVERRIDE
 from moeverify.case.override import Override, parse_overrides
 from moeverify.case.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
-from moeverify.case.schema import Case, Checkpoint, Checks, Layout, Recipe, Section
+from moeverify.case.schema import Case, Checkpoint, Checks, Layout, Recipe
 from moeverify.case.section import Ledger, build_section, report_unknown
 from moeverify.case.select import Match, PatternError, compile_pattern
 from moeverify.case.suggest import enumerate_names

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from moeverify.case.rule import blame, experts, reading, reference_model
 from moeverify.case.schema import Case
+from moeverify.case.weights_folder import find_problem
 from moeverify.errors import Problem
 
 _MODEL = "recipe.model"
 _MOE = "recipe.model.moe"
+
+
+@reading("recipe.step", _MODEL)
+def step_of_own_model(case: Case) -> Iterator[Problem]:
+    """A user's step knows nothing of the reference model's router losses, and could not train it."""
+    if case.recipe.step is not None and case.recipe.model.reference is not None:
+        message = "`step` is for a model of your own, and this recipe trains the reference model"
+        remedy = "name a model with `model: {factory: ...}`, or remove `step`"
+        yield blame("recipe.step", message, remedy)
+
+
+@reading(f"{_MODEL}.weights")
+def weights_folder(case: Case) -> Iterator[Problem]:
+    """Weights must be there; whether they are those of the model is seen when they are read."""
+    weights = case.recipe.model.weights
+    problem = "" if weights is None else find_problem(Path(weights))
+    if problem:
+        remedy = (
+            "write a folder of safetensors or DCP, seen from that of the case file; see `moeverify convert`"
+        )
+        yield blame(f"{_MODEL}.weights", problem, remedy)
 
 
 @reading(f"{_MODEL}.head_dim")
@@ -171,6 +194,8 @@ def balance_of_parts(case: Case) -> Iterator[Problem]:
 
 
 RECIPE_RULES = (
+    step_of_own_model,
+    weights_folder,
     head_width,
     latent_heads,
     query_norms,

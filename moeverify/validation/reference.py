@@ -10,8 +10,9 @@ from pydantic_core import PydanticUndefined
 
 from moeverify.case.choice import list_options
 from moeverify.case.expectation import expect, find_sections
+from moeverify.case.fields import Section
 from moeverify.case.presets import PRESETS
-from moeverify.case.schema import Case, CustomModel, Recipe, Section
+from moeverify.case.schema import Case, CustomModel, Recipe
 from moeverify.validation.choices import CHOICES
 
 _HEAD = """# The fields of a case file

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:
-        if not recipe.model.functions:
+        if not recipe.functions:
             raise
         text = f"one device cannot train `{recipe.model.title}`: {describe_error(error)}"
         return _note_error(folder, text)
@@ -80,8 +81,12 @@ def _limit(seconds: float | None) -> Iterator[None]:
 
     Raises: _OverTimeError.
     """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
+    if seconds is None:
         yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        with _limit_thread(seconds):
+            yield
         return
 
     def interrupt(number: int, frame: object) -> None:
@@ -94,6 +99,27 @@ def _limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _limit_thread(seconds: float) -> Iterator[None]:
+    """Do the same in a thread that no signal reaches: at the next line of Python that it comes to."""
+    ident = ctypes.c_ulong(threading.get_ident())
+    timer = threading.Timer(
+        seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, (ident, ctypes.py_object(_OverTimeError))
+    )
+    timer.start()
+    try:
+        yield
+    finally:
+        # A timer that fires at the very end comes too late to be cancelled: what it raises is taken here, and hits no
+        # later code. It is not withdrawn by a None: that makes CPython 3.11 believe for ever that an exception is
+        # pending, and a traced thread, as under a debugger, then never gets into a function (RESUME in ceval.c).
+        with suppress(_OverTimeError):
+            timer.cancel()
+            timer.join()
+            for _ in range(100):  # the end of a loop's body is where Python looks for such exceptions
+                pass
 
 
 def find_damage(recipe: Recipe, folder: Path) -> str:

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from moeverify.bench.measure import measure_case
 from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault
-from moeverify.faults.mutation.coverage import executed_lines, write_lines
+from moeverify.faults.mutation.coverage import executed_spans, write_spans
 from moeverify.golden.store import StoredGolden, is_stored
 from moeverify.jobs import (
     BenchJob,
     BenchResult,
     CaseJob,
+    CoverageJob,
     DebugJob,
     GoldenJob,
-    LinesJob,
     LoadJob,
     RankResult,
     Refusal,
+    RouteAnswer,
+    RouteJob,
     SaveJob,
     read_job,
     write_result,
@@ -40,6 +42,7 @@ from moeverify.train.target import import_path, resolve
 from moeverify.worker.debug import debug_case
 from moeverify.worker.golden import find_damage, find_folder, make_goldens, read_error
 from moeverify.worker.reshard import load_case, save_case
+from moeverify.worker.route import follow_case
 from moeverify.worker.verify import verify_case
 
 PACKAGE = Path(__file__).parents[1]
@@ -56,6 +59,8 @@ def _run(context: RankContext, job: Job) -> RankResult | None:
         return make_goldens(context, asked)
     if isinstance(asked, BenchJob):
         return _measure(context, asked)
+    if isinstance(asked, RouteJob):
+        return _follow(context, asked)
     assert isinstance(asked, CaseJob)
     return _run_case(context, asked)
 
@@ -74,7 +79,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
         if isinstance(job, LoadJob):
             return load_case(case, golden, context.device, job.checkpoint, fault)
         if isinstance(job, DebugJob):
-            return debug_case(case, golden, context.device, job.at, fault)
+            return debug_case(case, golden, context.device, job.at, context.trace, fault)
 
         def verify() -> RankResult | None:
             return verify_case(
@@ -86,10 +91,10 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
                 report=lambda result: context.report(result.model_dump_json()),
             )
 
-        if isinstance(job, LinesJob):
-            with executed_lines(PACKAGE, job.files) as lines:
+        if isinstance(job, CoverageJob):
+            with executed_spans(PACKAGE, job.files) as spans:
                 result = verify()
-            write_lines(job.folder / f"rank-{context.rank}.json", lines)
+            write_spans(job.folder / f"rank-{context.rank}.json", spans)
             return result
         return verify()
 
@@ -102,6 +107,23 @@ def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
         except CaseError as error:
             return Refusal(error=str(error))
     return None if found is None else BenchResult(measurement=found)
+
+
+def _follow(context: RankContext, job: RouteJob) -> RankResult | None:
+    """Follow the tokens of a case; what the user must mend is the same on every rank."""
+    with import_path(job.search_path):
+        try:
+            found = follow_case(
+                job.case,
+                context.device,
+                layer=job.layer,
+                step=job.step,
+                num_shown=job.num_shown,
+                fault=job.fault,
+            )
+        except CaseError as error:
+            return Refusal(error=str(error))
+    return None if found is None else RouteAnswer(result=found)
 
 
 def _prepare(context: RankContext, job: CaseJob) -> str:
@@ -126,7 +148,7 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
 
 def _list_targets(job: CaseJob) -> Iterator[tuple[str, str]]:
     """Yield the functions that a case names, each with the path of its field."""
-    yield from ((target, path) for path, target in job.case.recipe.model.functions.items())
+    yield from ((target, path) for path, target in job.case.recipe.functions.items())
     if job.case.layout.parallelize is not None:
         yield job.case.layout.parallelize, "layout.parallelize"
 

@@ -95,6 +95,8 @@ def describe(case: Case, step: int = 0) -> str:
     """
     fields = case.layout.model_dump(mode="json", exclude_defaults=True)
     done = [after for after in case.layout.exchange if int(after) <= step]
+    if case.layout.rebalance is not None:
+        done += map(str, range(case.layout.rebalance.every, step + 1, case.layout.rebalance.every))
     return json.dumps({**fields, "exchanged": done} if done else fields, sort_keys=True)
 
 

@@ -31,9 +31,11 @@ from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
+from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train
 from moeverify.train.program import Program
+from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
 from moeverify.worker.error_map import map_errors
 from moeverify.worker.investigate import explain_findings, gather_evidence
@@ -69,16 +71,20 @@ def verify_case(
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
     findings = explain_findings(case, golden, observed.judgement, evidence, device)
-    return _make_result(observed, findings)
+    return _make_result(observed, findings, None if evidence is None else evidence.timeline)
 
 
-def _make_result(observed: _Observed, findings: Sequence[Finding]) -> VerifyResult:
+def _make_result(
+    observed: _Observed, findings: Sequence[Finding], timeline: Timeline | None = None
+) -> VerifyResult:
     return VerifyResult(
         checks=observed.judgement.checks,
         findings=tuple(findings),
         losses=tuple(observed.losses),
         load=observed.load,
         gradient_norms=tuple(observed.gradient_norms),
+        learning_rates=tuple(observed.learning_rates),
+        timeline=timeline,
         errors=observed.errors,
     )
 
@@ -100,13 +106,14 @@ class Assembly:
 class _Observed:
     """What rank 0 knows of a case after its runs.
 
-    `losses` and `gradient_norms` are (golden, layout) of each step, `load` is that of the experts. `errors` are those
-    of all tensors, where something differs.
+    `losses`, `gradient_norms` and `learning_rates` are (golden, layout) of each step, `load` is that of the experts.
+    `errors` are those of all tensors, where something differs.
     """
 
     judgement: Judgement
     losses: list[tuple[float, float]]
     gradient_norms: list[tuple[float, float]]
+    learning_rates: list[tuple[float, float]]
     load: ExpertLoad | None
     errors: tuple[ErrorMap, ...]
 
@@ -126,7 +133,7 @@ def _observe(
     run = RankRun(case, trace, lambda: entries, train_again)
     watches = {check.name: watch for check in checks if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
-    train_observed(case, golden, program, comparison, checks, [*watches.values(), load])
+    rates = train_observed(case, golden, program, comparison, checks, [*watches.values(), load])
     del program  # its memory is for the run that `train_again` makes
     entries.extend(comparison.entries())
     reports: Reports = {name: watch.report() for name, watch in watches.items()}
@@ -134,12 +141,14 @@ def _observe(
     if gathered is None:
         return None
     by_rank = [found for found, _, _ in gathered]
+    expert_load = sum_load(case, [copies for _, _, copies in gathered])
     shown = Shown(
         case=case,
         coordinates=list_coordinates(case),
         tensors=assemble(by_rank, KIND_ORDER),
-        bounds=_make_bounds(case, golden),
+        bounds=make_bounds(case, golden),
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
+        load=expert_load,
     )
     outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
     judgement = _conclude(case, outcomes)
@@ -147,7 +156,8 @@ def _observe(
         judgement,
         losses=list_numbers(by_rank, Kind.LOSS),
         gradient_norms=list_numbers(by_rank, Kind.GRADIENT_NORM),
-        load=sum_load(case, [copies for _, _, copies in gathered]),
+        learning_rates=[*zip(list_rates(case.recipe.optimizer, case.recipe.steps), rates, strict=True)],
+        load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
     )
 
@@ -161,11 +171,12 @@ def train_observed(
     watches: Sequence[Watch[Any]] = (),
     *,
     num_steps: int | None = None,
-) -> None:
+) -> list[float]:
+    """Train under the layout before the checks, and return the learning rate of each step."""
     place = list_coordinates(case)[dist.get_rank()]
     training = Training(case.recipe, program, case.layout, place)
     with open_observers(training, observer, checks, watches) as observers:
-        train(
+        return train(
             case.recipe,
             program,
             observers,
@@ -176,7 +187,8 @@ def train_observed(
         )
 
 
-def _make_bounds(case: Case, golden: StoredGolden) -> Bounds:
+def make_bounds(case: Case, golden: StoredGolden) -> Bounds:
+    """Return how far the tensors of a case may be from its golden."""
     # In float64 a step that was not forced rounds no more than one that was: there is one calibration for both.
     forced = case.checks.steps == "forced" and case.recipe.precision != "float64"
     return Bounds(case.checks.tolerance, case.recipe.precision, golden.noise, forced)

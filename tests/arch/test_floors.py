@@ -167,9 +167,9 @@ BROKEN = {
     ),
     "an umlaut in a template": (
         "characters",
-        "moeverify/report/formats/templates/page.html",
+        "moeverify/report/templates/page.html",
         "<p>\u00fc</p>\n",
-        "moeverify/report/formats/templates/page.html:1: not ASCII",
+        "moeverify/report/templates/page.html:1: not ASCII",
     ),
 }
 

@@ -10,6 +10,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -313,6 +315,46 @@ def test_weights(invoke: Any, weights: Path, try_all: Any, folder: str, name: st
         return judge(done, (0, 2))
 
     try_all(f"{folder} {name}", file, spoil_json if name.endswith("json") else spoil_bytes, attempt)
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.arange(8)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two recordings of one script."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "train.py").write_text(SCRIPT.replace("model =", "torch.manual_seed(0)\nmodel =", 1))
+    command = [sys.executable, "-m", "moeverify", "watch", "--steps", "0-1", "--out", folder / "good", "--"]
+    subprocess.run([*command, sys.executable, folder / "train.py"], check=True, capture_output=True)
+    shutil.copytree(folder / "good", folder / "spoiled")
+    return folder
+
+
+def spoil_lines(content: bytes, dice: random.Random) -> bytes:
+    """Return lines of JSON with one that has other values, or is no JSON any more."""
+    if dice.random() < 0.2:
+        return spoil_bytes(content, dice)
+    lines = content.split(b"\n")
+    at = dice.randrange(len(lines) - 1)
+    lines[at] = spoil_json(lines[at], dice)
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["rank0.jsonl", "rank0.bin"])
+def test_recordings(invoke: Any, recorded: Path, try_all: Any, name: str) -> None:
+    words = ("compare", recorded / "good", recorded / "spoiled", "--quiet")
+    spoil = spoil_bytes if name.endswith("bin") else spoil_lines
+    try_all(f"recording {name}", recorded / "spoiled" / name, spoil, lambda: judge(invoke(*words), (0, 1, 2)))
 
 
 def test_manifests(tmp_path: Path, try_all: Any) -> None:

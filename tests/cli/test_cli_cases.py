@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_check_prints_a_line_a_case(invoke: Any, case_file: Path) -> None:
     result = invoke("check", case_file)
@@ -84,6 +86,8 @@ def run_alone(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 # Runs the command line and fails if that has loaded one of the modules that make it slow.
 GUARD = """
 import sys
+import pytest
+
 from moeverify.cli import main
 try:
     main()
@@ -99,6 +103,13 @@ def test_check_does_not_load_torch(case_file: Path) -> None:
     done = run_alone(code, "check", str(case_file))
     assert (done.returncode, done.stderr) == (0, "")
     assert "1 case" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "mesh"])
+def test_what_runs_nothing_does_not_load_the_results_of_runs(command: str, case_file: Path) -> None:
+    code = GUARD.replace('name.split(".")[0] for name in sys.modules', "name for name in sys.modules")
+    done = run_alone(code.replace("FORBIDDEN", "'moeverify.results.finding'"), command, str(case_file))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_reports_do_not_load_torch(keep: Any, tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
         loader = saver if name == "forget_generators" else make_case(f"{name}-loads", dp_shard=2)
         pairs[name] = Pair(saver, loader)
         faults[pairs[name].name] = f"reshard_faults:{name}"
+    # The second exchange is while the save is written in the background.
+    exchange = {"1": "blocks", "2": "everywhere"}
+    exchanged = make_case("exchanged", True, **LAYOUT, placement="striped", exchange=exchange)
+    replicas = [[0, 9, 2, 12, 4, 5, 6, 15], [8, 1, 10, 11, 3, 13, 14, 7, 0]]
+    pairs["placed"] = Pair(exchanged, make_case("placed", **LAYOUT, placement=replicas))
     ddp = make_case("ddp-of-four", dp_replicate=4, data_parallel="ddp")
     pairs["ddp"] = Pair(ddp, ddp)
     options = RunOptions(
@@ -86,6 +91,13 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(results: Mapping[s
     assert loaded.tensors > 100
     assert loaded.worst is not None
     assert loaded.worst.bound == 0
+
+
+def test_experts_go_from_one_placement_into_another(results: Mapping[str, CaseResult]) -> None:
+    result = results["placed"]
+    assert result.verdict == "pass", (result.reason, result.findings[:3])
+    (loaded,) = [check for check in result.checks if check.name == "loaded"]
+    assert loaded.tensors > 100
 
 
 def test_ddp_goes_on_bit_for_bit(results: Mapping[str, CaseResult]) -> None:

@@ -55,7 +55,8 @@ def other(value: Any, choices: tuple[Any, ...] = ()) -> Any:
         return (*value[:-1], other(value[-1]))
     if isinstance(value, dict):
         return {**value, "y": 2}
-    return 1.0
+    is_text = value is None and (str in choices or any(str in get_args(choice) for choice in choices))
+    return "module:function" if is_text else 1.0
 
 
 @pytest.mark.parametrize("start", [recipe(), foreign()], ids=["reference", "foreign"])

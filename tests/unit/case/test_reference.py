@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from moeverify.case.schema import Case, Section
+from moeverify.case.fields import Section
+from moeverify.case.schema import Case
 from moeverify.validation.reference import make_json_schema, render_page
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "case.md"
 FILES = sorted([*ROOT.glob("cases/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+FILES = [file for file in FILES if file.parent.name != "collectives"]  # split sizes for `moeverify comm`
 SCHEMA = make_json_schema()
 
 

@@ -171,7 +171,49 @@ EXCHANGED = [
     ),
 ]
 
+REBALANCED = [
+    ("rebalance: {every: 1, slots: 9}", "", "layout.rebalance", "rebalance needs ep above 1", "set ep"),
+    (
+        "dp_shard: 2, ep: 2, rebalance: {every: 2, slots: 9}",
+        "",
+        "layout.rebalance.every",
+        "the first new placement would come after 2 steps, and the recipe trains 2",
+        "write at most 1, or set recipe.steps",
+    ),
+    (
+        "dp_shard: 2, ep: 2, rebalance: {every: 1, slots: 7}",
+        "",
+        "layout.rebalance.slots",
+        "2 ranks with 7 slots each hold 14 experts, and the model has 16",
+        "write at least 8, or a larger ep",
+    ),
+    (
+        "dp_shard: 2, ep: 2, rebalance: {every: 1, slots: 9}, "
+        "placement: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15]]",
+        "",
+        "layout.rebalance.slots",
+        "a rank holds 10 experts at first, and there are 9 slots",
+        "write at least 10, or another placement",
+    ),
+    (
+        "dp_shard: 2, ep: 2, rebalance: {every: 1, slots: 9}, exchange: {1: striped}",
+        "",
+        "layout.rebalance",
+        "the placements are given by exchange, and would be solved by rebalance as well",
+        "remove one of them",
+    ),
+    (
+        "dp_shard: 2, tp: 2, ep: 2, etp: 2, rebalance: {every: 1, slots: 9}",
+        "",
+        "layout.rebalance",
+        "rebalance together with etp 2 is not supported",
+        "write `etp: 1`, or remove rebalance",
+    ),
+]
+
 KEPT = [
+    ("dp_shard: 2, ep: 2, rebalance: {every: 1, slots: 8, last: 1, max_moves: 0}", ""),
+    ("dp_shard: 2, ep: 2, placement: everywhere, rebalance: {every: 1, slots: 16}", ""),
     ("dp_shard: 2, ep: 2, placement: everywhere", ""),
     ("dp_shard: 2, ep: 2, exchange: {1: striped}", ""),
     ("dp_shard: 2, ep: 2, placement: striped, exchange: {1: blocks, 2: everywhere}", "steps: 3"),
@@ -179,7 +221,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN + EXCHANGED)
+@pytest.mark.parametrize(("layout", "recipe", "path", "message", "remedy"), BROKEN + EXCHANGED + REBALANCED)
 def test_broken_rule(check_broken, layout, recipe, path, message, remedy):
     check_broken(layout, recipe, path, message, remedy)
 

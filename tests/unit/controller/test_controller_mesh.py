@@ -56,6 +56,15 @@ def test_experts_are_shown_where_each_placement_has_them() -> None:
     ]
 
 
+def test_experts_that_are_placed_by_their_load_are_shown_as_they_are_at_first() -> None:
+    layout = {"dp_shard": 2, "ep": 2, "rebalance": {"every": 1, "slots": 9}}
+    case = build_case({"name": "c", "recipe": {"model": {"preset": EXPERTS}, "steps": 3}, "layout": layout})
+    assert [place.holds for place in make_picture(case).ranks] == [
+        {"experts at first": tuple(range(8))},
+        {"experts at first": tuple(range(8, 16))},
+    ]
+
+
 def test_the_shape_has_the_groups_of_every_axis_of_more_than_one_rank() -> None:
     shape = make_shape(make_case(EXPERTS, {"dp_shard": 4, "ep": 2}).layout)
     assert shape.axes == {"dp_shard": 4}

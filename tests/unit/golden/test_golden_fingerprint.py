@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeverify.golden import fingerprint as module
-from moeverify.golden.fingerprint import fingerprint
+from moeverify.golden.fingerprint import Fingerprints
 from moeverify.golden.proximity import distance
 
 
@@ -16,13 +16,13 @@ def weight() -> torch.Tensor:
 
 
 def test_the_norm_comes_first(weight: torch.Tensor) -> None:
-    print_ = fingerprint(weight)
+    print_ = Fingerprints().make(weight)
     assert len(print_) == 3
     assert print_[0] == pytest.approx(float(weight.norm()), rel=1e-12)
 
 
 def test_rounding_is_near(weight: torch.Tensor) -> None:
-    assert distance(fingerprint(weight), fingerprint(weight * (1 + 1e-15))) < 1e-12
+    assert distance(Fingerprints().make(weight), Fingerprints().make(weight * (1 + 1e-15))) < 1e-12
 
 
 def test_permutations_are_far_though_the_norm_is_equal(weight: torch.Tensor) -> None:
@@ -35,31 +35,40 @@ def test_permutations_are_far_though_the_norm_is_equal(weight: torch.Tensor) -> 
         -weight,
     ):
         assert torch.allclose(other.norm(), weight.norm())
-        assert distance(fingerprint(weight), fingerprint(other)) > 1e-3
+        assert distance(Fingerprints().make(weight), Fingerprints().make(other)) > 1e-3
     swapped = weight.clone()
     swapped[[2, 7], 4] = weight[[7, 2], 4]
-    assert distance(fingerprint(weight), fingerprint(swapped)) > 1e-6
+    assert distance(Fingerprints().make(weight), Fingerprints().make(swapped)) > 1e-6
 
 
 def test_whether_it_is_contiguous_does_not_matter(weight: torch.Tensor) -> None:
-    assert fingerprint(weight.t()) == fingerprint(weight.t().contiguous())
+    assert Fingerprints().make(weight.t()) == Fingerprints().make(weight.t().contiguous())
 
 
 def test_chunks_do_not_matter(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fingerprint(weight)
+    whole = Fingerprints().make(weight)
     monkeypatch.setattr(module, "_CHUNK", 7)
-    assert distance(whole, fingerprint(weight)) < 1e-12
+    assert distance(whole, Fingerprints().make(weight)) < 1e-12
+
+
+def test_tensors_share_the_signs_of_their_places(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    tensors = [weight[:1], weight, weight[3:]]
+    shared = Fingerprints()
+    assert [shared.make(each) for each in tensors] == [Fingerprints().make(each) for each in tensors]
 
 
 def test_integers_are_hashed() -> None:
     ids = torch.arange(20).reshape(4, 5)
-    assert fingerprint(ids) == fingerprint(ids.to(torch.int32))
-    assert isinstance(fingerprint(ids), str)
-    assert fingerprint(ids) != fingerprint(ids.flip(0))
-    assert fingerprint(ids.t()) == fingerprint(ids.t().contiguous())
-    assert fingerprint(ids > 3) != fingerprint(ids > 4)
+    assert Fingerprints().make(ids) == Fingerprints().make(ids.to(torch.int32))
+    assert isinstance(Fingerprints().make(ids), str)
+    assert Fingerprints().make(ids) != Fingerprints().make(ids.flip(0))
+    assert Fingerprints().make(ids.t()) == Fingerprints().make(ids.t().contiguous())
+    assert Fingerprints().make(ids > 3) != Fingerprints().make(ids > 4)
 
 
 def test_a_number_and_nothing() -> None:
-    assert fingerprint(torch.tensor(2.0))[0] == 2.0
-    assert fingerprint(torch.zeros(0)) == [0.0, 0.0, 0.0]
+    assert Fingerprints().make(torch.tensor(2.0))[0] == 2.0
+    assert Fingerprints().make(torch.zeros(0)) == [0.0, 0.0, 0.0]

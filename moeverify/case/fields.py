@@ -1,0 +1,30 @@
+"""Types of the fields of a case, and what all of its sections have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ADDS_RANKS = "adds ranks"
+"""Marks the degrees whose product is the number of ranks."""
+
+SPLITS_ROWS = "splits rows"
+"""Marks the degrees whose product is the number of shares that the rows of the global batch are divided into."""
+
+Degree = Annotated[int, Field(ge=1), ADDS_RANKS]
+RowDegree = Annotated[int, Field(ge=1), ADDS_RANKS, SPLITS_ROWS]
+BorrowedDegree = Annotated[int, Field(ge=1)]  # its ranks are those of other axes
+Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Factor = Annotated[float, Field(ge=1.0)]
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Section(BaseModel):
+    """A part of a case: immutable, every field known, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
