@@ -12,7 +12,7 @@ MEGABLOCKS ?= yes
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify test test-fast lint golden samples stacks hooks megablocks try-megablocks clean
+.PHONY: verify test test-fast lint docs golden samples stacks hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # each set of packages goes into the same virtual environment
 
@@ -25,12 +25,16 @@ test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as t
 test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'
 
-lint: $(VENV)/installed-lint ## Check style, spelling, types and the rules of the house
+lint: $(VENV)/installed-lint ## Check style, spelling, types, the rules of the house, and links of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/arch
+	$(BIN)/mkdocs build --quiet
+
+docs: $(VENV)/installed-lint ## Build the docs as a site in build/site; any broken link fails
+	$(BIN)/mkdocs build
 
 hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files in every commit from now on
 	$(BIN)/pre-commit install

@@ -297,6 +297,25 @@ def _find_models(annotation: Any) -> list[Any]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _find_models(inner)]
 
 
+def comm_uneven() -> str:
+    """An uneven exchange with its backward."""
+    file = "examples/collectives/uneven.yaml"
+    command = f"moeverify comm all_to_all --ranks 4 --splits {file} --backward"
+    return block(run(f"{command} --device cpu").splitlines(), command)
+
+
+def comm_gather() -> str:
+    """A gather, whose backward is a sum."""
+    command = "moeverify comm all_gather --ranks 3 --backward"
+    return block(run(f"{command} --device cpu").splitlines(), command)
+
+
+def route() -> str:
+    """One batch through a MoE layer."""
+    command = "moeverify route cases/ddp-ep2.yaml"
+    return block(run(f"{command} --device cpu").splitlines(), command)
+
+
 TABLES: dict[str, Callable[[], str]] = {"commands": commands, "floors": floors, "json": json_keys}
 OUTPUTS: dict[str, Callable[[], str]] = {
     "verify": verify,
@@ -308,6 +327,9 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "precision": precision,
     "own-fault": own_fault,
     "own-fault-misspelled": own_fault_misspelled,
+    "comm-uneven": comm_uneven,
+    "comm-gather": comm_gather,
+    "route": route,
 }
 
 
