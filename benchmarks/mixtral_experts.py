@@ -16,6 +16,7 @@ from output import print_setting, print_table
 from moeverify.controller.bench import bench_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
+from moeverify.report.formats.plots import make_stem
 from moeverify.validation.load import load_cases
 
 FOLDER = Path(__file__).parent / "mixtral"
@@ -88,7 +89,16 @@ def share(case):
 
 
 def measure(cases, options):
-    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs now goes to stderr."""
+    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs now goes to stderr.
+
+    `options.profile`, where there is one, is a folder for a trace of each case.
+    """
+    folder = getattr(options, "profile", None)
+    profiles = (
+        {}
+        if folder is None
+        else {case.name: folder.resolve() / make_stem(case.name, set()) for case in cases}
+    )
     return bench_cases(
         cases,
         device="cpu" if options.rehearse else "auto",
@@ -96,6 +106,7 @@ def measure(cases, options):
         warmup=options.warmup,
         steps=options.steps,
         timeout=None,
+        profiles=profiles,
         on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
     )
 

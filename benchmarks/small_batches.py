@@ -107,6 +107,9 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path, help="a file for all that was measured")
+    parser.add_argument(
+        "--profile", type=Path, help="a folder for traces of a step, and what its kernels are for"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
     options = parser.parse_args()
     print_setting()

@@ -144,12 +144,13 @@ CaseJob = VerifyJob | SaveJob | LoadJob | CoverageJob | DebugJob
 
 
 class BenchJob(Record):
-    """Measure what a step of the case costs."""
+    """Measure what a step of the case costs; `profile` keeps the traces of a step."""
 
     kind: Literal["bench"] = "bench"
     case: Case
     warmup: int
     steps: int
+    profile: Path | None = None
     search_path: tuple[str, ...] = ()
 
 

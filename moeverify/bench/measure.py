@@ -45,9 +45,17 @@ class _Row:
 
 
 def measure_case(
-    case: Case, device: torch.device, folder: Path, *, warmup: int, steps: int
+    case: Case,
+    device: torch.device,
+    folder: Path,
+    *,
+    warmup: int,
+    steps: int,
+    profile_folder: Path | None = None,
 ) -> Measurement | None:
     """Return on rank 0 what a step of the case costs; None on the other ranks.
+
+    `profile_folder` keeps the trace of a step of each rank, `rank-0.json.gz` and so on, for Perfetto or Chrome.
 
     Collective: all ranks of the default process group, which has as many ranks as the layout.
 
@@ -68,11 +76,11 @@ def measure_case(
         stepper.step()
     with PeakMemory(device) as memory:
         seconds = _time_steps(stepper, device, steps)
-    profiled = _profile(stepper, device, folder)
+    profiled = _profile(stepper, device, profile_folder or folder)
     operations = stepper.count()
     stored = float(sum(shard.local().nbytes for shard in program.shards))
     rows = gather_on_first(_Row(seconds, memory.peak, stored, roofline, profiled, operations))
-    return None if rows is None else _merge(case, rows)
+    return None if rows is None else _merge(case, rows, with_profile=profile_folder is not None)
 
 
 @torch.no_grad()
@@ -150,12 +158,12 @@ def _profile(stepper: _Stepper, device: torch.device, folder: Path) -> StepProfi
         stepper.step()
         synchronize(device)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"trace-{dist.get_rank()}.json"
+    path = folder / f"rank-{dist.get_rank()}.json.gz"
     seen.export_chrome_trace(str(path))
     return read_profile(path)
 
 
-def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
+def _merge(case: Case, rows: Sequence[_Row], *, with_profile: bool) -> Measurement:
     """Return the measurement of a case: of each number that of the slowest rank, of traffic rank 0's."""
     recipe, num_ranks = case.recipe, len(rows)
     step = Spread.of([max(of_step) for of_step in zip(*(row.seconds for row in rows), strict=True)])
@@ -180,6 +188,8 @@ def _merge(case: Case, rows: Sequence[_Row]) -> Measurement:
         in_micro_batches=rows[0].operations[0],
         in_update=rows[0].operations[1],
         traffic=rows[0].profile.traffic,
+        work=rows[0].profile.work,
+        profile=tuple(row.profile.step for row in rows) if with_profile else (),
         roofline=_find_slowest([row.roofline for row in rows]),
     )
 
@@ -189,6 +199,8 @@ def _find_slowest(found: Sequence[Roofline]) -> Roofline:
     return Roofline(
         matmul=min(each.matmul for each in found),
         experts=min(experts) if experts else None,
+        copying=min(each.copying for each in found if each.copying is not None),
+        launch=max(each.launch for each in found if each.launch is not None),
         collectives={kind: min(each.collectives[kind] for each in found) for kind in found[0].collectives},
     )
 

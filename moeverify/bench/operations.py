@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moeverify.results.measurement import Operations
 
@@ -41,13 +42,18 @@ def count_operations(call: Callable[[], object]) -> Operations:
     dispatched, called = _Dispatched(), _Called()
     with called, dispatched:
         call()
-    return Operations(kernels=dispatched.kernels, collectives=dispatched.collectives, waits=called.waits)
+    return Operations(
+        kernels=dispatched.kernels,
+        collectives=dispatched.collectives,
+        waits=called.waits,
+        traffic=dispatched.traffic,
+    )
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels = self.collectives = 0
+        self.kernels = self.collectives = self.traffic = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -58,6 +64,9 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.collectives += 1
         elif func.namespace != "profiler" and not _is_free(func):
             self.kernels += 1
+            result = func(*args, **(kwargs or {}))
+            self.traffic += _count_bytes((args, kwargs, result))
+            return result
         return func(*args, **(kwargs or {}))
 
 
@@ -76,6 +85,11 @@ class _Called(TorchFunctionMode):
         if func in _WAITS:
             self.waits += 1
         return func(*args, **(kwargs or {}))
+
+
+def _count_bytes(values: Any) -> int:
+    """Return the bytes that an operation reads and writes: what it updates in place counts as both."""
+    return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 def _is_free(func: Any) -> bool:

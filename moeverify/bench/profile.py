@@ -6,6 +6,7 @@ shape of their input, but not their group, so there is no bus bandwidth.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections import defaultdict
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeverify.results.measurement import DeviceWork, Traffic
+from moeverify.bench.kernels import find_own_times, sort_work
+from moeverify.bench.spans import Span, length, merge, overlap
+from moeverify.results.measurement import DeviceWork, Interval, RankStep, Traffic, Work
 
 _KINDS = {
     "all_reduce": ("allreduce", "all_reduce"),
@@ -28,7 +31,8 @@ _BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int": 4, "long": 8
 # What the profiler calls the C++ types of an input.
 _PLAIN = {"c10::BFloat16": "bfloat16", "c10::Half": "half", "long int": "long", "unsigned char": "byte"}
 _MICROSECONDS = 1e-6
-
+# What of a step two pieces of work may be apart and be drawn as one: less than a picture shows.
+_RESOLUTION = 1 / 1500
 
 # What a host waits for a device with, by CUDA's names.
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
@@ -38,43 +42,88 @@ _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 class StepProfile:
     """The collectives of a profiled step, the seconds in which any ran, and those in which nothing else did.
 
-    Beside them what the device was given to do, and how long it did anything. `exposed` and `device` are None for a
-    trace without GPU kernels.
+    Beside them when the rank computed and communicated, what for, and what its device was given to do. `exposed` and
+    `device` are None for a trace without GPU kernels: the operators of a CPU then say what was computed.
     """
 
     traffic: tuple[Traffic, ...]
     together: float
+    step: RankStep
+    work: tuple[Work, ...]
     exposed: float | None = None
     device: DeviceWork | None = None
 
 
 def read_profile(path: Path) -> StepProfile:
-    """Return what a trace of torch's profiler says of collectives."""
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    if kernels:
-        ran = [event for event in kernels if "nccl" in event["name"].lower()]
-        others = [event for event in kernels if "nccl" not in event["name"].lower()]
-        together = _length(_spans(ran))
-        exposed = together - _overlap(_merge(_spans(ran)), _merge(_spans(others)))
+    """Return what a trace of torch's profiler, compressed by gzip where its name ends so, says of a step."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
+    given = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if given:
+        ran = [event for event in given if "nccl" in event["name"].lower()]
+        others = [event for event in given if "nccl" not in event["name"].lower()]
+        together = length(_spans(ran))
+        exposed = together - overlap(merge(_spans(ran)), merge(_spans(others)))
         return StepProfile(
-            _summarize(ran), together * _MICROSECONDS, exposed * _MICROSECONDS, _measure_device(events)
+            _summarize(ran),
+            together * _MICROSECONDS,
+            _draw_step(events, ran, others),
+            sort_work(given),
+            exposed * _MICROSECONDS,
+            _measure_device(events, given),
         )
     ran = [event for event in events if event["name"].startswith("gloo:")]
-    return StepProfile(_summarize(ran), _length(_spans(ran)) * _MICROSECONDS)
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    # Nodes of autograd span the waits of the exchanges in them; operators of ATen compute.
+    computing = [event for event in operators if event["name"].startswith("aten::")]
+    work = [event for event in operators if not _is_communication(event)]
+    return StepProfile(
+        _summarize(ran),
+        length(_spans(ran)) * _MICROSECONDS,
+        _draw_step([*operators, *ran], ran, computing),
+        sort_work([*find_own_times(work), *ran]),
+    )
 
 
-def _measure_device(events: Sequence[Mapping[str, Any]]) -> DeviceWork:
-    given = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+def _is_communication(event: Mapping[str, Any]) -> bool:
+    return str(event["name"]).startswith(("gloo:", "c10d::", "_c10d_functional::"))
+
+
+def _draw_step(
+    events: Sequence[Mapping[str, Any]],
+    collectives: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+) -> RankStep:
+    """Return when a rank computed and communicated, from the first of the events on."""
+    begin = min((event["ts"] for event in events), default=0.0)
+    whole = max((event["ts"] + event["dur"] for event in events), default=0.0) - begin
+    by_kind: dict[str, list[Span]] = defaultdict(list)
+    for event in collectives:
+        by_kind[_find_kind(event)].extend(_spans([event]))
+
+    def convert(spans: Iterable[Span]) -> tuple[Interval, ...]:
+        found = merge(spans, whole * _RESOLUTION)
+        return tuple(((start - begin) * _MICROSECONDS, (end - start) * _MICROSECONDS) for start, end in found)
+
+    busy = merge([*_spans(collectives), *_spans(others)])
+    return RankStep(
+        seconds=whole * _MICROSECONDS,
+        computed=length(_spans(others)) * _MICROSECONDS,
+        idle=(whole - length(busy)) * _MICROSECONDS,
+        computing=convert(_spans(others)),
+        communicating={kind: convert(spans) for kind, spans in by_kind.items()},
+    )
+
+
+def _measure_device(events: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> DeviceWork:
     waits = sum(event.get("cat") == "cuda_runtime" and event["name"] in _WAITS for event in events)
-    return DeviceWork(launches=len(given), waits=waits, busy=_length(_spans(given)) * _MICROSECONDS)
+    return DeviceWork(launches=len(given), waits=waits, busy=length(_spans(given)) * _MICROSECONDS)
 
 
 def _summarize(ran: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:
     by_kind: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for event in ran:
-        named = str(event.get("args", {}).get("Collective name", ""))
-        by_kind[_kind_of(named, str(event["name"]))].append(event)
+        by_kind[_find_kind(event)].append(event)
     found = [_describe(kind, events) for kind, events in by_kind.items()]
     return tuple(sorted(found, key=lambda traffic: -traffic.seconds))
 
@@ -113,7 +162,8 @@ def _count_bytes(found: Mapping[str, Any]) -> float | None:
     return float(sum(math.prod(shape) * _BYTES.get(_PLAIN.get(kind, kind), 1) for shape, kind in shapes))
 
 
-def _kind_of(*names: str) -> str:
+def _find_kind(event: Mapping[str, Any]) -> str:
+    names = str(event.get("args", {}).get("Collective name", "")), str(event["name"])
     for name in names:
         for kind, parts in _KINDS.items():
             if name and any(part in name.lower().replace("-", "_") for part in parts):
@@ -121,31 +171,5 @@ def _kind_of(*names: str) -> str:
     return next(filter(None, names), "other")
 
 
-def _spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
+def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
     return [(event["ts"], event["ts"] + event["dur"]) for event in events]
-
-
-def _merge(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in _merge(spans))
-
-
-def _overlap(left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]]) -> float:
-    """Return how long two lists of disjoint, sorted spans have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

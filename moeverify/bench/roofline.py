@@ -21,6 +21,8 @@ from moeverify.results.measurement import Roofline
 from moeverify.train.program import compute_dtype_of
 
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+_NUM_LAUNCHES = 200
 _COLLECTIVE_BYTES = {"cuda": 2**28, "cpu": 2**22}
 _REPEATS = 10
 
@@ -32,7 +34,13 @@ def measure_roofline(case: Case, device: torch.device) -> Roofline:
     matmul = measure_matmul(dtype, device)
     experts = measure_experts(case, dtype, device)
     collectives = measure_collectives(device) if dist.get_world_size() > 1 else {}
-    return Roofline(matmul=matmul, experts=experts, collectives=collectives)
+    return Roofline(
+        matmul=matmul,
+        experts=experts,
+        copying=measure_copying(device),
+        launch=measure_launch(device),
+        collectives=collectives,
+    )
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
@@ -41,6 +49,26 @@ def measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / time_repeated(lambda: torch.mm(a, b, out=out), device)
+
+
+def measure_copying(device: torch.device) -> float:
+    """Return the bytes a second that one large copy reads and writes."""
+    source = torch.zeros(_COPY_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / time_repeated(lambda: target.copy_(source), device)
+
+
+def measure_launch(device: torch.device) -> float:
+    """Return the least seconds in which the host dispatches one operation on a few numbers, not waiting for it."""
+    number = torch.zeros(8, device=device)
+    seconds = []
+    for _ in range(_REPEATS):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(_NUM_LAUNCHES):
+            number.add_(1.0)
+        seconds.append((time.perf_counter() - began) / _NUM_LAUNCHES)
+    return min(seconds)
 
 
 def measure_experts(case: Case, dtype: torch.dtype, device: torch.device) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from moeverify.case.schema import Case
     from moeverify.controller.options import RunOptions
     from moeverify.validation.load import Loaded
+    from moeverify.validation.sweep import Combination
 
 
 class Device(StrEnum):
@@ -112,6 +114,15 @@ class CaseSelection(OptionGroup):
         from moeverify.validation.load import load_cases
 
         return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+
+    def load_sweep(self, sweeps: Sequence[str]) -> list[Combination]:
+        """Return the cases for each combination of values of `--sweep`; without one as they are.
+
+        Raises: CaseError with what is wrong with the options, or with the first combination if none is left.
+        """
+        from moeverify.validation.sweep import load_sweep
+
+        return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_valid(self) -> Loaded:
         """Return the valid cases; files of a folder that are refused do not keep the others from running.

@@ -4,24 +4,90 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
 from moeverify.cli.context import BAD_INPUT, FAILED, open_context
-from moeverify.cli.options import with_groups
+from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.track import Tracking
+
+if TYPE_CHECKING:
+    from moeverify.case.schema import Case
+    from moeverify.results.measurement import BenchRun
+
+
+@dataclass(frozen=True)
+class BenchFiles(OptionGroup):
+    """What is written beside the tables."""
+
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
+    ] = None
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="DIR", help="Write a picture of the sweep as PNG.")
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="DIR",
+            help="Keep a step of each case: a trace a rank for Perfetto, and a picture.",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Make sure, before minutes of measuring, that everything can be written.
+
+        Raises: CaseError with what cannot.
+        """
+        from moeverify.report.files import check_writable
+
+        check_writable([] if self.json is None else [self.json], self.plots, self.profile)
+
+    def name_folders(self, cases: Sequence[Case]) -> dict[str, Path]:
+        """Return the folder of each case below that of --profile."""
+        if self.profile is None:
+            return {}
+        from moeverify.report.formats.plots import make_stem
+
+        used: set[str] = set()
+        return {case.name: self.profile.resolve() / make_stem(case.name, used) for case in cases}
+
+    def write(self, result: BenchRun, folders: dict[str, Path]) -> None:
+        """Write the results and the pictures; the ranks have written their traces."""
+        from moeverify.report.files import write_atomically
+
+        if self.json is not None:
+            write_atomically(self.json, result.model_dump_json(indent=1))
+        if self.plots is None and self.profile is None:
+            return
+        from moeverify.report.formats.plots import write_step, write_sweep
+
+        if self.plots is not None:
+            write_sweep(result, self.plots)
+        for case in result.cases:
+            if case.name in folders:
+                write_step(case, folders[case.name])
 
 
 @with_groups
 def bench(
     *,
     selection: CaseSelection,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="A.B=V,W",
+            help="Measure each case once for each value, e.g. layout.ep=1,2; repeatable, for all combinations.",
+        ),
     ] = None,
+    files: BenchFiles,
     tracking: Tracking,
     device: DeviceOption = Device.auto,
     ranks: Ranks = None,
@@ -35,16 +101,17 @@ def bench(
     Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right.
     """
     with open_context() as context:
-        from moeverify.controller.bench import bench_cases
+        from moeverify.controller.bench import bench_cases, mark_swept
         from moeverify.report.bench import render_bench
-        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
         from moeverify.report.trackers.figures import list_bench_figures
 
-        if context.is_first:  # before minutes of measuring
-            check_writable([] if json is None else [json])
+        if context.is_first:
+            files.check()
             tracking.check()
-        cases = selection.load()
+        combinations = selection.load_sweep(sweep or ())
+        cases = [case for combination in combinations for case in combination.cases]
+        folders = files.name_folders(cases)
         with open_progress(context.out, quiet=quiet) as progress:
             result = bench_cases(
                 cases,
@@ -54,12 +121,13 @@ def bench(
                 steps=steps,
                 timeout=timeout,
                 on_event=progress.on_event,
+                profiles=folders,
             )
         if result is None:  # one of several ranks; the first one reports
             return
-        result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
-        if json is not None:
-            write_atomically(json, result.model_dump_json(indent=1))
+        command = shlex.join(["moeverify", *sys.argv[1:]])
+        result = mark_swept(result, combinations).model_copy(update={"command": command})
+        files.write(result, folders)
         render_bench(result, context.out)
         is_tracked = tracking.write(list_bench_figures(result), context)
         if any(case.step is None for case in result.cases):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from moeverify.axes.describe import describe_layout
@@ -22,6 +23,7 @@ from moeverify.report.words.failure import describe_failure, word_report
 from moeverify.report.words.note import describe_obstacle
 from moeverify.results.measurement import BenchRun, Measurement
 from moeverify.results.run import Event
+from moeverify.validation.sweep import Combination
 
 TIMEOUT = 900.0
 
@@ -35,8 +37,11 @@ def bench_cases(
     steps: int,
     timeout: float | None,
     on_event: Callable[[Event], None],
+    profiles: Mapping[str, Path] | None = None,
 ) -> BenchRun | None:
     """Return what each case costs, in their order; on any rank but the first of an external launch, None.
+
+    `profiles` has for the name of a case the folder in which each rank leaves the trace of a step.
 
     Raises: MachineError where the device that was asked for is not there.
     """
@@ -48,7 +53,13 @@ def bench_cases(
         if obstacle is not None:
             found[case.name] = _refuse(case, describe_obstacle(obstacle))
         else:
-            asked = BenchJob(case=case, warmup=warmup, steps=steps, search_path=tuple(search_path(case)))
+            asked = BenchJob(
+                case=case,
+                warmup=warmup,
+                steps=steps,
+                profile=(profiles or {}).get(case.name),
+                search_path=tuple(search_path(case)),
+            )
             limit_s = TIMEOUT if timeout is None else timeout
             job = make_job(case.name, case.layout.world_size, limit_s, asked)
             tasks.append(Task(job, partial(_judge, case)))
@@ -75,6 +86,19 @@ def bench_cases(
         steps=steps,
         cases=tuple(found[case.name] for case in cases),
     )
+
+
+def mark_swept(result: BenchRun, combinations: Sequence[Combination]) -> BenchRun:
+    """Return the result with the values of a sweep beside each case, and a row for each that was refused."""
+    measured = {case.name: case for case in result.cases}
+    rows: list[Measurement] = []
+    for combination in combinations:
+        swept = {"swept": combination.values}
+        rows += [measured[case.name].model_copy(update=swept) for case in combination.cases]
+        if combination.refused:
+            reason = combination.refused.partition("\n")[0]
+            rows.append(Measurement(name=combination.label, ranks=0, reason=reason, swept=combination.values))
+    return result.model_copy(update={"cases": tuple(rows)})
 
 
 def _judge(case: Case, outcome: JobOutcome) -> Measurement:

@@ -14,13 +14,16 @@ _GIB = 2.0**30
 
 
 def render_bench(result: BenchRun, console: Console) -> None:
-    """Print everything that was measured."""
+    """Print everything that was measured; what the work of a step was for only where a profile was asked for."""
     measured = [case for case in result.cases if case.step is not None]
     if measured:
         print_table(_make_table(measured, console), console)
         console.print()
         print_table(_make_traffic_table(measured, console), console)
         console.print()
+        if any(case.profile for case in measured):
+            print_table(_make_work_table(measured, console), console)
+            console.print()
     for case in result.cases:
         if case.step is None:
             console.print(Text(clean(f"{case.name}: not measured: {case.reason}")), soft_wrap=True)
@@ -31,7 +34,9 @@ def render_bench(result: BenchRun, console: Console) -> None:
     legend = (
         f"{result.warmup} steps of warm-up, then {result.steps} measured: median (least to most). TFLOP/s and "
         "memory are a rank's; peak is one large matrix product in the same run; comm is the part of a profiled "
-        "step in which collectives ran, and in brackets the part in which nothing else did."
+        "step in which collectives ran, and in brackets the part in which nothing else did. A floor is the least "
+        "time of a step at the rate beside it: its model operations, the bytes that its operations read and write "
+        "one by one, or their launches by the host."
     )
     console.print(Text(legend, style="dim"), soft_wrap=True)
 
@@ -86,6 +91,8 @@ def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
                 _number(traffic.bus_bandwidth, 1e9),
                 _number(alone, 1e9),
             )
+        for part, seconds, rate in _find_floors(case):
+            table.add_row(part, clean(case.name), "", f"{seconds * 1e3:.2f}", "", "", rate)
         if roofline is not None:
             unit = f"TFLOP/s {_number(roofline.matmul, 1e12)}"
             table.add_row("matrix product alone", clean(case.name), "", "", "", "", unit)
@@ -95,6 +102,38 @@ def _make_traffic_table(cases: list[Measurement], console: Console) -> Table:
                 )
                 table.add_row("experts alone", clean(case.name), "", "", "", "", unit)
     return table
+
+
+def _make_work_table(cases: list[Measurement], console: Console) -> Table:
+    table = _new_table(console, "work of rank 0", "case", "a step", "ms", "of all")
+    for case in cases:
+        whole = sum(work.seconds for work in case.work)
+        for work in case.work:
+            seconds = f"{work.seconds * 1e3:.2f}"
+            table.add_row(work.kind, clean(case.name), str(work.count), seconds, _share(work.seconds, whole))
+    return table
+
+
+def _find_floors(case: Measurement) -> list[tuple[str, float, str]]:
+    """Return the least times of a step, and the rates at which they are taken: as far as both are known."""
+    roofline, step = case.roofline, case.step
+    if roofline is None or step is None:
+        return []
+    found = []
+    if case.flops is not None:
+        rate = f"TFLOP/s {_number(roofline.matmul, 1e12)}"
+        found.append(("floor of operations", case.flops * step.median / roofline.matmul, rate))
+    if case.in_micro_batches is None or case.in_update is None:
+        return found
+    parts = (case.in_micro_batches, case.in_update)
+    if roofline.copying is not None:
+        moved = sum(part.traffic or 0 for part in parts)
+        found.append(("floor of bytes", moved / roofline.copying, f"GB/s {_number(roofline.copying, 1e9)}"))
+    if roofline.launch is not None:
+        launches = sum(part.kernels for part in parts)
+        rate = f"us {_number(roofline.launch, 1e-6)}"
+        found.append(("floor of launches", launches * roofline.launch, rate))
+    return found
 
 
 def _count_work(case: Measurement) -> list[tuple[str, int]]:

@@ -44,12 +44,13 @@ class Traffic(Record):
 class Operations(Record):
     """What a rank asks of its device: operations that compute, copy or fill, collectives, and waits of the host.
 
-    Of a GPU each operation is a launch at least.
+    Of a GPU each operation is a launch at least. `traffic` is the bytes that operations read and write one by one.
     """
 
     kernels: int
     collectives: int
     waits: int
+    traffic: int | None = None
 
 
 class DeviceWork(Record):
@@ -63,15 +64,44 @@ class DeviceWork(Record):
     busy: float
 
 
+Interval = tuple[float, float]
+"""When something began, and how long it took. Units: seconds from the beginning of a step."""
+
+
+class Work(Record):
+    """One kind of work in a profiled step: how many kernels of a GPU, or operators of a CPU, and their time."""
+
+    kind: str
+    count: int
+    seconds: float
+
+
+class RankStep(Record):
+    """When a rank computed and communicated in a profiled step; what is near each other is one interval.
+
+    `computed` is the time in which anything but a collective ran, and `idle` that in which nothing did: a GPU then
+    waits for its host, or a CPU for Python and other ranks.
+    """
+
+    seconds: float
+    computed: float
+    idle: float
+    computing: tuple[Interval, ...]
+    communicating: dict[str, tuple[Interval, ...]]
+
+
 class Roofline(Record):
     """What parts of the machine do alone, measured on the ranks of the case before it.
 
     `matmul` is one large matrix product in the precision of the recipe; `experts` are the experts of one layer,
-    forward and backward, with as many tokens as they get on average, alone on each rank. Collectives are by
-    kind, bus bandwidth.
+    forward and backward, with as many tokens as they get on average, alone on each rank. `copying` is the bytes a
+    second that one large copy reads and writes, `launch` the seconds in which a host dispatches one small operation.
+    Collectives are by kind, bus bandwidth.
     """
 
     matmul: float
+    copying: float | None = None
+    launch: float | None = None
     experts: float | None = None
     collectives: dict[str, float] = Field(default_factory=dict)
 
@@ -82,10 +112,13 @@ class Measurement(Record):
     `flops` counts model operations a second of one rank: what the layout computes again does not count.
     `exposed` is the part of a step in which only collectives ran, None where the profile does not show it.
     `in_micro_batches` are the operations of all forward and backward passes of a step, `in_update` those of the rest.
+    `swept` are the fields that a sweep has set, by their paths.
+    `work` is what rank 0 did in a profiled step, and `profile` when each rank did it, where a profile was asked for.
     """
 
     name: str
     file: str = ""
+    swept: dict[str, str] = Field(default_factory=dict)
     ranks: int
     layout: str = ""
     recipe: str = ""
@@ -102,6 +135,8 @@ class Measurement(Record):
     in_micro_batches: Operations | None = None
     in_update: Operations | None = None
     traffic: tuple[Traffic, ...] = ()
+    work: tuple[Work, ...] = ()
+    profile: tuple[RankStep, ...] = ()
     roofline: Roofline | None = Field(
         default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"
     )

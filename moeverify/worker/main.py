@@ -103,7 +103,14 @@ def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
     """Measure a case; what the user must mend is the same on every rank."""
     with import_path(job.search_path):
         try:
-            found = measure_case(job.case, context.device, context.folder, warmup=job.warmup, steps=job.steps)
+            found = measure_case(
+                job.case,
+                context.device,
+                context.folder,
+                warmup=job.warmup,
+                steps=job.steps,
+                profile_folder=job.profile,
+            )
         except CaseError as error:
             return Refusal(error=str(error))
     return None if found is None else BenchResult(measurement=found)

@@ -32,6 +32,8 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
         1,
         "--json",
         file,
+        "--profile",
+        tmp_path / "profile",
     )
     assert done.exit_code == 3, done.output  # one of the two was not measured
     assert "too-large: not measured: needs 8 ranks; --ranks 2" in done.stdout
@@ -54,7 +56,23 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     assert found.in_micro_batches.kernels > found.in_update.kernels > 0
     assert found.in_micro_batches.collectives > 0
     assert found.in_micro_batches.waits == 0  # a dense model has no sizes that the host must know
+    assert found.in_micro_batches.traffic is not None
+    assert found.in_micro_batches.traffic > 2 * (
+        found.parameters or 0
+    )  # weights are read forward and backward
     assert "operations of all passes" in done.stdout
+    assert all(f"floor of {part}" in done.stdout for part in ("operations", "bytes", "launches"))
+    assert sorted(path.name for path in (tmp_path / "profile" / "fsdp2-2").iterdir()) == [
+        "rank-0.json.gz",
+        "rank-1.json.gz",
+        "step.png",
+    ]
+    assert len(found.profile) == 2
+    for step in found.profile:
+        assert 0 < step.computed + step.idle <= step.seconds
+        assert "all_gather" in step.communicating
+    assert {"matrix products", "collectives"} <= {work.kind for work in found.work}
+    assert "work of rank 0" in done.stdout
     assert "fsdp2-2" in done.stdout
 
 
@@ -83,6 +101,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         (["--timeout", 0], "--timeout"),
         (["--set", "layout.ep=3"], "layout.ep: ep 3 needs a model with experts"),
         (["-k", "nothing"], "no case matches `nothing`"),
+        (["--sweep", "layout.ep"], "expected `path=value,value`, got `layout.ep`"),
+        (["--sweep", "layout.ep=3,5"], "layout.ep: ep 3 needs a model with experts"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(
@@ -92,6 +112,18 @@ def test_bad_usage_is_refused_before_anything_runs(
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert "starting ranks" not in done.stdout
+
+
+def test_a_sweep_measures_what_its_case_allows_and_says_why_not_the_rest(
+    case_file: Path, invoke: Callable[..., Any]
+) -> None:
+    sweep = ("--sweep", "layout.dp_shard=2,3", "--sweep", "recipe.data.seq_len=16,24")
+    done = invoke("bench", case_file, "--device", "cpu", "--ranks", 1, *sweep)
+    assert done.exit_code == 3, done.output
+    assert "fsdp2-2 dp_shard=2 seq_len=16: not measured: needs 2 ranks; --ranks 1" in done.stdout
+    assert "fsdp2-2 dp_shard=2 seq_len=24: not measured: needs 2 ranks; --ranks 1" in done.stdout
+    assert "\ndp_shard=3 seq_len=16: not measured: " in done.stdout
+    assert "recipe.data.batch 8 is not divisible by dp_shard 3" in done.stdout
 
 
 def test_where_nothing_was_measured_nothing_is_explained(case_file: Path, invoke: Callable[..., Any]) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeverify.report.files import write_atomically
-from moeverify.report.pictures import fault_matrix
+from moeverify.report.pictures import fault_matrix, step, sweep
 from moeverify.report.pictures.picture import drawing, format_png
 from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.results.benchmark import FaultRow
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.measurement import BenchRun, Measurement
+from moeverify.results.run import RunResult
 
 # A picture takes up to a second. Of a large run the first cases say most.
 _MOST_CASES = 100
@@ -30,7 +31,7 @@ def write(run: RunResult, folder: Path) -> None:
     for name, picture in draw_run(run):
         write_atomically(folder / f"{name}.png", format_png(picture))
     for case in (failed or run.cases)[:_MOST_CASES]:
-        stem = _make_stem(case, used)
+        stem = make_stem(case.name, used)
         for name, picture in draw_case(case):
             write_atomically(folder / f"{stem}.{name}.png", format_png(picture))
 
@@ -46,9 +47,31 @@ def write_faults(rows: Sequence[FaultRow], folder: Path) -> None:
         write_atomically(folder / "faults.png", format_png(picture))
 
 
-def _make_stem(case: CaseResult, used: set[str]) -> str:
-    """Return the case's name as every file system takes it, with a number where another case has the same."""
-    plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", case.name)[:100].lstrip(".") or "case"
+def write_sweep(result: BenchRun, folder: Path) -> None:
+    """Write a sweep of `moeverify bench` as `sweep.png`.
+
+    Raises: OSError when the disk refuses.
+    """
+    with drawing():
+        picture = sweep.draw(result.cases)
+    if picture is not None:
+        write_atomically(folder / "sweep.png", format_png(picture))
+
+
+def write_step(case: Measurement, folder: Path) -> None:
+    """Write the profiled step of a case as `step.png`.
+
+    Raises: OSError when the disk refuses.
+    """
+    with drawing():
+        picture = step.draw(case)
+    if picture is not None:
+        write_atomically(folder / "step.png", format_png(picture))
+
+
+def make_stem(name: str, used: set[str]) -> str:
+    """Return a case's name as every file system takes it, with a number where another case has the same."""
+    plain = re.sub(r"[^A-Za-z0-9_.=+-]", "_", name)[:100].lstrip(".") or "case"
     stem = plain
     while stem.lower() in used:
         stem = f"{plain}-{len(used)}"
