@@ -265,7 +265,7 @@ def record(case, folder, device, only):
     from moeverify.golden.store import GoldenWriter
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
-    from moeverify.worker.golden import COARSE
+    from moeverify.recording.golden import COARSE
 
     with GoldenWriter(folder) as writer:
         program = assemble_single(case.recipe, torch.device(device), compute="float64")

@@ -123,8 +123,8 @@ class Exchange:
     def finish(self) -> Tensor:
         """Return the rows that came in; a GPU waits for them, the host does not."""
         rows: Tensor = _Finish.apply(self._rows, self)  # type: ignore[no-untyped-call]
-        # The graph refers to this exchange, and the rows to the graph: a circle would keep all before them in the graph
-        # until Python next looks for circles. On a GPU that can be many steps later.
+        # The graph refers to this exchange, and the rows to the graph: a circle would keep all before them in the
+        # graph until Python next looks for circles. On a GPU that can be many steps later.
         self._rows = None
         return rows
 
