@@ -60,7 +60,7 @@ class Recordings:
     def with_bugs(self) -> Path:
         folder = self.folder / "bugs"
         loaded = f"loaded={self.one('nudged', '--nudge', '1').folder}"
-        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), str(folder), *BUGS, loaded]
+        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), "train_ep.py", "2", str(folder), *BUGS, loaded]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return folder
