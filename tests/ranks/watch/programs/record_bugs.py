@@ -2,8 +2,8 @@
 
     record_bugs.py PROGRAM RANKS FOLDER BUG...
 
-A bug is a value of `--bug` with more arguments behind it if needed, such as `swapped,--dtype,mixed`. `NAME=RUN` instead
-of a bug is the right script with the initial weights of another run, recorded as NAME.
+A bug is a value of `--bug`, with more arguments behind it if needed, such as `swapped,--dtype,mixed`. `NAME=RUN`
+instead of a bug is the right script with the initial weights of another run, recorded as NAME.
 
 Torch is imported once and the ranks are forked from here; each starts the recorder as `moeverify watch` lets the
 processes of a script start it, and then runs the script from its beginning.

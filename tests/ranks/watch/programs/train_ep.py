@@ -55,7 +55,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows)
         for expert in range(len(self.up)):
             mine = (numbers == expert).nonzero()[:, 0]
-            out = out.index_add(0, mine, F.gelu(rows[mine] @ self.up[expert]) @ self.down[expert])
+            mapped = F.gelu(rows[mine] @ self.up[expert]) @ self.down[expert]
+            out = out.index_add(0, mine, mapped.to(out.dtype))
         return out
 
 
@@ -179,12 +180,14 @@ def train(options, rank, world, bug):
             if world > 1 and ".experts." in name and bug != "experts" and p.grad is not None:
                 p.grad /= world
         norm = clip(model, world, bug)
+        if bug == "late-zero":
+            optimizer.zero_grad()
         if step == options.die_at and rank == world - 1:
             raise RuntimeError("the script died on purpose")
         optimizer.step()
         if bug != "scheduler":
             scheduler.step()
-        if bug != "no-zero":
+        if bug not in ("no-zero", "late-zero"):
             optimizer.zero_grad()
         if world > 1:
             whole = torch.tensor(loss, dtype=torch.float64)
