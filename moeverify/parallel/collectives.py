@@ -118,11 +118,14 @@ class Exchange:
     def __init__(self, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> None:
         self._receive, self._send, self._group = list(receive), list(send), group
         self._under_way: tuple[Tensor, Tensor, Any] | None = None
-        self._rows: Tensor = _Start.apply(x, self)  # type: ignore[no-untyped-call]
+        self._rows: Tensor | None = _Start.apply(x, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
         """Return the rows that came in; a GPU waits for them, the host does not."""
         rows: Tensor = _Finish.apply(self._rows, self)  # type: ignore[no-untyped-call]
+        # The graph refers to this exchange, and the rows to the graph: a circle would keep both, and all before them in
+        # the graph, until Python next looks for circles. On a GPU that can be many steps later.
+        self._rows = None
         return rows
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:

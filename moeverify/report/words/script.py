@@ -166,8 +166,8 @@ def describe_bounds() -> str:
 def describe_unseen() -> str:
     """Return why a command was watched and nothing was seen."""
     return (
-        "no process has called a model and stepped an optimizer of torch (an interpreter started with -I, -E or -S "
-        "ignores PYTHONPATH)"
+        "no process has called a model and stepped an optimizer of torch, or what it wrote was refused, which a line "
+        "above says (an interpreter started with -I, -E or -S ignores PYTHONPATH)"
     )
 
 
@@ -179,7 +179,7 @@ def describe_recorded(folder: str, steps: Mapping[int, int | None], first: int, 
         text += _describe_made(known, first, last)
     if len(known) < len(steps):
         ranks = format_ranks(steps.keys() - known.keys())
-        text += f"; cut off: {ranks}, whose complete steps can be compared"
+        text += f"; cut off: {ranks}; steps that were complete can be compared"
     return text
 
 

@@ -13,11 +13,11 @@ from moeverify.report.words.script import describe_recorded
         ({0: 4, 1: 4}, "2 ranks recorded in out"),
         (
             {0: None, 1: None},
-            "; cut off: ranks 0, 1, whose complete steps can be compared",
+            "; cut off: ranks 0, 1; steps that were complete can be compared",
         ),
         (
             {0: 4, 1: None},
-            "2 ranks recorded in out; cut off: rank 1, whose complete steps can be compared",
+            "2 ranks recorded in out; cut off: rank 1; steps that were complete can be compared",
         ),
         ({1: 0, 0: 0}, "no optimizer of torch has stepped on any rank, so there is nothing to compare"),
         ({0: 4, 1: 0}, "no optimizer of torch has stepped on rank 1, so there is nothing to compare"),
