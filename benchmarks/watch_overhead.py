@@ -1,4 +1,7 @@
-"""A script to watch: it prints what a step takes before, in and after the recorded steps 5 to 9.
+"""A script to watch: it prints what a step takes before, in and after the recorded steps 5 to 9, and its memory.
+
+On a CPU these are seconds of the processor, which other work on the machine changes little; writing to the disk is in
+them only as far as it keeps the processor busy.
 
 python benchmarks/watch_overhead.py --width 512
 moeverify watch --steps 5-9 --out runs/overhead -- python benchmarks/watch_overhead.py --width 512
@@ -7,8 +10,11 @@ moeverify watch --steps 5-9 --out runs/overhead -- python benchmarks/watch_overh
 from __future__ import annotations
 
 import argparse
+import json
+import resource
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +45,13 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Train 20 steps and print the medians."""
+    """Train and print the medians."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--width", type=int, default=256)
     arguments.add_argument("--layers", type=int, default=4)
     arguments.add_argument("--rows", type=int, default=4)
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--json", type=Path, help="a file for the numbers")
     options = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -52,25 +60,39 @@ def main() -> None:
     model = nn.Sequential(nn.Embedding(VOCABULARY, options.width), *blocks, head).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seconds: list[float] = []
-    for _ in range(20):
+    for _ in range(options.steps):
         tokens = torch.randint(VOCABULARY, (options.rows, 513), device=device)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = read_clock(device)
         for part in tokens.chunk(2):
             logits = model(part[:, :-1])
             (F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / 2).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(read_clock(device) - started)
     number = sum(parameter.numel() for parameter in model.parameters())
-    spans = (("before", seconds[1:5]), ("in", seconds[5:10]), ("after", seconds[10:]))
-    line = ", ".join(f"{name} {1000 * statistics.median(each):.2f} ms" for name, each in spans)
-    memory = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else ""
-    print(f"{number / 1e6:.1f} million parameters on {device}: {line}{memory}")
+    spans = {"before": seconds[1:5], "in": seconds[5:10], "after": seconds[10:]}
+    found = {name: statistics.median(each) for name, each in spans.items()}
+    found |= {"parameters": number, "peak": read_peak(device)}
+    line = ", ".join(f"{name} {1000 * found[name]:.2f} ms" for name in spans)
+    print(f"{number / 1e6:.1f} million parameters on {device}: {line}, peak {found['peak'] / 2**30:.2f} GiB")
+    if options.json:
+        options.json.write_text(json.dumps(found))
+
+
+def read_clock(device: str) -> float:
+    """Return seconds: of the clock on the wall where a GPU works, else of the processor."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def read_peak(device: str) -> int:
+    """Return the most memory that was used at a time: of the GPU, or of the process. Units: bytes."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

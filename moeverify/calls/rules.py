@@ -18,6 +18,18 @@ def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
 
 
+def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the call of zero_grad between the last backward pass and the optimizer step.
+
+    It may be that of a part of the model, to freeze it: whether the optimizer gets gradients is not in the calls.
+    """
+    last = backward_range(calls)[1]
+    late = [call for call in calls[last:] if call.name == "zero_grad" and call.discarded > 0]
+    if not late:
+        return None
+    return CallFacts(rule=CallRule.EMPTIED, site=late[0].site, actual=len(late), norm=late[0].discarded)
+
+
 def find_kept(calls: Sequence[Call]) -> CallFacts | None:
     """Return the first backward pass, where it adds to the gradients of the optimizer step before."""
     first = next((call for call in calls if call.name == "backward"), None)

@@ -56,17 +56,16 @@ def run_command(
     return 128 - code if code < 0 else code
 
 
-def count_steps(folder: Path) -> dict[int, int]:
-    """Return how many optimizer steps each rank of a recorded run made; ranks that were cut off are left out."""
-    found: dict[int, int] = {}
+def count_steps(folder: Path) -> dict[int, int | None]:
+    """Return how many optimizer steps each rank of a recorded run made, None for ranks that were cut off."""
+    found: dict[int, int | None] = {}
     for path in folder.glob(RANK_FILE.format(rank="*")):
         last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
         try:
             line = LINES.validate_json(last)
         except ValidationError:
-            continue
-        if isinstance(line, End):
-            found[int(path.stem.removeprefix("rank"))] = line.num_steps
+            line = None
+        found[int(path.stem.removeprefix("rank"))] = line.num_steps if isinstance(line, End) else None
     return found
 
 

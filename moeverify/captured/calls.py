@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from moeverify.calls.call import Call
-from moeverify.calls.rules import backward_range, clips, find_discarded, find_early_clip
+from moeverify.calls.rules import backward_range, clips, find_discarded, find_early_clip, find_emptied
 from moeverify.capture.read import RankRecord, RecordedRun
+from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 
@@ -30,6 +31,8 @@ def _test(rule: CallRule, expected: RecordedRun, actual: RecordedRun, step: int)
         # Several optimizers share a backward pass, and zero what another one's loss has left in their gradients.
         if rule in _OF_ONE_OPTIMIZER and not _has_one_optimizer(rank, step):
             continue
+        if rule is CallRule.EMPTIED and _has_gradients(rank, step):
+            continue
         facts = _break(rule, calls_of(expected.ranks[0], step), calls_of(rank, step))
         if facts is not None:
             yield Finding(
@@ -50,6 +53,15 @@ def _has_one_optimizer(rank: RankRecord, step: int) -> bool:
     return len({name for name, _ in groups}) <= 1 and len(set(groups)) == len(groups)
 
 
+def _has_gradients(rank: RankRecord, step: int) -> bool:
+    """Return whether an optimizer got any gradient."""
+    return any(
+        line.squares > 0.0
+        for (at, kind, _), line in rank.values.items()
+        if (at, kind) == (step, Kind.GRADIENT) and not line.is_absent
+    )
+
+
 def calls_of(rank: RankRecord, step: int) -> list[Call]:
     """Return the calls since the optimizer step before, up to and with this one."""
     return [call for call in rank.calls if call.step == step]
@@ -67,7 +79,9 @@ def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     def clears(each: list[Call]) -> bool:
         return any(call.name == "zero_grad" for call in each[: backward_range(each)[0]])
 
-    if not clears(theirs) or clears(calls):
+    # Behind the last backward pass it throws away the wrong gradients, but it keeps none of the step before.
+    is_late = any(call.name == "zero_grad" for call in calls[backward_range(calls)[1] :])
+    if not clears(theirs) or clears(calls) or is_late:
         return None
     return CallFacts(rule=CallRule.KEPT, site=calls[backward_range(calls)[0]].site, expected=1)
 
@@ -87,9 +101,10 @@ def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.CLIP, expected=int(wanted), actual=int(found))
 
 
-_OF_ONE_OPTIMIZER = (CallRule.DISCARDED,)
+_OF_ONE_OPTIMIZER = (CallRule.DISCARDED, CallRule.EMPTIED)
 _RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] = {
     CallRule.DISCARDED: lambda theirs, calls: find_discarded(calls),
+    CallRule.EMPTIED: lambda theirs, calls: find_emptied(calls),
     CallRule.KEPT: _find_kept,
     CallRule.EARLY_CLIP: lambda theirs, calls: find_early_clip(calls),
     CallRule.SCHEDULER: _find_other_schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.capture.read import RecordedRun
@@ -12,7 +12,7 @@ from moeverify.captured.batch import count_inputs, find_other_rows
 from moeverify.captured.calls import find_wrong_calls
 from moeverify.captured.entries import Comparer
 from moeverify.captured.explain import explain_gradients
-from moeverify.captured.limits import Precision, make_bounds
+from moeverify.captured.limits import UNITS, Precision, make_bounds
 from moeverify.captured.norm import explain_norm
 from moeverify.captured.options import find_other_options, find_other_parameters
 from moeverify.captured.outputs import OutputComparer, judge_outputs, list_spots
@@ -63,18 +63,17 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     comparer = Comparer(expected, actual, places)
     bounds = make_bounds(_find_precision(expected, actual), _measure_noise(expected, noise, steps), steps[0])
     outcomes = _check_script(expected, actual, places, steps)
-    tensors = _assemble(comparer, steps)
+    outputs = OutputComparer(expected, actual)
+    tensors = _assemble(comparer, outputs, steps)
     compared = Compared(_coordinates(actual), tensors, bounds)
     num_compared = sum(kind not in {Kind.OPTIMIZER_STATE, CheckName.ACTIVATIONS} for _, kind, _ in tensors)
     for check in (*_TENSOR_CHECKS, Replicas()):
         # Replicas of gradients may be sums in another order; it is the weights that must stay equal.
         seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
         outcome = check.compare(seen)
-        if outcome is not None and check.name == CheckName.ACTIVATIONS:
-            labels = frozenset(name for _, kind, name in tensors if kind == CheckName.ACTIVATIONS)
-            outcome = judge_outputs(outcome, list_spots(expected, steps[0]), labels)
         if outcome is not None:
             outcomes.append(outcome)
+    outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])
     results = tuple(outcome.result for outcome in outcomes)
     return CaseResult(
@@ -95,6 +94,39 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         losses=tuple((_mean_loss(expected, step), _mean_loss(actual, step)) for step in steps),
         notes=_list_notes(expected, actual, noise, num_compared, _count_tensors(places, steps)),
     )
+
+
+def _judge_outputs(
+    outputs: OutputComparer,
+    outcomes: Sequence[Outcome],
+    tensors: Mapping[Key, Assembled],
+    first: int,
+    unit: float,
+) -> list[Outcome]:
+    """Return the outcomes with what the outputs of modules say of each other.
+
+    A difference within the bounds places what is wrong, and is nothing wrong by itself: it counts only where the
+    gradients differ.
+    """
+    is_wrong = any(
+        finding.check == CheckName.GRADIENT for outcome in outcomes for finding in outcome.findings
+    )
+    labels = frozenset(name for _, kind, name in tensors if kind == CheckName.ACTIVATIONS)
+    judged = []
+    for outcome in outcomes:
+        if outcome.result.name == CheckName.ACTIVATIONS:
+            spots = list_spots(outputs.expected, first)
+            judged.append(
+                judge_outputs(
+                    outcome,
+                    spots,
+                    labels,
+                    lambda step: outputs.find_jumps(step, unit) if is_wrong else frozenset(),
+                )
+            )
+        else:
+            judged.append(outcome)
+    return judged
 
 
 def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequence[int]) -> None:
@@ -137,10 +169,9 @@ def _check_script(
     return [*outcomes, make_outcome(CheckName.COVERAGE, list(find_repeated_parts(places)), num_names)]
 
 
-def _assemble(comparer: Comparer, steps: Sequence[int]) -> dict[Key, Assembled]:
+def _assemble(comparer: Comparer, outputs: OutputComparer, steps: Sequence[int]) -> dict[Key, Assembled]:
     by_rank: list[list[Entry]] = [[] for _ in comparer.actual.ranks]
     parts = [comparer.compare_tensors(INITIAL, Kind.INITIAL_WEIGHT)]
-    outputs = OutputComparer(comparer.expected, comparer.actual)
     for step in steps:
         parts.append(outputs.compare(step))
         parts += [comparer.compare_tensors(step, kind) for kind in (*_KINDS, Kind.OPTIMIZER_STATE)]
@@ -187,7 +218,7 @@ def _measure_noise(
         return None
     comparer = Comparer(expected, noise, find_places(expected, noise))
     measured: dict[str, float] = {}
-    for (step, kind, name), tensor in _assemble(comparer, steps).items():
+    for (step, kind, name), tensor in _assemble(comparer, OutputComparer(expected, noise), steps).items():
         error = tensor.difference.relative_error
         measured[noise_key(step, kind, name)] = error if math.isfinite(error) else 0.0
     return measured

@@ -20,7 +20,10 @@ from moeverify.results.checks import Kind
 
 Precision = Literal["float64", "float32", "mixed"]
 
-_UNITS: Mapping[str, float] = {"float64": 1e-10, "float32": 2.0**-13, "mixed": 2.0**-4}
+UNITS: Mapping[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "mixed": 2.0**-9}
+"""The largest relative error of one rounding; `mixed` is that of bfloat16."""
+
+_BOUNDS: Mapping[str, float] = {"float64": 1e-10, "float32": 2.0**-13, "mixed": 2.0**-4}
 _GROWTH = 10.0
 
 
@@ -43,7 +46,7 @@ class DtypeBounds(Bounds):
         """Return the largest relative error; a tensor far below the others of its kind may be rounding."""
         if criterion.exact:
             return 0.0
-        unit = _UNITS[self.precision] * _GROWTH ** max(step - self.first, 0)
+        unit = _BOUNDS[self.precision] * _GROWTH ** max(step - self.first, 0)
         if kind == Kind.UPDATE:
             return math.sqrt(unit)
         drowned = 2.0**-23 * kind_norm / expected_norm if expected_norm > 0 else 0.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ RowKey = tuple[int, ...]  # a row's hashes, one for each input of the model
 _TOKENS_LEFT_OUT = 50
 """One token of so many may be anything: a router chooses another expert where rounding decides it."""
 
+_JUMP = 8.0
+"""A module's output that is off by so many times more than its input, and than a unit of rounding, is no rounding."""
+
 
 class Spot(NamedTuple):
     """The input or the output of a module, in one of its calls within a forward pass."""
@@ -56,6 +60,7 @@ class OutputComparer:
     expected: RecordedRun
     actual: RecordedRun
     _keys: dict[tuple[int, int, int, int], list[RowKey]] = field(default_factory=dict)
+    _halves: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # see `_add_half`
 
     def compare(self, step: int) -> list[list[Entry]]:
         """Return the entries of every rank at a step. A module of which no row is known in both runs has none."""
@@ -66,6 +71,38 @@ class OutputComparer:
             found = (self._compare(rank, line, known.get(_spot(line), {})) for line in lines)
             by_rank.append([entry for entry in found if entry is not None])
         return by_rank
+
+    def find_jumps(self, step: int, unit: float) -> frozenset[str]:
+        """Return the modules at a step whose outputs are off in most tokens, and their inputs are not.
+
+        In 16 bits the bound of an output is wide, and a residual stream dilutes what one block adds to it: the
+        difference of a wrong block stays below the bound. `unit` is a unit of rounding. That of the inputs is known
+        of modules whose input was compared; the half of the tokens that differs most does not count, so that a
+        router which chooses other experts is none.
+        """
+        errors = {
+            label: math.sqrt(error / norm)
+            for (at, label), (error, norm) in self._halves.items()
+            if at == step and norm
+        }
+        found = set()
+        for spot in {_spot(line) for rank in self.actual.ranks for line in rank.outputs if line.step == step}:
+            source = errors.get(spot._replace(is_input=True).label)
+            if (
+                not spot.is_input
+                and source is not None
+                and errors.get(spot.label, 0.0) > _JUMP * max(source, unit)
+            ):
+                found.add(spot.label)
+        return frozenset(found)
+
+    def _add_half(self, step: int, label: str, expected: Tensor, local: Tensor) -> None:
+        """Add the squares of the error and of the values of the half of the tokens that differs least."""
+        errors = (local - expected).square().sum(-1)
+        kept = errors.argsort()[: (len(errors) + 1) // 2]
+        total = self._halves.setdefault((step, label), [0.0, 0.0])
+        total[0] += float(errors[kept].sum())
+        total[1] += float(expected[kept].square().sum())
 
     def _index(self, step: int) -> Mapping[Spot, Mapping[RowKey, tuple[RankRecord, Output, int]]]:
         """Return where the expected run has each row of each input and output."""
@@ -112,8 +149,10 @@ class OutputComparer:
         if pair is None:
             return None
         expected, local, part = pair
-        difference = Difference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
         spot, shape = _spot(line), tuple(local.shape)
+        expected, local = (each.reshape(shape[0] * shape[1], -1) for each in (expected, local))
+        self._add_half(line.step, spot.label, expected, local)
+        difference = Difference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
         # A row of one pass is another part of the batch than that of the next one.
         region = f"{hash(tuple(keys[number] for number in numbers)):x}:{part}"
         return Entry(
@@ -171,9 +210,8 @@ def _take_placed(expected: Tensor, local: Tensor, region: Region) -> tuple[Tenso
 def _leave_out_tokens(expected: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
     """Return both tensors without the tokens that differ most, one of 50; infinite ones stay.
 
-    Shapes: (rows, positions, ...); returns (tokens, features).
+    Shapes: (tokens, features).
     """
-    expected, local = (each.reshape(expected.shape[0] * expected.shape[1], -1) for each in (expected, local))
     errors = (local - expected).square().sum(-1)
     num_left_out = len(errors) // _TOKENS_LEFT_OUT
     if not num_left_out:
@@ -183,11 +221,17 @@ def _leave_out_tokens(expected: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
     return expected[kept], local[kept]
 
 
-def judge_outputs(outcome: Outcome, spots: Sequence[Spot], compared: frozenset[str]) -> Outcome:
+def judge_outputs(
+    outcome: Outcome,
+    spots: Sequence[Spot],
+    compared: frozenset[str],
+    find_jumps: Callable[[int], frozenset[str]] = lambda step: frozenset(),
+) -> Outcome:
     """Return the outcome with the first divergence as the origin of all others.
 
     A difference that the output of the module around it does not have is none of the computation: dispatched tokens
-    in another order, or padding. `compared` are the labels of all that was compared.
+    in another order, or padding. `compared` are the labels of all that was compared, and `find_jumps` gives those at
+    a step that count as different although they are within their bounds.
     """
     by_step: dict[int, set[str]] = {}
     for finding in outcome.findings:
@@ -197,7 +241,9 @@ def judge_outputs(outcome: Outcome, spots: Sequence[Spot], compared: frozenset[s
         finding
         for finding in outcome.findings
         if finding.tensor in places
-        and _reaches_output(places[finding.tensor][1].module, by_step[finding.step], compared)
+        and _reaches_output(
+            places[finding.tensor][1].module, by_step[finding.step] | find_jumps(finding.step), compared
+        )
     ]
     result = outcome.result
     num_inner = len(outcome.findings) - len(kept)

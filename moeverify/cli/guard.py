@@ -41,6 +41,11 @@ def run_guarded(
         guarded = GuardedCommand(settings, lambda finding: _show(context, finding), stops=stops)
         code = guarded.run(command)
         judge = guarded.judge
+        if guarded.refused is not None:
+            text = (
+                f"not all findings are in {folder / FINDINGS}: {guarded.refused.strerror or guarded.refused}"
+            )
+            context.err.print(f"moeverify watch: {text}", soft_wrap=True)
         if judge.num_missing:
             context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
         if judge.num_steps:

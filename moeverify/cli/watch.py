@@ -92,14 +92,13 @@ def watch(
 
 def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
     from moeverify.capture.command import count_steps, run_command
-    from moeverify.capture.settings import RANK_FILE, VARIABLE
+    from moeverify.capture.settings import VARIABLE
     from moeverify.report.words.script import describe_recorded, describe_unseen
 
     code = run_command(command, {VARIABLE: settings.model_dump_json()})
-    num_ranks = len(list(settings.out.glob(RANK_FILE.format(rank="*"))))
-    if num_ranks:
-        steps = count_steps(settings.out)
-        text = describe_recorded(num_ranks, str(settings.out), steps, settings.first, settings.last)
+    steps = count_steps(settings.out)
+    if steps:
+        text = describe_recorded(str(settings.out), steps, settings.first, settings.last)
         context.err.print(f"moeverify watch: {text}", soft_wrap=True)
     else:
         context.err.print(f"moeverify watch: nothing was recorded: {describe_unseen()}", soft_wrap=True)

@@ -25,6 +25,7 @@ class GuardedCommand:
         self._stops = stops
         self.judge = Judge(settings.out)
         self.findings: list[Finding] = []
+        self.refused: OSError | None = None  # why findings are not in the folder
 
     def run(self, command: Sequence[str]) -> int:
         """Run the command until it ends and return its exit code.
@@ -46,7 +47,10 @@ class GuardedCommand:
             worded = word_finding(finding)
             self.findings.append(worded)
             self._show(worded)
-            append_line(self._settings.out / FINDINGS, worded)
+            try:
+                append_line(self._settings.out / FINDINGS, worded)
+            except OSError as error:  # a full disk must not end the command, and the finding was shown
+                self.refused = error
 
 
 def append_line(path: Path, finding: Finding) -> None:

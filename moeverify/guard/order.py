@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from torch.optim import Optimizer
 
 from moeverify.calls.call import Call
-from moeverify.calls.rules import backward_range, find_discarded, find_early_clip, find_inner_schedule
+from moeverify.calls.rules import (
+    backward_range,
+    find_discarded,
+    find_early_clip,
+    find_emptied,
+    find_inner_schedule,
+)
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
@@ -30,12 +36,16 @@ class CallOrder:
         self._streaks: dict[CallRule, int] = {}
         self._broken: list[CallFacts] = []
         self._kept = 0.0
+        self._has_gradients = False
         self._num_steps = 0
 
     def see_step(self, optimizer: Optimizer, kept: Mapping[int, float]) -> None:
         """Note an optimizer's step; `kept` are norms of gradients before the first backward pass, by parameter."""
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
+        self._has_gradients |= any(
+            each.grad is not None for group in optimizer.param_groups for each in group["params"]
+        )
         # Alternating optimizers leave gradients to each other, and zero them before they use them.
         if id(optimizer) in self._stepped_before:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
@@ -57,6 +67,7 @@ class CallOrder:
             discarded = find_discarded(calls)
             # Two passes over the same rows (sharpness-aware minimization) throw the first one's away on purpose.
             broken += [None if _repeats(rows) else discarded, find_inner_schedule(calls)]
+            broken += [] if self._has_gradients else [find_emptied(calls)]
         first, last = backward_range(calls)
         zeroes_between = any(call.name == "zero_grad" for call in calls[first:last])
         if self._kept > 0.0 and "backward" in names and not (zeroes_between and len(self._optimizers) > 1):
@@ -70,7 +81,7 @@ class CallOrder:
         self._streaks = {rule: self._streaks.get(rule, 0) + 1 for rule in found}
         self._broken = [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
         self._stepped_before, self._stepped = self._stepped, set()
-        self._kept = 0.0
+        self._kept, self._has_gradients = 0.0, False
 
     def find(self, step: int, rank: int) -> list[Finding]:
         """Return a finding for each rule that was broken as often as it takes."""

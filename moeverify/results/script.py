@@ -54,6 +54,7 @@ class CallRule(StrEnum):
 
     DISCARDED = "discarded"  # zero_grad between two backward passes of one optimizer step
     KEPT = "kept"  # no zero_grad since the optimizer step before: old gradients are added to
+    EMPTIED = "emptied"  # zero_grad between the last backward pass and the optimizer step
     EARLY_CLIP = "early-clip"  # a backward pass after the clip
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step
     SCHEDULER = "scheduler"  # another number of scheduler steps than the other run

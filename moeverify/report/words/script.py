@@ -70,6 +70,12 @@ def _(facts: CallFacts, finding: Finding) -> Words:
             "micro-batches before it are thrown away"
         )
         return Words(cause, where, (f"the first call discarded gradients of norm {facts.norm:.6g}",))
+    if facts.rule is CallRule.EMPTIED:
+        cause = (
+            "zero_grad is called between the last backward pass and the optimizer step: "
+            "no gradients are left for that step"
+        )
+        return Words(cause, where, (f"it discarded gradients of norm {facts.norm:.6g}",))
     if facts.rule is CallRule.KEPT:
         cause = "no zero_grad since the optimizer step before: its gradients are still there and are added to"
     elif facts.rule is CallRule.EARLY_CLIP:
@@ -160,28 +166,40 @@ def describe_bounds() -> str:
 def describe_unseen() -> str:
     """Return why a command was watched and nothing was seen."""
     return (
-        "no process has called a model and stepped an optimizer of torch (an interpreter started with -I, -E or -S "
-        "ignores PYTHONPATH)"
+        "no process has called a model and stepped an optimizer of torch, or what it wrote was refused, which a line "
+        "above says (an interpreter started with -I, -E or -S ignores PYTHONPATH)"
     )
 
 
-def describe_recorded(num_ranks: int, folder: str, steps: Mapping[int, int], first: int, last: int) -> str:
-    """Return what a watched command has left; `steps` is how many optimizer steps ranks made, where it is known."""
-    text = f"{format_count(num_ranks, 'rank')} recorded in {folder}"
-    rank = min(sorted(steps), key=lambda each: steps[each], default=None)
-    if rank is None or steps[rank] > last:
-        return text
+def describe_recorded(folder: str, steps: Mapping[int, int | None], first: int, last: int) -> str:
+    """Return what a watched command has left; `steps` is how many each rank made, None where it was cut off."""
+    text = f"{format_count(len(steps), 'rank')} recorded in {folder}"
+    known = {rank: number for rank, number in steps.items() if number is not None}
+    if known:
+        text += _describe_made(known, first, last)
+    if len(known) < len(steps):
+        ranks = format_ranks(steps.keys() - known.keys())
+        text += f"; cut off: {ranks}; steps that were complete can be compared"
+    return text
+
+
+def _describe_made(steps: Mapping[int, int], first: int, last: int) -> str:
+    """Return that the rank with the fewest steps made fewer than were to be recorded, or nothing."""
+    rank = min(sorted(steps), key=lambda each: steps[each])
+    if steps[rank] > last:
+        return ""
     made = format_count(steps[rank], "optimizer step")
     where = f"rank {rank}" if any(steps.values()) else "any rank"
     if steps[rank] == 0:
         return (
-            f"{text}, but no optimizer of torch has stepped on {where}, so there is nothing to compare: the "
-            "script never steps, or an optimizer that is no torch.optim.Optimizer does"
+            f", but no optimizer of torch has stepped on {where}, so there is nothing to compare: the script never "
+            "steps, or an optimizer that is no torch.optim.Optimizer does"
         )
     if steps[rank] <= first:
-        late = f"--steps {first}-{last} begins after that: nothing to compare"
-        return f"{text}, but rank {rank} made {made}, and {late}"
-    return f"{text}; rank {rank} made {made} of --steps {first}-{last}"
+        return (
+            f", but rank {rank} made {made}, and --steps {first}-{last} begins after that: nothing to compare"
+        )
+    return f"; rank {rank} made {made} of --steps {first}-{last}"
 
 
 def describe_steps(folder: str, steps: Sequence[int], num_made: int | None) -> str:

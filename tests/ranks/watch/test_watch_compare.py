@@ -24,7 +24,7 @@ from moeverify.results.script import CallRule, ScriptCheck
 PROGRAMS = Path(__file__).parent / "programs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 BUGS = (
-    *("zero-grad", "no-zero", "scheduler", "data", "forgotten"),
+    *("zero-grad", "no-zero", "late-zero", "scheduler", "data", "forgotten"),
     *("experts", "divisor", "router", "alike", "norm-twice", "local-norm", "combine"),
 )
 
@@ -60,7 +60,15 @@ class Recordings:
     def with_bugs(self) -> Path:
         folder = self.folder / "bugs"
         loaded = f"loaded={self.one('nudged', '--nudge', '1').folder}"
-        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), str(folder), *BUGS, loaded]
+        words = [
+            sys.executable,
+            str(PROGRAMS / "record_bugs.py"),
+            "train_ep.py",
+            "2",
+            str(folder),
+            *BUGS,
+            loaded,
+        ]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return folder
@@ -92,6 +100,7 @@ def test_a_right_script_passes_with_measured_bounds_and_without(recordings: Reco
     [
         ("zero-grad", ScriptCheck.CALLS, CallRule.DISCARDED),
         ("no-zero", ScriptCheck.CALLS, CallRule.KEPT),
+        ("late-zero", ScriptCheck.CALLS, CallRule.EMPTIED),
         ("scheduler", ScriptCheck.CALLS, CallRule.SCHEDULER),
         ("data", ScriptCheck.BATCH, "input 0"),
         ("forgotten", ScriptCheck.PARAMETERS, "blocks.0.experts.down"),

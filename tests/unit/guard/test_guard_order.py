@@ -18,6 +18,7 @@ from moeverify.layout.local_shard import parameters
 DISCARDS = ("forward", "backward", "zero_grad", "forward", "backward", "optimizer step")
 CLIPS_EARLY = ("forward", "backward", "clip_grad_norm_", "forward", "backward", "optimizer step")
 SCHEDULES = ("forward", "backward", "scheduler step", "forward", "backward", "optimizer step")
+EMPTIES = ("forward", "backward", "forward", "backward", "zero_grad", "optimizer step")
 RIGHT = (
     "zero_grad",
     "forward",
@@ -42,9 +43,12 @@ def find(
     num_optimizers: int = 1,
     kept: float = 0.0,
     has_closure: bool = False,
+    has_gradients: bool = True,
 ) -> list[str]:
     order = CallOrder()
     optimizers = [make_optimizer() for _ in range(num_optimizers)]
+    for each in (each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]):
+        each.grad = torch.ones_like(each) if has_gradients else None
     found = []
     for step in range(num_steps):
         for optimizer in optimizers:
@@ -71,6 +75,12 @@ def test_a_right_order_is_silent() -> None:
 
 def test_gradients_that_are_still_there_are_found() -> None:
     assert find(RIGHT, 4, kept=1.0) == ["kept"]
+
+
+def test_a_zero_grad_behind_the_last_backward_pass_is_found_where_it_leaves_nothing() -> None:
+    assert find(EMPTIES, 4, has_gradients=False) == ["emptied"]
+    assert not find(EMPTIES, 4)  # it was that of a part of the model
+    assert not find(EMPTIES, 4, has_gradients=False, num_optimizers=2)
 
 
 def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:

@@ -1,8 +1,9 @@
-"""Records train_ep.py with one bug after the other, each on two ranks, into a folder that has the name of the bug.
+"""Records a program with one bug after the other, each into a folder that has the name of the bug.
 
-    record_bugs.py FOLDER BUG...
+    record_bugs.py PROGRAM RANKS FOLDER BUG...
 
-`NAME=RUN` instead of a bug is the right script with the initial weights of another run, recorded as NAME.
+A bug is a value of `--bug`, with more arguments behind it if needed, such as `swapped,--dtype,mixed`. `NAME=RUN`
+instead of a bug is the right script with the initial weights of another run, recorded as NAME.
 
 Torch is imported once and the ranks are forked from here; each starts the recorder as `moeverify watch` lets the
 processes of a script start it, and then runs the script from its beginning.
@@ -14,6 +15,7 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 # DDP and optimizers import the compiler when they are first made: that is most of what a rank would do.
@@ -22,26 +24,33 @@ import torch._dynamo  # noqa: F401
 from moeverify.capture.settings import Settings
 from moeverify.capture.start import start
 
-PROGRAM = Path(__file__).parent / "train_ep.py"
-NUM_RANKS = 2
+PROGRAMS = Path(__file__).parent
 
 
-def run_rank(rank: int, port: int, out: Path, bug: str, weights: Path | None) -> None:
+def run_rank(
+    program: str, rank: int, world_size: int, port: int, out: Path, bug: str, weights: Path | None
+) -> None:
     """Train as a rank that torchrun has started, and end the process."""
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     settings = Settings(out=out, first=0, last=1, outputs=True, weights=weights)
-    recorder = start(settings.model_dump_json(), str(rank), str(NUM_RANKS))
-    sys.argv = [str(PROGRAM), "--bug", bug]
+    recorder = start(settings.model_dump_json(), str(rank), str(world_size))
+    sys.argv = [program, "--bug", *bug.split(",")]
+    code = 1
     try:
-        runpy.run_path(str(PROGRAM), run_name="__main__")
+        runpy.run_path(str(PROGRAMS / program), run_name="__main__")
+        code = 0
     except SystemExit as end:
+        code = 0 if end.code in (None, 0) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
         recorder.close()
-        os._exit(0 if end.code in (None, 0) else 1)  # taking torch apart would be longer than the training
+        os._exit(code)  # taking torch apart would be longer than the training
 
 
 def find_port() -> int:
@@ -52,16 +61,16 @@ def find_port() -> int:
 
 def main() -> None:
     """Run the ranks of each bug to their end; exits with the number of those that failed."""
-    folder, bugs = Path(sys.argv[1]), sys.argv[2:]
+    program, num_ranks, folder, bugs = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
     num_failed = 0
     for bug in bugs:
         name, _, weights = bug.partition("=")
         what = ("", Path(weights)) if weights else (bug, None)
         port, children = find_port(), []
-        for rank in range(NUM_RANKS):
+        for rank in range(num_ranks):
             children.append(os.fork())
             if children[-1] == 0:
-                run_rank(rank, port, folder / name, *what)
+                run_rank(program, rank, num_ranks, port, folder / name, *what)
         num_failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
     raise SystemExit(num_failed)
 

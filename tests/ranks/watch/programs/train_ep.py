@@ -55,7 +55,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows)
         for expert in range(len(self.up)):
             mine = (numbers == expert).nonzero()[:, 0]
-            out = out.index_add(0, mine, F.gelu(rows[mine] @ self.up[expert]) @ self.down[expert])
+            mapped = F.gelu(rows[mine] @ self.up[expert]) @ self.down[expert]
+            out = out.index_add(0, mine, mapped.to(out.dtype))
         return out
 
 
@@ -138,7 +139,7 @@ def wrap(model, bug):
     return DistributedDataParallel(model)
 
 
-def accumulate(wrapped, own, optimizer, scheduler, bug):
+def accumulate(wrapped, own, optimizer, scheduler, bug, dtype):
     """Run the micro-batches of this rank and return their mean loss."""
     total = 0.0
     for number, part in enumerate(own.chunk(MICRO_BATCHES)):
@@ -147,8 +148,9 @@ def accumulate(wrapped, own, optimizer, scheduler, bug):
         last = number == MICRO_BATCHES - 1
         is_held = hasattr(wrapped, "no_sync") and not last and bug != "zero-grad"
         with wrapped.no_sync() if is_held else nullcontext():
-            logits = wrapped(part[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "mixed"):
+                logits = wrapped(part[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
             (loss if bug == "divisor" else loss / MICRO_BATCHES).backward()
         total += loss.item() / MICRO_BATCHES
         if bug == "scheduler":
@@ -172,17 +174,20 @@ def train(options, rank, world, bug):
         if bug == "data" and rank == 1:
             batch = batch.roll(3, 0)
         share = ROWS // world
-        loss = accumulate(wrapped, batch[rank * share : (rank + 1) * share], optimizer, scheduler, bug)
+        own = batch[rank * share : (rank + 1) * share]
+        loss = accumulate(wrapped, own, optimizer, scheduler, bug, options.dtype)
         for name, p in model.named_parameters():
             if world > 1 and ".experts." in name and bug != "experts" and p.grad is not None:
                 p.grad /= world
         norm = clip(model, world, bug)
+        if bug == "late-zero":
+            optimizer.zero_grad()
         if step == options.die_at and rank == world - 1:
             raise RuntimeError("the script died on purpose")
         optimizer.step()
         if bug != "scheduler":
             scheduler.step()
-        if bug != "no-zero":
+        if bug not in ("no-zero", "late-zero"):
             optimizer.zero_grad()
         if world > 1:
             whole = torch.tensor(loss, dtype=torch.float64)
@@ -197,6 +202,7 @@ def main() -> None:
     arguments.add_argument("--bug", default="")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--die-at", type=int, default=-1)
+    arguments.add_argument("--dtype", choices=("float32", "mixed"), default="float32")
     arguments.add_argument("--exit", type=int, default=0)
     options = arguments.parse_args()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

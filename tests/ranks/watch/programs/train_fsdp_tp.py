@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 VOCABULARY, WIDTH, HIDDEN = 64, 32, 48
@@ -24,6 +24,8 @@ ROWS, LENGTH, MICRO_BATCHES, MAX_NORM = 8, 16, 4, 0.1
 
 class Block(nn.Module):
     """A gated MLP."""
+
+    is_swapped = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +36,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        gate, up = self.gate(y), self.up(y)
+        if self.is_swapped:
+            gate, up = up, gate
+        return x + self.down(F.silu(gate) * up)
 
 
 class Model(nn.Module):
@@ -53,13 +58,25 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def parallelize(model: nn.Module, tp: int):
+def parallelize(model: nn.Module, options: argparse.Namespace, bug: str):
+    tp = options.tp
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    for block in model.blocks:
-        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.dtype == "mixed" else None
+    policy = {"mp_policy": mixed} if mixed else {}
+    for number, block in enumerate(model.blocks):
+        is_wrong = number == 1
+        block.is_swapped = is_wrong and bug == "swapped"
+        # Each rank of tp goes on with its own part of the sum.
+        row = (
+            RowwiseParallel(output_layouts=Partial())
+            if is_wrong and bug == "unreduced"
+            else RowwiseParallel()
+        )
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": row}
+        if tp > 1:
+            parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"], **policy)
+    fully_shard(model, mesh=mesh["dp"], **policy)
     return mesh
 
 
@@ -68,7 +85,7 @@ def clip(model, bug):
     grads = [p.grad for p in model.parameters()]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    total = sum(g.square().sum() for g in (local if bug in ("local-norm", "norm-twice") else whole))
+    total = sum(g.float().square().sum() for g in (local if bug in ("local-norm", "norm-twice") else whole))
     if bug == "norm-twice":  # what every rank of tp has is counted once for each of them
         dist.all_reduce(total)
     norm = float(total.sqrt())
@@ -82,15 +99,16 @@ def main() -> None:
     arguments.add_argument("--bug", default="")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--tp", type=int, default=2)
+    arguments.add_argument("--dtype", choices=("float32", "mixed", "bfloat16"), default="float32")
     options = arguments.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     bug = options.bug if world > 1 else ""
     torch.manual_seed(5)
-    model = Model()
+    model = Model().to(torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
     data_rank, data_ranks = 0, 1
     if world > 1:
         dist.init_process_group("gloo")
-        mesh = parallelize(model, options.tp)
+        mesh = parallelize(model, options, bug)
         data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
     named = [(n, p) for n, p in model.named_parameters() if bug != "forgotten" or "norm" not in n]
     optimizer = torch.optim.AdamW([p for _, p in named], lr=1e-2)
@@ -106,8 +124,9 @@ def main() -> None:
         for part in batch[first : first + share].chunk(MICRO_BATCHES):
             if bug == "zero-grad":
                 optimizer.zero_grad()
-            logits = model(input_ids=part[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            with torch.autocast("cpu", torch.bfloat16, enabled=world == 1 and options.dtype == "mixed"):
+                logits = model(input_ids=part[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
             (loss if bug == "divisor" else loss / MICRO_BATCHES).backward()
             total += loss.detach() / MICRO_BATCHES / world
             if bug == "scheduler":
