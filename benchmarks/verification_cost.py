@@ -263,9 +263,9 @@ def record(case, folder, device, only):
     import torch
 
     from moeverify.golden.store import GoldenWriter
+    from moeverify.recording.golden import COARSE
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
-    from moeverify.recording.golden import COARSE
 
     with GoldenWriter(folder) as writer:
         program = assemble_single(case.recipe, torch.device(device), compute="float64")
