@@ -57,7 +57,7 @@ ifneq ($(MEGABLOCKS),no)
 endif
 
 clean: ## Remove what can be made again, and no golden
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-stacks build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	@python="$(PYTHON)"; test -n "$$python" && $$python -c '$(NEW_ENOUGH)' || \

@@ -2,25 +2,29 @@
 
     python benchmarks/stacks.py [--families qwen3_moe,...] [--modes tp,fsdp,...] [--reports FOLDER] [--out PAGE]
 
-Runs the cases of examples/stacks, and a sweep over families of transformers under its tensor, expert and data
-parallelism. Every case is a recipe and one line of layout; none has code. Needs transformers and accelerate; examples
-of a framework that is not installed are left out, unless `--reports` has them from another environment.
+Runs the cases of examples/stacks, a sweep over families of transformers under its tensor, expert and data
+parallelism, and older releases of transformers. Every case is a recipe and one line of layout; none has code.
+Frameworks and releases go into virtual environments of their own, which are made where they are missing.
 """
 
 import argparse
 import datetime
-import importlib.metadata
 import json
+import os
 import platform
 import re
 import shlex
 import subprocess
-import sys
+import sysconfig
 import tempfile
+import time
+import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "stacks"
+FOUND = "../../examples/found/"  # seen from the page
 
 # The distribution whose parallel code the cases of each folder verify.
 FRAMEWORKS = {
@@ -32,6 +36,13 @@ FRAMEWORKS = {
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
 }
+# What each environment has that the one which runs this may lack, or has in another release.
+RELEASES = ("5.17.0", "5.20.0", "5.23.0")
+ENVIRONMENTS = {
+    "frameworks": ("deepspeed==0.19.8", "lightning==2.6.6", "megatron-core==0.16.1", "torchtitan==0.3.0"),
+    **{f"transformers-{release}": (f"transformers=={release}", "accelerate==1.15.0") for release in RELEASES},
+}
+NEWEST = f"transformers-{RELEASES[-1]}"
 
 # Fields that all configurations share, and those of each family beside them.
 COMMON = {
@@ -134,10 +145,17 @@ MODES = {
     "tp-ep": ({"tp": 2, "arguments": {"ep_size": 2}}, "eager", "float64"),
     "tp-ep-batched_mm": ({"tp": 2, "arguments": {"ep_size": 2}}, "batched_mm", "float64"),
     "tp-ep-grouped_mm": ({"tp": 2, "arguments": {"ep_size": 2}}, "grouped_mm", "float32"),
+    "tp-ep-all_reduce": (
+        {"tp": 2, "arguments": {"ep_size": 2, "ep_implementation": "all_reduce"}},
+        "eager",
+        "float64",
+    ),
     "fsdp": ({"dp_shard": 2}, "eager", "float64"),
     "fsdp-accumulation": ({"dp_shard": 2, "micro_batches": 2}, "eager", "float64"),
     "fsdp-ep": ({"dp_shard": 2, "arguments": {"ep_size": 2}}, "eager", "float32"),
     "fsdp-ep-grouped_mm": ({"dp_shard": 2, "arguments": {"ep_size": 2}}, "grouped_mm", "float32"),
+    "fsdp-tp": ({"dp_shard": 2, "tp": 2}, "eager", "float64"),
+    "fsdp-tp-ep": ({"dp_shard": 2, "tp": 2, "arguments": {"ep_size": 4}}, "eager", "float32"),
 }
 # Layouts of OLMoE that each release is tried with: releases before 5.21 have a flag for expert parallelism, and take
 # it without a size, which divides nothing.
@@ -147,8 +165,6 @@ RELEASE_MODES = {
 }
 # Families that keep some parameters in float32, which FSDP2 takes beside others of float32 only.
 FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
-TP_NORMS = "q_norm and k_norm are summed over tp again in each micro-batch"
-FOUND = "../../examples/found/"
 # Families whose plan has the style `replicated_with_grad_allreduce`.
 SUMMED_AGAIN = (
     "qwen3",
@@ -160,24 +176,35 @@ SUMMED_AGAIN = (
     "exaone_moe",
     "laguna",
     "hy_v3",
+    "mellum",
 )
-SUMMED_AGAIN += ("mellum",)
-# (family, mode) -> (the reason, its page, the parameters whose gradients it makes wrong in the first step): what
-# differs in the newest release that was tried.
-KNOWN = {
-    **{
-        (family, "tp-accumulation"): (TP_NORMS, f"{FOUND}transformers-tp-gradient-accumulation", "_norm")
-        for family in SUMMED_AGAIN
-    },
-    **{
-        ("apertus", mode): (
-            "the activation's parameters",
-            f"{FOUND}transformers-tp-apertus-activation",
-            "act_fn|_norm",
-        )
-        for mode in ("tp", "tp-accumulation")
-    },
-}
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """What differs in `release`: `page` is its folder in examples/found, `wrong` the gradients of the first step."""
+
+    release: str
+    reason: str
+    page: str
+    wrong: str
+
+
+NORMS = KnownBug(
+    release="transformers 5.23.0",
+    reason="q_norm and k_norm are summed over tp again in each micro-batch",
+    page="transformers-tp-gradient-accumulation",
+    wrong="_norm",
+)
+ACTIVATION = KnownBug(
+    release="transformers 5.23.0",
+    reason="the activation's parameters",
+    page="transformers-tp-apertus-activation",
+    wrong="act_fn|_norm",
+)
+# By family and mode, in the newest release that was tried.
+KNOWN = {(family, "tp-accumulation"): NORMS for family in SUMMED_AGAIN}
+KNOWN |= {("apertus", mode): ACTIVATION for mode in ("tp", "tp-accumulation", "fsdp-tp")}
 
 
 def write_case(folder, family, mode):
@@ -209,57 +236,93 @@ def write_case(folder, family, mode):
     return path
 
 
-def run_cases(paths, scratch, reports):
+def make_environment(folder):
+    """Make the virtual environment of that name in `ENVIRONMENTS`, unless it is there, and return its interpreter.
+
+    Packages that it does not install, torch above all, are those of the environment that runs this.
+    """
+    python, own = folder / "bin" / "python", ENVIRONMENTS[folder.name]
+    installed = folder / "installed.txt"
+    if installed.exists() and installed.read_text().split() == list(own):
+        return python
+    print(f"making {folder}", flush=True)
+    venv.create(folder, clear=True, symlinks=True)
+    libraries = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (libraries / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    names = [requirement.partition("==")[0] for requirement in own]
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in names))
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["-c", str(constraints), "torch", *own]
+    # DeepSpeed would build its operations for devices that need not be here.
+    subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+    # Written last: an environment that was broken off is made again.
+    installed.write_text("\n".join(own))
+    return python
+
+
+def list_versions(python):
+    """Return the versions of the frameworks that an interpreter finds, by the name of their distribution."""
+    names = ("torch", *dict.fromkeys(FRAMEWORKS.values()))
+    program = (
+        "import importlib.metadata as m, json, sys\n"
+        "found = {d.name for d in m.distributions()}\n"
+        "print(json.dumps({name: m.version(name) for name in sys.argv[1:] if name in found}))"
+    )
+    printed = subprocess.run([python, "-c", program, *names], capture_output=True, text=True, check=True)
+    return json.loads(printed.stdout)
+
+
+def run_cases(paths, python, scratch, reports):
     """Run those cases in one launch that have no report yet, keep one report a case, and return all of them."""
     kept = {path: reports / f"{path.parent.name}--{path.stem}.json" for path in sorted(paths)}
     missing = [path for path, report in kept.items() if not report.exists()]
     if missing:
         together = scratch / "together.json"
-        command = [sys.executable, "-m", "moeverify", "run", *map(str, missing), "--device", "cpu"]
+        together.unlink(missing_ok=True)
+        command = [str(python), "-m", "moeverify", "run", *map(str, missing), "--device", "cpu"]
         command += ["--json", str(together), "--quiet"]
         command += ["--cache", str(scratch / "cache"), "--goldens", str(scratch / "goldens")]
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        started = time.monotonic()
+        paths_of_modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": paths_of_modules}
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment, check=False)
+        print(
+            f"{len(missing)} cases of {paths[0].parent.name}: {time.monotonic() - started:.0f} s", flush=True
+        )
+        versions = list_versions(python)
         # Files of two folders may have one name.
         by_file = {
             (ROOT / case["file"]).resolve(): case for case in json.loads(together.read_text())["cases"]
         }
         for path in missing:
-            kept[path].write_text(json.dumps(by_file[path.resolve()] | {"versions": list_versions()}))
+            kept[path].write_text(json.dumps(by_file[path.resolve()] | {"versions": versions}))
     return [json.loads(report.read_text()) for report in kept.values()]
 
 
-def list_versions():
-    """Return the versions of the frameworks that are installed here, by the name of their distribution."""
-    found = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
-    return {name: found[name] for name in ("torch", *dict.fromkeys(FRAMEWORKS.values())) if name in found}
+def run_examples(environments, scratch, reports):
+    """Run the example cases, one launch for each framework, whose changes to torch then stay its own."""
+    reported = []
+    for folder in sorted(path for path in EXAMPLES.iterdir() if path.is_dir()):
+        own = any(line.startswith(f"{FRAMEWORKS[folder.name]}==") for line in ENVIRONMENTS["frameworks"])
+        python = make_environment(environments / ("frameworks" if own else NEWEST))
+        reported += run_cases(sorted(folder.glob("*.yaml")), python, scratch, reports)
+    return reported
 
 
-def list_examples(reports):
-    """Return the example cases whose framework is installed here, or that have a report of another environment."""
-    installed = list_versions()
-    return [
-        path
-        for path in sorted(EXAMPLES.glob("*/*.yaml"))
-        if FRAMEWORKS[path.parent.name] in installed
-        or (reports / f"{path.parent.name}--{path.stem}.json").exists()
-    ]
+def run_releases(environments, scratch, reports):
+    """Verify each release of transformers with the layouts of `RELEASE_MODES`, and return reports by release."""
+    reported = {}
+    for release in RELEASES:
+        python = make_environment(environments / f"transformers-{release}")
+        paths = [write_case(scratch / f"release-{release}", "olmoe", mode) for mode in RELEASE_MODES]
+        reported[release] = run_cases(paths, python, scratch, reports)
+    return reported
 
 
-def run_release(scratch, reports):
-    """Verify the release of transformers that is installed here with the layouts of `RELEASE_MODES`."""
-    folder = scratch / f"release-{list_versions()['transformers']}"
-    run_cases([write_case(folder, "olmoe", mode) for mode in RELEASE_MODES], scratch, reports)
-
-
-def describe_releases(reports):
-    """Return the table of the releases that have reports, as lines of Markdown."""
-    found = {}
-    for path in sorted(reports.glob("release-*.json")):
-        case = json.loads(path.read_text())
-        release = case["versions"]["transformers"]
-        found.setdefault(release, {})[case["name"].partition("--")[2]] = describe(case, None)
-    if not found:
-        return []
+def describe_releases(releases):
+    """Return the table of the releases as lines of Markdown."""
     lines = [
         "",
         "## Releases of transformers",
@@ -267,8 +330,9 @@ def describe_releases(reports):
         "OLMoE with `batched_mm`, 2 ranks, two ways to ask for experts.",
     ]
     lines += ["", f"| release | {' | '.join(RELEASE_MODES)} |", "|---" * (len(RELEASE_MODES) + 1) + "|"]
-    for release, cells in found.items():
-        lines.append(f"| {release} | {' | '.join(cells.get(mode, '') for mode in RELEASE_MODES)} |")
+    for release, cases in releases.items():
+        cells = {case["name"].partition("--")[2]: describe(case, None) for case in cases}
+        lines.append(f"| {release} | {' | '.join(cells[mode] for mode in RELEASE_MODES)} |")
     return lines
 
 
@@ -281,13 +345,15 @@ def describe(case, known):
     """Return the verdict of a case as a cell: with the cause where it differs, and whether that is known."""
     if case["verdict"] in ("pass", "error"):
         reason = f": {case['reason'].splitlines()[0][:90]}" if case["verdict"] == "error" else ""
-        fixed = " (declared as a bug: fixed in this release?)" if known and case["verdict"] == "pass" else ""
+        fixed = (
+            f" (declared as a bug of {known.release}: fixed?)" if known and case["verdict"] == "pass" else ""
+        )
         return f"{case['verdict']}{reason}{fixed}"
     finding = case["findings"][0]
     cause = finding.get("cause") or finding["check"]
     first = [each["tensor"] for each in case["findings"] if (each["check"], each["step"]) == ("gradient", 0)]
-    if known and first and all(re.search(known[2], tensor) for tensor in first):
-        return f"[known bug]({known[1]}): {known[0]}"
+    if known and first and all(re.search(known.wrong, tensor) for tensor in first):
+        return f"[known bug of {known.release}]({FOUND}{known.page}): {known.reason}"
     return f"**{cause}** in `{finding['tensor']}`"
 
 
@@ -297,9 +363,14 @@ def describe_declared(path):
     return f", with a difference that it declares: {match[1]}" if match else ""
 
 
-def make_page(command, examples, sweep, modes, reports):
+def collect_versions(cases):
+    """Return the versions of the frameworks that cases ran with."""
+    return {name: version for case in cases for name, version in case["versions"].items()}
+
+
+def make_page(command, examples, sweep, modes, releases):
     """Return the page as Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in list_versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in collect_versions(examples).items())
     lines = [
         "# Other people's stacks",
         "",
@@ -336,7 +407,7 @@ def make_page(command, examples, sweep, modes, reports):
     passed = sum(case["verdict"] == "pass" for case in sweep)
     total = sum(map(count_tensors, sweep))
     lines += ["", f"{passed} of {len(sweep)} combinations pass; {total} tensors were compared."]
-    lines += describe_releases(reports)
+    lines += describe_releases(releases)
     return "\n".join(lines) + "\n"
 
 
@@ -352,11 +423,12 @@ def main():
         "--reports", type=Path, help="folder that keeps every report: what is there is not run again"
     )
     parser.add_argument(
-        "--release",
-        action="store_true",
-        help="only verify the installed release of transformers, for --reports",
+        "--environments",
+        type=Path,
+        default=ROOT / ".venv-stacks",
+        help="folder of the virtual environments (default: .venv-stacks)",
     )
-    parser.add_argument("--together", type=int, default=8, help="families in one launch")
+    parser.add_argument("--together", type=int, default=18, help="families in one launch")
     options = parser.parse_args()
     modes = options.modes.split(",")
     given = {"--families": options.families, "--modes": options.modes}
@@ -366,26 +438,21 @@ def main():
         scratch = Path(name)
         reports = options.reports or scratch
         reports.mkdir(parents=True, exist_ok=True)
-        if options.release:
-            run_release(scratch, reports)
-            return
-        examples = run_cases(list_examples(reports), scratch, reports)
+        environments = options.environments.resolve()
+        releases = run_releases(environments, scratch, reports)
+        examples = run_examples(environments, scratch, reports)
         families, sweep = [family for family in options.families.split(",") if family], []
+        python = make_environment(environments / NEWEST)
         for first in range(0, len(families), options.together):
             some = families[first : first + options.together]
-            sweep += run_cases(
-                [
-                    write_case(scratch / "sweep", family, mode)
-                    for family in some
-                    for mode in modes
-                    if family in MIXTURES or "ep" not in mode
-                ],
-                scratch,
-                reports,
-            )
-            # After each launch: the page is there although a later one may be broken off.
-            options.out.write_text(make_page(command, examples, sweep, modes, reports))
-        options.out.write_text(make_page(command, examples, sweep, modes, reports))
+            cases = [
+                write_case(scratch / "sweep", family, mode)
+                for family in some
+                for mode in modes
+                if family in MIXTURES or "ep" not in mode
+            ]
+            sweep += run_cases(cases, python, scratch, reports)
+        options.out.write_text(make_page(command, examples, sweep, modes, releases))
 
 
 if __name__ == "__main__":

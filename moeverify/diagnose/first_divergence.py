@@ -340,8 +340,7 @@ class _AllReadings:
         None where no rank read it.
         """
         expected = golden.local.to(torch.float64)
-        # Rotary embeddings (1, S, D), say: one row for all rows, which is no micro-batch of one row. Every
-        # micro-batch has it whole, and a part of its gradient.
+        # Every micro-batch has what is one for all rows, and a part of its gradient.
         is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
         if tuple(expected.shape[:2]) != self._batch and not (
             is_one_for_all and expected.shape[1] == self._batch[1]
@@ -352,9 +351,7 @@ class _AllReadings:
         orders: list[int] = []
         for rank, reading, (rows, positions) in self._read.get(_end_of(golden), ()):
             place = (self._places.get(rank, 0), self._tp)
-            region = locate_tokens(
-                expected, reading.local, range(1) if is_one_for_all else rows, positions, place
-            )
+            region = locate_tokens(expected, reading.local, rows, positions, place)
             if region is not None:
                 shards.append(RankShard(rank, region, reading.local))
                 micro_batches.append(reading.micro_batch)
@@ -378,9 +375,17 @@ def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
 def locate_tokens(
     expected: Tensor, local: Tensor, rows: Indices, positions: Indices, place: tuple[int, int]
 ) -> Region | None:
-    """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims."""
+    """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims.
+
+    A golden's tensor of one row, such as rotary embeddings (1, S, D), is one for all rows, and no micro-batch of one
+    row. None where what was read is no part of it.
+    """
     rank, size = place
-    if local.ndim != expected.ndim or local.shape[0] != len(rows):
+    if expected.shape[:1] == (1,):
+        rows = range(1)
+    if local.ndim != expected.ndim or local.ndim < 2 or local.shape[0] != len(rows):
+        return None
+    if expected.shape[0] <= max(rows) or expected.shape[1] <= max(positions):
         return None
     dims: list[Sequence[int]] = [rows]
     if local.shape[1] == len(positions):

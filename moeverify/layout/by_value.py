@@ -80,9 +80,10 @@ def place_by_value(
 
     Shapes: `tensors` are local ones, `whole` the initial values of all parameters, both by name. `names` says which
     parameter a local tensor belongs to and `regions` which part it is, where that is known: they are believed.
-    Where values stand in several parameters, the one of the tensor's own name is taken; a tensor of that name and
-    shape whose values stand nowhere else is that tensor, whatever its values are. For example a rank that calls its
-    only expert number 0 and holds the third of four:
+    Where values stand in several parameters, the one of the tensor's own name is taken, unless it has them in another
+    shape and another parameter as they are; a tensor of that name and shape whose values stand nowhere else is that
+    tensor, whatever its values are. For example a rank that calls its only expert number 0 and holds the third of
+    four:
 
         place_by_value({"experts.0.w": w}, {"experts.0.w": ..., ..., "experts.3.w": ...})
     """
@@ -128,8 +129,16 @@ def find_places(
 
 
 def _prefer(found: list[Place], own_name: str) -> list[Place]:
-    """Return the places of the tensor's own name where there are any, of these the one without a change of shape."""
-    own = [place for place in found if place.name == own_name] or found
+    """Return the places of the tensor's own name where there are any, of these the one without a change of shape.
+
+    Its own name alone does not make a tensor that would have to be transposed or taken apart more likely than another
+    one that has the values as they are: then both are returned.
+    """
+    own = [place for place in found if place.name == own_name]
+    as_they_are = [place for place in found if place.view is _keep]
+    if own and as_they_are and not any(place.view is _keep for place in own):
+        return own + as_they_are
+    own = own or found
     unchanged = [place for place in own if place.view is _keep]
     return unchanged if len(unchanged) == 1 and len({place.name for place in own}) == 1 else own
 

@@ -10,6 +10,7 @@ from moeverify.results.run import RankReport
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _INNERMOST_FIRST = re.compile(r"most recent call first|^ *File \".*\", line \d+ in ", re.MULTILINE)
+_REFUSED = "\nmoeverify.errors.CaseError: "  # the last line of a traceback, and the problems
 _PREFIX = re.compile(r"\[rank\d+\]:?\s?", re.IGNORECASE)
 
 
@@ -60,6 +61,15 @@ def _fold(pairs: list[tuple[int, str]]) -> tuple[tuple[str, tuple[int, ...]], ..
         if text.strip():
             ranks_of.setdefault(text.strip(), []).append(rank)
     return tuple((text, tuple(ranks)) for text, ranks in ranks_of.items())
+
+
+def find_problems(reports: Sequence[RankReport]) -> list[str]:
+    """Return what is wrong with a case that the ranks have refused: none where they failed in another way."""
+    for report in sorted(reports, key=lambda report: report.rank):
+        _, marked, problems = report.stack.rpartition(_REFUSED)
+        if marked and report.state == "raised":
+            return problems.strip().splitlines()
+    return []
 
 
 def cut_stack(stack: str, num_lines: int) -> tuple[str, int]:

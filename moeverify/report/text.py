@@ -15,7 +15,7 @@ from moeverify.report.next_steps import Kept, advise, name_rest
 from moeverify.report.numbers import format_count, format_ranks, format_seconds
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
-from moeverify.report.stacks import RankGroup, cut_stack, group_ranks
+from moeverify.report.stacks import RankGroup, cut_stack, find_problems, group_ranks
 from moeverify.report.table import make_table
 from moeverify.report.words.run import list_notes
 from moeverify.results.finding import Finding, Verdict
@@ -88,7 +88,11 @@ def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept)
             print_fact(console, label, text, indent=2)
     if case.findings:
         _render_findings(case, console, kept)
-    for group in group_ranks(case.rank_reports):
+    problems = find_problems(case.rank_reports)
+    # What a case gets wrong is said by the problems; where the ranks noticed it, or waited, is of no use.
+    for problem in problems[1:]:
+        print_fact(console, "also", problem, indent=2)
+    for group in group_ranks(case.rank_reports) if not problems else ():
         _render_group(group, case, console, kept)
     console.print()
     before = [finding for other in run.cases[: run.cases.index(case)] for finding in other.findings]

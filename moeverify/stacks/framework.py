@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module, metadata
+from types import ModuleType
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,17 +20,23 @@ def import_framework(
 ) -> Any:
     """Return a framework's module, of at least the version `least`; `distribution` is its name for pip, else `name`.
 
-    Raises: CaseError where it is not installed, or older.
+    Raises: CaseError where it is not installed, fails when it is imported, has no version, or is older.
     """
     distribution = distribution or name
     try:
         module = import_module(name)
-    except ImportError as error:
-        remedy = f'pip install "{distribution}>={least}" into the environment that runs moeverify'
-        raise CaseError(
-            [Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)]
-        ) from error
-    version = metadata.version(distribution)
+    except Exception as error:  # each fails in its own way where a device, a compiler or a library is missing
+        raise CaseError([_describe_failure(name, distribution, least, path, error)]) from error
+    version = _find_version(module, distribution)
+    if version is None:
+        place = getattr(module, "__file__", None) or name
+        message = (
+            f"the version of `{name}` is not known: {place} has no `__version__`, and pip no {distribution}"
+        )
+        remedy = (
+            f"install it by pip, a checkout of its source by `pip install -e`: {least} or newer is needed"
+        )
+        raise CaseError([Problem(message, path=path, remedy=remedy)])
     if _parse(version) < _parse(least):
         message = f"{distribution} {version} is installed; its parallelism has other arguments before {least}"
         remedy = (
@@ -36,6 +44,25 @@ def import_framework(
         )
         raise CaseError([Problem(message, path=path, remedy=remedy)])
     return module
+
+
+def _describe_failure(name: str, distribution: str, least: str, path: str, error: Exception) -> Problem:
+    is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+    if is_missing:
+        remedy = f'pip install "{distribution}>={least}" into the environment that runs moeverify'
+        return Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)
+    message = f"`{name}` is there and cannot be imported: {type(error).__name__}: {error}"
+    remedy = f'`{sys.executable} -c "import {name}"` shows where it fails'
+    return Problem(message, path=path, remedy=remedy)
+
+
+def _find_version(module: ModuleType, distribution: str) -> str | None:
+    """Return the version of a framework, that of the module where pip has not installed it; None without any."""
+    try:
+        version: object = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        version = getattr(module, "__version__", None)
+    return str(version) if version is not None and _parse(str(version)) else None
 
 
 def _parse(version: str) -> tuple[int, ...]:

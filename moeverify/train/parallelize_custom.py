@@ -6,9 +6,10 @@ It is given any model: a user's, or the reference model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TypeGuard
 
 import torch
@@ -54,8 +55,11 @@ class ParallelizedCustomModel:
     def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
         """Return this rank's shards of the parameters; `whole` are the initial values of all of them, by name.
 
-        Raises: CaseError where values do not say which parameter a tensor is.
+        Raises: CaseError where values do not say which parameter a tensor is, and for declarations that name what the
+            whole model does not have.
         """
+        if problems := list(self._refuse_declarations(whole)):
+            raise CaseError(problems)
         shards: list[LocalShard] = []
         unplaced: list[Unplaced] = []
         for shard in parameters(self.model):
@@ -71,12 +75,44 @@ class ParallelizedCustomModel:
             raise CaseError([_describe_unplaced(each) for each in unplaced])
         return shards
 
+    def _refuse_declarations(self, whole: Mapping[str, Tensor]) -> Iterator[Problem]:
+        """Yield a problem for each of `names` and `regions` that is none of the whole model's."""
+        local = {shard.name: tuple(shard.tensor.shape) for shard in parameters(self.model)}
+        for local_name, name in self.names.items():
+            if name not in whole:
+                message = (
+                    f"`names` says that `{local_name}` is `{name}`, and the whole model has no such parameter"
+                )
+                yield Problem(message, path="layout.parallelize", remedy=_suggest(name, whole))
+        for local_name, region in self.regions.items():
+            name = self.names.get(local_name, local_name)
+            if local_name not in local:
+                continue  # another rank's
+            if name not in whole:
+                if local_name not in self.names:
+                    message = f"`regions` has `{local_name}`, and the whole model has no such parameter"
+                    remedy = f"say which one it is by names={{{local_name!r}: ...}}; {_suggest(name, whole)}"
+                    yield Problem(message, path="layout.parallelize", remedy=remedy)
+            elif (region.shape, region.local_shape) != (tuple(whole[name].shape), local[local_name]):
+                message = (
+                    f"`regions` says that `{local_name}` is {region.local_shape} of {region.shape}; it has the shape "
+                    f"{local[local_name]}, and `{name}` has {tuple(whole[name].shape)}"
+                )
+                yield Problem(
+                    message, path="layout.parallelize", remedy="give the indices that it has along each dim"
+                )
+
     def _is_searched(self, shard: LocalShard, whole: Mapping[str, Tensor]) -> bool:
         if isinstance(shard.tensor, DTensor) or shard.region.flat is not None:
             return False
         known = whole.get(shard.name)
         declared = shard.name in self.names or shard.name in self.regions
         return declared or self.numbers_locally or known is None or known.shape != shard.region.shape
+
+
+def _suggest(name: str, whole: Mapping[str, Tensor]) -> str:
+    close = get_close_matches(name, whole, n=3, cutoff=0.0)
+    return f"those whose names are most alike are {', '.join(close)}"
 
 
 def _describe_unplaced(tensor: Unplaced) -> Problem:

@@ -27,7 +27,7 @@ from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.layout.region import Region
 from moeverify.parallel.pipeline import Stage
-from moeverify.train.module_taps import FORWARD, Reading, Tap, list_floats
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap, list_floats
 from moeverify.train.program import Program, dtype_of
 from moeverify.worker.investigate import read_golden_modules
 
@@ -107,6 +107,7 @@ class BlamedStop:
         self._bound = READING_BOUNDS.get(
             dtype_of(case.recipe.precision), 0.0
         )  # without one, nothing is expected
+        self._num_rows = case.recipe.data.batch
         self._shares = program.share.micro_batches(program.num_micro_batches)
         self._micro_batch = -1  # of the module's stage, counted by its calls
         self.has_stopped = False
@@ -226,6 +227,8 @@ class BlamedStop:
             expected = reading.local.to(torch.float64)
             if slot and reading.slot != slot:
                 continue
+            if reading.direction == BACKWARD and len(expected) < self._num_rows:
+                continue  # of what is one for all rows, this rank has a part of the gradient
             region = locate_tokens(expected, local, share.rows, share.positions, self._tp)
             if region is not None:
                 place = self._place

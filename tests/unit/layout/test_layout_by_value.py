@@ -127,6 +127,29 @@ def test_equal_values_belong_to_the_tensor_of_their_own_name() -> None:
     assert [shard.name for shard in shards] == ["one.norm", "two.norm"]
 
 
+SQUARE = torch.arange(9.0).reshape(3, 3)
+OTHER_SHAPES = {
+    "transposed": (SQUARE.t().contiguous(), SQUARE),
+    "in another order of dims": (WHOLE["experts"].permute(2, 0, 1).contiguous(), WHOLE["experts"]),
+    "as a slice of a stack": (torch.stack([SQUARE + 10, SQUARE]), SQUARE),
+    "as rows of one matrix": (torch.stack([SQUARE, SQUARE + 10]), torch.cat([SQUARE, SQUARE + 10])),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SHAPES)
+def test_the_own_name_does_not_outweigh_values_that_stand_elsewhere_as_they_are(case: str) -> None:
+    own, local = OTHER_SHAPES[case]
+    whole = {"own": own, "other": local.clone()}
+    shards, unplaced = place_by_value({"own": local}, whole)
+    assert (shards, [each.candidates for each in unplaced]) == ([], [("own", "other")])
+    for name in whole:  # a declaration settles it
+        (shard,), unplaced = place_by_value({"own": local}, whole, names={"own": name})
+        assert (shard.name, unplaced) == (name, [])
+    # Without the other it is its own, as it is where both would have to be changed in the same way.
+    assert [shard.name for shard in find({"own": local}, {"own": own})] == ["own"]
+    assert [shard.name for shard in find({"own": local}, {"own": own, "other": own.clone()})] == ["own"]
+
+
 def test_what_is_ambiguous_is_reported_and_a_declaration_settles_it() -> None:
     whole = {"one.norm": torch.ones(8), "two.norm": torch.ones(8)}
     shards, unplaced = place_by_value({"norm": torch.ones(8), "half": torch.ones(4)}, whole)

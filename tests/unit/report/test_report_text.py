@@ -11,6 +11,7 @@ import pytest
 
 from moeverify.report.sorting import VERDICTS, order_findings
 from moeverify.report.text import render_run
+from moeverify.results.run import RankReport
 
 
 def strip(text: str) -> str:
@@ -188,6 +189,28 @@ def test_stack_is_cut_at_the_end_where_the_rank_is_not(make_run: Any, make_case:
         assert f"({len(lines) - 12} more lines" in text
         stopped = {**report, "state": "stopped", "stack": "\n".join(lines[:6])}
         assert "more lines" not in show(make_run(make_case("a", "error", rank_reports=[stopped])))
+
+
+def test_what_ranks_refuse_of_a_case_is_told_without_their_stacks(
+    make_run: Any, make_case: Any, show: Any
+) -> None:
+    trace = 'Traceback (most recent call last):\n  File "where.py", line 3, in it\n'
+    problems = "layout.parallelize: `a` is none\nlayout.parallelize: `b` is none"
+    raised = RankReport(rank=1, state="raised", stack=f"{trace}moeverify.errors.CaseError: {problems}\n")
+    waited = RankReport(
+        rank=0, state="stopped", stack="Thread 0x7 (most recent call first):\n  File waited.py"
+    )
+    reason = "rank 1 raised CaseError: layout.parallelize: `a` is none"
+    text = show(make_run(make_case("a", "error", reason=reason, rank_reports=[waited, raised])))
+    assert text.count("`a` is none") == 2  # below the table, and with its case
+    assert "also      layout.parallelize: `b` is none" in text
+    assert "where.py" not in text
+    assert "waited.py" not in text
+    # Any other exception is one of the code, and its stack says where.
+    other = raised.model_copy(update={"stack": f"{trace}ValueError: {problems}\n"})
+    text = show(make_run(make_case("a", "error", rank_reports=[waited, other])))
+    assert "where.py" in text
+    assert "waited.py" in text
 
 
 def test_same_reason_and_note_are_told_once(make_run: Any, show: Any) -> None:

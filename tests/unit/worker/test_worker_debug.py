@@ -21,6 +21,7 @@ from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.jobs import BlamedPlace, StopPoint
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
+from moeverify.train.module_taps import Reading
 from moeverify.worker.blamed_place import BlamedStop, is_at
 from moeverify.worker.debug import StopWatch, has_part
 from moeverify.worker.golden_reference import GoldenReference
@@ -146,6 +147,20 @@ def test_a_rank_stops_where_the_collective_is_issued_before_it_is(
     (brought,) = seen["operands"]
     assert torch.equal(brought, seen["actual"])
     assert seen["row"].name == "module output layers.0.mlp at step 0"
+
+
+@pytest.mark.parametrize(("direction", "is_shown"), [("forward", True), ("backward", False)])
+def test_of_what_is_one_for_all_rows_a_rank_has_a_part_of_the_gradient(
+    tmp_path: Path, direction: Any, is_shown: bool
+) -> None:
+    # Rotary embeddings (1, S, D) beside a batch of two rows.
+    tables = torch.ones(1, 8, 4)
+    place = BlamedPlace(about="it", module="rotary", direction=direction)
+    expected = [Reading(direction, 0, "rotary", "output", 0, tables)]
+    program = assemble_single(CASE.recipe, CPU)
+    blamed = BlamedStop(CASE, 0, program, place, expected, CollectiveTrace(), print, print)
+    value = blamed._find_value(tables, micro_batch=0, slot="0")
+    assert (value is not None) == is_shown
 
 
 def test_a_module_that_is_elsewhere_leaves_the_stop_at_the_tensor(
