@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
 from moeverify.case.schema import Case, Layout
+from moeverify.results.factor import TOKENS
 
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K = "uses of the tied weight", "top_k"
@@ -69,7 +70,7 @@ def list_loss_counts(case: Case) -> dict[str, int]:
     """Return the integers of a recipe, beside the axes, that a loss term is divided or multiplied by."""
     data, reference = case.recipe.data, case.recipe.model.reference
     counts = {"rows of the batch": data.batch, "positions of a row": data.seq_len}
-    counts["tokens of the batch"] = data.batch * data.seq_len
+    counts[TOKENS] = data.batch * data.seq_len
     if reference is not None and reference.moe is not None:
         counts["MoE layers"] = reference.num_layers - reference.num_dense_layers
         counts["experts"], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k

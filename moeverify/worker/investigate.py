@@ -34,7 +34,7 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
-from moeverify.results.factor import Source
+from moeverify.results.factor import VALID_TOKENS, Source
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
 from moeverify.results.timeline import Timeline
@@ -277,10 +277,11 @@ def _make_inputs(
     precision = compute_dtype_of(case.recipe.precision)
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
+    valid = _find_valid(case, step)
     clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
-        axes=_make_axes(case),
+        axes=_make_axes(case, valid),
         search=_search(case, golden, evidence, device, _find_known(judgement, step)),
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
@@ -290,7 +291,7 @@ def _make_inputs(
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
-        valid=_find_valid(case, step),
+        valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
     )
 
@@ -322,9 +323,11 @@ def _find_valid(case: Case, step: int) -> Tensor | None:
     return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu")).valid
 
 
-def _make_axes(case: Case) -> Axes:
+def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:
     sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
     counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
+    if valid is not None and not bool(valid.all()):
+        counts.append(Source(name=VALID_TOKENS, size=int(valid.sum())))
     return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts)
 
 

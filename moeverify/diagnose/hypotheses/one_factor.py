@@ -14,7 +14,7 @@ from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.factor import Source
+from moeverify.results.factor import TOKENS, VALID_TOKENS, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
@@ -67,6 +67,10 @@ class OneFactor(LinearFit):
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance."""
         return super().sources(tensors, inputs) if tensors[0].quantity in _REDUCED else []
+
+    def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
+        """Return the tokens of the batch: no axis has their number by chance."""
+        return [each for each in inputs.axes.loss_counts if each.name in (TOKENS, VALID_TOKENS)]
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit one coefficient; a reported number has one in any case."""

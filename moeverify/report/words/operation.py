@@ -401,7 +401,7 @@ def _(operation: Altered, explanation: Explanation) -> str:
     return text.format(**names)
 
 
-_MATCH, _UNSEEN = "inputs match", "its inputs were not compared"
+_MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 
 
 _ALTERED_CAUSES: Mapping[Cause, str] = {

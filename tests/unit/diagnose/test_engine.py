@@ -26,7 +26,7 @@ from moeverify.diagnose.hypotheses import ORDER, TIERS
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor, Product, Source
+from moeverify.results.factor import TOKENS, VALID_TOKENS, Factor, Product, Source
 from moeverify.results.operation import Altered, Unreduced
 from moeverify.results.trial import Reason, Trial
 
@@ -292,6 +292,21 @@ def test_axes_that_are_made_of_others_are_not_multiplied_with_them() -> None:
 def test_a_power_of_a_factor_is_compared() -> None:
     factor = find_factor(2.0**0.5, [Source(name="tp", size=2)], power=2)
     assert factor == Factor(value=2.0**0.5, power=2, equals=(Product(times=("tp",)),))
+
+
+@pytest.mark.parametrize(
+    ("value", "equals"),
+    [
+        (92 / 128, [Product(times=(VALID_TOKENS,), over=(TOKENS,))]),
+        (128 / 92, [Product(times=(TOKENS,), over=(VALID_TOKENS,))]),
+        (92.0, [Product(times=(VALID_TOKENS,))]),
+        (92 / 8, []),
+    ],
+)
+def test_the_share_of_valid_tokens_is_a_factor(value: float, equals: list[Product]) -> None:
+    counts = {TOKENS: 128, VALID_TOKENS: 92, "rows of the batch": 8}
+    found = find_factor(value, [], counts=[Source(name=name, size=size) for name, size in counts.items()])
+    assert list(found.equals) == equals
 
 
 def test_families() -> None:
