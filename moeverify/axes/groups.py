@@ -11,7 +11,9 @@ from fnmatch import fnmatchcase
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
 from moeverify.case.schema import Case, Layout
-from moeverify.results.factor import TOKENS
+
+# What a loss may be divided by: all tokens of the global batch, and those that are no padding.
+TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K = "uses of the tied weight", "top_k"

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moeverify.results.factor import TOKENS, VALID_TOKENS, Factor, Product, Source, is_same
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
+from moeverify.results.factor import Factor, Product, Source, is_same
 
 # These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
 _MADE_OF_OTHERS = {"efsdp", "edp"}

@@ -9,9 +9,6 @@ from moeverify.results.record import Record
 # Two factors closer than this, relatively, are one: float64 coefficients of a fit come out to about ten digits.
 SAME = 1e-6
 
-# What a loss may be divided by: all tokens of the global batch, and those that are no padding.
-TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
-
 
 class Source(Record):
     """An integer of the run that a bug can multiply or divide by, such as the size of a mesh axis."""

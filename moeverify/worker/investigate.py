@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.axes.groups import axis_affects, list_degrees, list_groups, list_loss_counts, name_ranks
+from moeverify.axes.groups import (
+    VALID_TOKENS,
+    axis_affects,
+    list_degrees,
+    list_groups,
+    list_loss_counts,
+    name_ranks,
+)
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
@@ -34,7 +41,7 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
-from moeverify.results.factor import VALID_TOKENS, Source
+from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
 from moeverify.results.timeline import Timeline

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.diagnose.counter_tests import count_right_alike
 from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
@@ -14,7 +15,7 @@ from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.factor import TOKENS, VALID_TOKENS, Source
+from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason

@@ -17,6 +17,7 @@ from wrong_tensors import (
     make_tensor,
 )
 
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.diagnose import engine, hypotheses
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.engine import complete_log, explain_tensors
@@ -26,7 +27,7 @@ from moeverify.diagnose.hypotheses import ORDER, TIERS
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import TOKENS, VALID_TOKENS, Factor, Product, Source
+from moeverify.results.factor import Factor, Product, Source
 from moeverify.results.operation import Altered, Unreduced
 from moeverify.results.trial import Reason, Trial
 
