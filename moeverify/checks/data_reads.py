@@ -41,10 +41,13 @@ class DataReads:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._make_hook(MODEL, Batch.TOKENS, 0, ""), with_kwargs=True)
         ]
+        firsts: set[str] = set()
         for name, module in model.named_modules():
+            stage = name.partition("layers")[0]
             if isinstance(module, nn.Embedding) and module.num_embeddings >= vocab_size:
                 self._add(module, name, Batch.TOKENS, 0, "input")
-            elif isinstance(module, Block):
+            elif isinstance(module, Block) and stage not in firsts:
+                firsts.add(stage)  # its other blocks are called with the same
                 self._add(module, name, Batch.POSITIONS, 1, "positions")
                 self._add(module, name, Batch.MASK, 2, "valid")
         self._original: Callable[..., Any] = functional.cross_entropy
@@ -85,6 +88,7 @@ class DataReads:
             return
         local = local_part(value)
         if local.numel() == self._num_tokens:
-            # A copy: a loop may fill one buffer with each micro-batch.
-            read = local.detach().reshape(-1, self._length).clone()
+            # A copy, since a loop may fill one buffer with each micro-batch, and a small one: it is kept to the end.
+            small = torch.bool if local.dtype is torch.bool else torch.int32
+            read = local.detach().reshape(-1, self._length).to(small, copy=True)
             self.reads.setdefault((self.step, what), {}).setdefault(name, []).append(read)

@@ -65,11 +65,17 @@ def make_case(**layout: object) -> Case:
     return Case.model_validate({"name": "data", "recipe": recipe, "layout": fields})
 
 
-def read_all(case: Case, bug: Bug) -> list[DataReport]:
+class OwnStep(Program):
+    """A program whose steps a user has written."""
+
+    custom_step = object()  # type: ignore[assignment]
+
+
+def read_all(case: Case, bug: Bug, make: type[Program] = Program) -> list[DataReport]:
     """Return what two ranks report that read the whole run, changed by a bug."""
     reports = []
     for rank in range(case.layout.world_size):
-        expected, program = Expected(case), Program()
+        expected, program = Expected(case), make()
         watch = DataWatch(case, program, rank)  # type: ignore[arg-type]
         try:
             for step in range(STEPS):
@@ -213,6 +219,26 @@ def test_recomputed_passes_are_none_of_a_step(run_ranks: Callable) -> None:
         torch.utils.checkpoint.checkpoint(program.model, tokens, use_reentrant=False).sum().backward()
     watch.close()
     assert watch.report().num_compared == MICRO_BATCHES
+
+
+def last_first(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    put(expected, read, step, rank, MICRO_BATCHES - 1 - number)
+
+
+def own_labels(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    read[Batch.LABELS] = read[Batch.LABELS].clone()
+    read[Batch.LABELS][:, ::2] = IGNORED
+
+
+@pytest.mark.parametrize("bug", [nothing, last_first, own_labels])
+def test_a_step_of_its_own_may_order_and_mask_as_it_likes(run_ranks: Callable, bug: Bug) -> None:
+    assert judge(run_ranks, read_all(make_case(), bug, OwnStep)) == []
+
+
+@pytest.mark.parametrize("bug", [again, first_step, one_rank, other_labels])
+def test_a_step_of_its_own_reads_no_rows_of_others(run_ranks: Callable, bug: Bug) -> None:
+    said = [describe_cause(each) for each in judge(run_ranks, read_all(make_case(), bug, OwnStep))]
+    assert said == [describe_cause(each) for each in judge(run_ranks, read_all(make_case(), bug))]
 
 
 def test_torch_has_its_own_loss_back_when_a_watch_is_closed() -> None:
