@@ -12,6 +12,9 @@ from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
 from moeverify.case.schema import Case, Layout
 
+# What a loss may be divided by: all tokens of the global batch, and those that are no padding.
+TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
+
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K = "uses of the tied weight", "top_k"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
@@ -69,7 +72,7 @@ def list_loss_counts(case: Case) -> dict[str, int]:
     """Return the integers of a recipe, beside the axes, that a loss term is divided or multiplied by."""
     data, reference = case.recipe.data, case.recipe.model.reference
     counts = {"rows of the batch": data.batch, "positions of a row": data.seq_len}
-    counts["tokens of the batch"] = data.batch * data.seq_len
+    counts[TOKENS] = data.batch * data.seq_len
     if reference is not None and reference.moe is not None:
         counts["MoE layers"] = reference.num_layers - reference.num_dense_layers
         counts["experts"], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k

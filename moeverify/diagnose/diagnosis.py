@@ -9,6 +9,7 @@ import torch
 
 from moeverify.checks.base import Role
 from moeverify.checks.registry import CHECKS
+from moeverify.diagnose.data_first import put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.families import split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
@@ -53,7 +54,7 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
-    return _put_calls_first(_explain(findings, inputs))
+    return put_data_first(_put_calls_first(_explain(findings, inputs)))
 
 
 def _put_calls_first(findings: Sequence[Finding]) -> list[Finding]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.results.factor import Factor, Product, Source, is_same
 
 # These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
@@ -49,9 +50,18 @@ def find_root(value: float, sources: Sequence[Source]) -> Factor:
 
 
 def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Source]) -> tuple[Product, ...]:
-    """Return the counts, or their inverses, that a factor equals, less what is among the axes already."""
+    """Return the counts, or their inverses, that a factor equals, less what is among the axes already.
+
+    Of two counts only tokens with and without padding stand in one product: each is what losses are divided by.
+    """
     others = {source.name: source.size for source in counts if source.name not in sizes}
-    return tuple(each for each in _list_single(list(others)) if is_same(each.measure(others), wanted))
+    products = list(_list_single(list(others)))
+    if TOKENS in others and VALID_TOKENS in others:
+        products += [
+            Product(times=(VALID_TOKENS,), over=(TOKENS,)),
+            Product(times=(TOKENS,), over=(VALID_TOKENS,)),
+        ]
+    return tuple(each for each in products if is_same(each.measure(others), wanted))
 
 
 def _list_single(names: Sequence[str]) -> Iterator[Product]:

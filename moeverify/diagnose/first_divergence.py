@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +40,8 @@ class Origin:
 
     `input` is what one device read at the input of the same module, forward. `also` names the modules that read the
     same values at the same time: a gradient that a module gets for its output is what those that use it pass back.
-    `around` is the module that calls this one. `reduced` has what was all-reduced inside the culprit
+    `around` is the module that calls this one. `inputs_seen` says that something which the culprit takes was compared
+    and is right; ids, such as those of tokens, never are. `reduced` has what was all-reduced inside the culprit
     (`moeverify.diagnose.operands`).
     """
 
@@ -55,6 +56,7 @@ class Origin:
     also: tuple[str, ...] = ()
     around: str = ""
     reduced: tuple[Any, ...] = ()
+    inputs_seen: bool = True
 
     @property
     def is_of_culprit(self) -> bool:
@@ -167,8 +169,17 @@ def find_origins(
                 num_right[direction] += 1
                 worst_right[direction] = max(worst_right[direction], each.error)
         if first is not None:
-            origins[direction] = _make_origin(first, golden, bound)
+            origin = _make_origin(first, golden, bound)
+            origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
     return Search(origins, num_right, worst_right, bound)
+
+
+def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
+    """Return whether what goes into the culprit was compared and is right; of the whole model nothing is."""
+    end = "input" if origin.direction == FORWARD else "output"
+    return _are_right(
+        [each for each in along if (each.reading.module, each.reading.end) == (origin.culprit, end)]
+    )
 
 
 def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:

@@ -8,6 +8,7 @@ from enum import StrEnum
 class Cause(StrEnum):
     """Why a logical tensor differs from its golden."""
 
+    DATA = "data"  # ranks read other tokens, labels, positions or masks than are theirs
     SCALE = "scale"  # every value of a family is k times the right one
     TERM_SCALE = (
         "term-scale"  # the part of one loss term (lm, balance, z) is k times the right one; 0: it is missing

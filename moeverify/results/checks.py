@@ -65,6 +65,7 @@ class CheckName(StrEnum):
     LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
     GATHERED_WEIGHTS = "gathered weights", "what FSDP gathers is what the ranks store, bit for bit"
+    DATA = "data", "the tokens, positions, masks and labels that every rank read, in each micro-batch"
     ROUTING = "routing", "which experts each token chose, and their counts"
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"

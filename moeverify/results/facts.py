@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moeverify.results.data import DataFacts
 from moeverify.results.guard import (
     AlikeFacts,
     DriftFacts,
@@ -272,6 +273,7 @@ Facts = Annotated[
     | BitFacts
     | ReplicaFacts
     | CoverageFacts
+    | DataFacts
     | ShardingFacts
     | DtypeFacts
     | PatternFacts

@@ -194,12 +194,13 @@ class Offset(Record):
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
-    With `tokens` it is right at all others.
+    With `tokens` it is right at all others. `inputs_seen` says that what it is made of was compared and is right.
     """
 
     kind: Literal["altered"] = "altered"
     first_micro_batch: int = 0
     tokens: Tokens | None = None
+    inputs_seen: bool = True
 
 
 Operation = Annotated[

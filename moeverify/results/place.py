@@ -13,6 +13,7 @@ class Stage(StrEnum):
     """A part of a training step, or of what is around it."""
 
     INITIALIZATION = "initialization"
+    DATA = "data"
     FORWARD = "forward"
     ROUTING = "routing"
     LOSS = "loss"

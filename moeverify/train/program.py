@@ -110,7 +110,8 @@ class Program:
         for experts in self.placed:
             square += experts.sum_squares()
         square = self.sum_over_stages(square) if self.sum_over_stages else square
-        return (norm.to(torch.float64).square() + square).sqrt()
+        # In the dtype in which most of it was summed: a wider one would promise digits that it has not.
+        return (norm.to(torch.float64).square() + square).sqrt().to(norm.dtype)
 
 
 @dataclass

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.axes.groups import axis_affects, list_degrees, list_groups, list_loss_counts, name_ranks
+from moeverify.axes.groups import (
+    VALID_TOKENS,
+    axis_affects,
+    list_degrees,
+    list_groups,
+    list_loss_counts,
+    name_ranks,
+)
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
@@ -277,10 +284,11 @@ def _make_inputs(
     precision = compute_dtype_of(case.recipe.precision)
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
+    valid = _find_valid(case, step)
     clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
-        axes=_make_axes(case),
+        axes=_make_axes(case, valid),
         search=_search(case, golden, evidence, device, _find_known(judgement, step)),
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
@@ -290,7 +298,7 @@ def _make_inputs(
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
-        valid=_find_valid(case, step),
+        valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
     )
 
@@ -322,9 +330,11 @@ def _find_valid(case: Case, step: int) -> Tensor | None:
     return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu")).valid
 
 
-def _make_axes(case: Case) -> Axes:
+def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:
     sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
     counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
+    if valid is not None and not bool(valid.all()):
+        counts.append(Source(name=VALID_TOKENS, size=int(valid.sum())))
     return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts)
 
 

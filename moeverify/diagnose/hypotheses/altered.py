@@ -45,7 +45,8 @@ class AlteredHypothesis(Hypothesis):
             # In bfloat16 modules are not compared: what came into the router may have been wrong already.
             return self.untried(Reason.MODULES_NOT_COMPARED)
         cause = _CAUSES[tensor.quantity]
-        operation: Operation = Altered()
+        origin = inputs.origin_of(tensor)
+        operation: Operation = Altered(inputs_seen=origin is None or origin.inputs_seen)
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
             operation = count_choices(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.diagnose.counter_tests import count_right_alike
 from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
@@ -67,6 +68,10 @@ class OneFactor(LinearFit):
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance."""
         return super().sources(tensors, inputs) if tensors[0].quantity in _REDUCED else []
+
+    def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
+        """Return the tokens of the batch: no axis has their number by chance."""
+        return [each for each in inputs.axes.loss_counts if each.name in (TOKENS, VALID_TOKENS)]
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit one coefficient; a reported number has one in any case."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_count
-from moeverify.report.words.guard import describe_facts
+from moeverify.report.words.data import describe_facts
 from moeverify.report.words.observation import describe_observation, describe_residual
 from moeverify.report.words.operation import describe_operation
 from moeverify.report.words.place import describe_place

@@ -7,6 +7,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from moeverify.report.numbers import format_count, format_number
+from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import (
     NEAR,
@@ -118,6 +119,11 @@ def _(facts: CoverageFacts, finding: Finding) -> Words:
     if facts.num_elements is None:
         return Words(evidence=(f"{finding.kind}: no rank holds any of it",))
     text = f"{finding.kind}: the ranks hold {facts.num_held} of {facts.num_elements} elements"
+    if finding.code == Cause.DATA:
+        cause = (
+            "the ranks together do not have each token of the batch once: some are missing, or there twice"
+        )
+        return Words(cause, "", (text,))
     return Words(evidence=(text,))
 
 

@@ -23,6 +23,7 @@ _NO_AXES: Mapping[str, str] = {
             "rows of the batch",
             "positions of a row",
             "tokens of the batch",
+            "valid tokens of the batch",
             "MoE layers",
             "experts",
         )

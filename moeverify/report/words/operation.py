@@ -396,7 +396,12 @@ def _(operation: Altered, explanation: Explanation) -> str:
     if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
+    if not operation.inputs_seen:
+        text = text.replace(_MATCH, _UNSEEN)
     return text.format(**names)
+
+
+_MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 
 
 _ALTERED_CAUSES: Mapping[Cause, str] = {

@@ -15,6 +15,7 @@ from moeverify.diagnose.inputs import DiagnosisInputs, Issued
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.collective import IssuedCollective
+from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.explanation import Quantity
 from moeverify.results.facts import CoverageFacts
 from moeverify.results.finding import Finding
@@ -264,6 +265,51 @@ def test_what_no_rank_has_of_the_model_leads_and_all_else_follows() -> None:
     assert (part.tensor, part.explanation, part.follows) == ("embed.weight", None, "")
     assert [each.check for each in others] == ["initial state", "coverage", "loss", "coverage"]
     assert {each.follows for each in others} == {first.tensor}
+
+
+def find_data(step: int) -> Finding:
+    misread = Misread(
+        batch=Batch.TOKENS,
+        step=step,
+        micro_batch=0,
+        num_micro_batches=1,
+        num_wrong=1,
+        num_elements=2,
+        source=ReadSource(kind=SourceKind.ORDER),
+    )
+    facts = DataFacts(read=(MisreadOnRank(rank=1, misread=misread),))
+    return find("data", "tokens", step=step, code=Cause.DATA, facts=facts)
+
+
+def test_other_data_lead_and_what_is_computed_of_them_has_no_cause() -> None:
+    inputs = make_inputs(double())
+    wrong = [find("gradient"), find("objective", "z", kind=Kind.LOSS), find("sharding", "axis ep", step=-1)]
+    found = diagnose([*wrong, find_data(1), find_data(0)], inputs)
+    assert [(each.check, each.step, each.follows) for each in found] == [
+        ("data", 0, ""),
+        ("sharding", -1, ""),
+        ("data", 1, "tokens"),
+        ("gradient", 0, "tokens"),
+        ("objective", 0, "tokens"),
+    ]
+    assert [each.code for each in found[3:]] == ["", ""]
+    assert all(each.explanation is None for each in found[2:])
+
+
+def test_what_was_wrong_before_other_data_were_read_keeps_its_cause() -> None:
+    found = diagnose([find("gradient"), find_data(2)], make_inputs(double()))
+    assert [(each.check, each.code, each.follows) for each in found] == [
+        ("data", Cause.DATA, ""),
+        ("gradient", Cause.SCALE, ""),
+    ]
+
+
+def test_tokens_that_nobody_has_lead_where_no_rank_is_known_to_have_read_others() -> None:
+    facts = CoverageFacts(num_held=6, num_elements=8)
+    uncovered = find("coverage", "lm", kind=Kind.TOKEN_LOSS, facts=facts)
+    found = diagnose([find("gradient"), uncovered], make_inputs(double()))
+    assert [(each.check, each.follows) for each in found] == [("coverage", ""), ("gradient", "lm")]
+    assert found[0].code == Cause.DATA
 
 
 def test_a_gradient_that_is_not_covered_is_no_missing_state() -> None:

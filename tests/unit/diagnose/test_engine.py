@@ -17,6 +17,7 @@ from wrong_tensors import (
     make_tensor,
 )
 
+from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.diagnose import engine, hypotheses
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.engine import complete_log, explain_tensors
@@ -292,6 +293,21 @@ def test_axes_that_are_made_of_others_are_not_multiplied_with_them() -> None:
 def test_a_power_of_a_factor_is_compared() -> None:
     factor = find_factor(2.0**0.5, [Source(name="tp", size=2)], power=2)
     assert factor == Factor(value=2.0**0.5, power=2, equals=(Product(times=("tp",)),))
+
+
+@pytest.mark.parametrize(
+    ("value", "equals"),
+    [
+        (92 / 128, [Product(times=(VALID_TOKENS,), over=(TOKENS,))]),
+        (128 / 92, [Product(times=(TOKENS,), over=(VALID_TOKENS,))]),
+        (92.0, [Product(times=(VALID_TOKENS,))]),
+        (92 / 8, []),
+    ],
+)
+def test_the_share_of_valid_tokens_is_a_factor(value: float, equals: list[Product]) -> None:
+    counts = {TOKENS: 128, VALID_TOKENS: 92, "rows of the batch": 8}
+    found = find_factor(value, [], counts=[Source(name=name, size=size) for name, size in counts.items()])
+    assert list(found.equals) == equals
 
 
 def test_families() -> None:

@@ -219,6 +219,15 @@ def test_a_rank_that_is_wrong_in_its_first_micro_batch_alone_is_found() -> None:
     assert search.num_right["forward"] == 1
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_inputs_match_only_where_they_were_read(kept: bool) -> None:
+    # An embedding takes ids, and these are never read.
+    golden = [read("norm", 0, draw(1, 3, 4), end="input"), read("norm", 1, draw(1, 3, 4, seed=1))][not kept :]
+    readings = [*golden[:-1], read("norm", 1, golden[-1].local * 2)]
+    ranks = [RankReadings(readings, [(range(1), range(3))])]
+    assert find_origins(golden, ranks, {0: {}}, 1, torch.float64).origins["forward"].inputs_seen is kept
+
+
 def test_a_wrong_input_was_made_by_the_module_around() -> None:
     golden = [read("layers.0.mlp", 0, draw(1, 3, 4), end="input")]
     readings = [read("layers.0.mlp", 0, draw(1, 3, 4, seed=1), end="input")]

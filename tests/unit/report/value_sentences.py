@@ -262,6 +262,11 @@ VALUES = [
         "layers.0.moe.router",
     ),
     (
+        explain(Cause.FORWARD, OUTPUT, Altered(inputs_seen=False), module="embed"),
+        "first divergence: embed (inputs are not known to match, output does not)",
+        "embed",
+    ),
+    (
         explain(Cause.BACKWARD, BACK, Altered(), module=""),
         "first divergence in backward: the model (its output gradient matches, what it passes back does not)",
         "the model",

@@ -1,11 +1,14 @@
 """The gradient norm: sums over stages and shards add no rounding of the gradients' dtype."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.train.clipping import clip_coefficient, clip_gradients, gradient_norm
+from moeverify.train.program import Program
 
 
 def hold(gradient):
@@ -29,6 +32,18 @@ def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
     norm = gradient_norm([hold(gradient) for gradient in gradients])
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx((300.0**2 + 1.0) ** 0.5, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_placed_experts_leave_the_norm_in_the_dtype_that_it_was_summed_in(dtype):
+    # A float64 that was summed in float32 would be judged by the rounding of float64.
+    held = hold(torch.full((4,), 0.5, dtype=dtype))
+    placed = [SimpleNamespace(sum_squares=lambda: torch.tensor(3.0, dtype=torch.float64))]
+    fields = dict.fromkeys(("subject", "model", "buffers", "routers", "share"))
+    program = Program(**fields, shards=[held], device=torch.device("cpu"), placed=placed)
+    norm = program.measure_norm()
+    assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert norm.item() == 2.0
 
 
 def test_float64_stays_and_the_clip_has_the_dtype_of_the_gradients():

@@ -32,8 +32,8 @@ FAULT = Fault(
     trigger="a pipeline whose stages need to know where rows end",
     case=make_case("l09", pp=2, micro_batches=2, stage_layers=(2, 1)),
     expected=Expected(
-        where=(At(term="balance"), At(term="z"), At(name="*.moe.router*")),
-        causes=(Cause.STATE, Cause.PADDING, Cause.FORWARD, Cause.TERM_SCALE),
+        where=(At(name="padding mask"), At(term="balance"), At(term="z"), At(name="*.moe.router*")),
+        causes=(Cause.DATA, Cause.STATE, Cause.PADDING, Cause.FORWARD, Cause.TERM_SCALE),
     ),
     inject=inject,
     notes="upstream's metadata are the offsets of packed rows; here they say which tokens are padding",

@@ -1,0 +1,94 @@
+"""What a rank's model and loss read of the batch, kept where it is used and not where it was made.
+
+Tokens are what the embedding looks up, labels what the cross entropy of torch is given, positions and padding masks
+what blocks of the reference model are called with. Recomputed passes are none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import local_part
+from moeverify.model.transformer import Block
+from moeverify.results.data import Batch
+
+Reads = dict[tuple[int, Batch], dict[str, list[Tensor]]]
+"""By step and what was read: by the module that read it, the micro-batches (M, s) in the order of their passes."""
+
+MODEL = ""  # the name of the model itself, and of the loss
+
+
+class DataReads:
+    """Hooks on one rank's model and on torch's cross entropy, until they are removed.
+
+    A reading is of a micro-batch of `num_tokens` tokens in rows of `length`; what has another size is none. A table
+    with fewer than `vocab_size` rows is one of positions, or a part of one, whose ids mean something else.
+    """
+
+    def __init__(self, model: nn.Module, vocab_size: int, num_tokens: int, length: int) -> None:
+        self.step = -1
+        self.reads: Reads = {}
+        self._num_tokens = num_tokens
+        self._length = length
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._make_hook(MODEL, Batch.TOKENS, 0, ""), with_kwargs=True)
+        ]
+        firsts: set[str] = set()
+        for name, module in model.named_modules():
+            stage = name.partition("layers")[0]
+            if isinstance(module, nn.Embedding) and module.num_embeddings >= vocab_size:
+                self._add(module, name, Batch.TOKENS, 0, "input")
+            elif isinstance(module, Block) and stage not in firsts:
+                firsts.add(stage)  # its other blocks are called with the same
+                self._add(module, name, Batch.POSITIONS, 1, "positions")
+                self._add(module, name, Batch.MASK, 2, "valid")
+        self._original: Callable[..., Any] = functional.cross_entropy
+        functional.cross_entropy = self._wrap_loss(self._original)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            functional.cross_entropy = self._original
+        self._handles = []
+
+    def _add(self, module: nn.Module, name: str, what: Batch, place: int, argument: str) -> None:
+        hook = self._make_hook(logical_name(name), what, place, argument)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _make_hook(self, name: str, what: Batch, place: int, argument: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling():
+                self._keep(name, what, inputs[place] if len(inputs) > place else named.get(argument))
+
+        return hook
+
+    def _wrap_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def cross_entropy(input: Tensor, target: Tensor, *rest: Any, **named: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._keep(MODEL, Batch.LABELS, target)
+            return original(input, target, *rest, **named)
+
+        return cross_entropy
+
+    @torch.no_grad()
+    def _keep(self, name: str, what: Batch, value: Any) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if not isinstance(value, Tensor) or value.is_floating_point() or is_recomputed or self.step < 0:
+            return
+        local = local_part(value)
+        if local.numel() == self._num_tokens:
+            # A copy, since a loop may fill one buffer with each micro-batch, and a small one: it is kept to the end.
+            small = torch.bool if local.dtype is torch.bool else torch.int32
+            read = local.detach().reshape(-1, self._length).to(small, copy=True)
+            self.reads.setdefault((self.step, what), {}).setdefault(name, []).append(read)
