@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from agents.start import AgentServer
 
 from moeverify.controller.machine import count_gpus
+from moeverify.launch import monitor
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
 # or a rank that a test starts turns it on itself.
@@ -80,6 +82,7 @@ class Project:
 
     folder: Path
     shared: Path
+    agents: AgentServer
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -103,7 +106,10 @@ class Project:
             "OMP_NUM_THREADS": "1",
             **self.variables,
         }
-        code = f"import sys; sys.argv[0] = {module!r}; from moeverify.cli import main; main()"
+        code = (
+            f"import sys; sys.argv[0] = {module!r}; from moeverify.launch import monitor; "
+            f"monitor.agent_command = lambda: {self.agents.command()}; from moeverify.cli import main; main()"
+        )
         command = [sys.executable, "-c", code] if module == "moeverify" else [sys.executable, "-m", module]
         return subprocess.Popen(
             [*command, *words],
@@ -165,17 +171,27 @@ def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def agents() -> Iterator[AgentServer]:
+    """Let launches of this process have their agents from one server that has imported torch."""
+    server = AgentServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "agent_command", server.command)
+        yield server
+    server.stop()
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
-def make_project(shared: Path) -> Callable[..., Project]:
+def make_project(shared: Path, agents: AgentServer) -> Callable[..., Project]:
     """Return a function that makes a project with these cases in a folder."""
 
     def do(folder: Path, *names: str) -> Project:
-        project = Project(folder, shared)
+        project = Project(folder, shared, agents)
         (folder / "cases" / "recipes").mkdir(parents=True)
         (folder / "cases" / "recipes" / "tiny.yaml").write_text(RECIPE)
         (folder / "scratch").mkdir()

@@ -1,0 +1,64 @@
+"""Starts the server of agents for this pytest process when the first agent is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moeverify.controller.machine import count_gpus
+from moeverify.launch.monitor import agent_command
+
+_FOLDER = Path(__file__).parent
+
+
+class AgentServer:
+    """The server of this process; it is started with the first command, and dies with this process at the latest.
+
+    There is none where tests use GPUs, whose kernels no interpreter runs, and none but on Linux.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"moeverify-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_used = sys.platform == "linux" and count_gpus() == 0
+
+    def command(self) -> list[str]:
+        """Return what stands for `moeverify.launch.monitor.agent_command()`, in this process or any other."""
+        if not self._is_used:
+            return agent_command()
+        if self._process is None:
+            self._process = self._start()
+        return [sys.executable, "-IS", str(_FOLDER / "client.py"), self._name]
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let agents be started as users start them, for tests of the start and of what ends it."""
+        before, self._is_used = self._is_used, False
+        yield
+        self._is_used = before
+
+    def stop(self) -> None:
+        """End the server, and with it every agent and its ranks."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Without a file: nothing is left of it. Clients wait in its queue until the server has its imports.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self._name)
+            listener.listen(64)
+            words = [_FOLDER / "server.py", str(listener.fileno()), str(os.getpid()), "-" * 4096]
+            return subprocess.Popen(
+                [sys.executable, *words],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
