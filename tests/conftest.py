@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from agents.start import AgentServer
+from forked.python import ForkedPython
 
 from moeverify.controller.machine import count_gpus
 from moeverify.launch import monitor
@@ -41,17 +41,38 @@ steps: 1
 FROM_OUTSIDE = ("CI", "COLUMNS")
 # All tests of these folders start processes; elsewhere a test or a file says so itself.
 STARTS_PROCESSES = ("debugger", "golden", "ranks")
+_FAST = 2
 CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers take files in the order of `pytest_collection_modifyitems`, not those with most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folders, and skip what needs a GPU where there is none."""
+    """Mark tests by their folders, and skip what needs a GPU where there is none.
+
+    Files that start processes come first: a worker that ends with one of them leaves the others without work.
+    """
     folder = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(folder) and item.path.relative_to(folder).parts[0] in STARTS_PROCESSES:
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") is not None and count_gpus() == 0:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    last = {item.path: _FAST for item in items}
+    for item in items:
+        last[item.path] = min(last[item.path], _rank_by_time(item))
+    items.sort(key=lambda item: last[item.path])
+
+
+def _rank_by_time(item: pytest.Item) -> int:
+    """Return a smaller number for what takes longer."""
+    if item.path.suffix == ".yaml" or item.get_closest_marker("timeout") is not None:
+        return 0  # all cases are one launch, and who asks for more time needs it
+    return 1 if item.get_closest_marker("ranks") or item.get_closest_marker("slow") else _FAST
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -82,7 +103,7 @@ class Project:
 
     folder: Path
     shared: Path
-    agents: AgentServer
+    python: ForkedPython
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -108,7 +129,7 @@ class Project:
         }
         code = (
             f"import sys; sys.argv[0] = {module!r}; from moeverify.launch import monitor; "
-            f"monitor.agent_command = lambda: {self.agents.command()}; from moeverify.cli import main; main()"
+            f"monitor.agent_command = lambda: {self.python.agent_command()}; from moeverify.cli import main; main()"
         )
         command = [sys.executable, "-c", code] if module == "moeverify" else [sys.executable, "-m", module]
         return subprocess.Popen(
@@ -172,13 +193,13 @@ def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def agents() -> Iterator[AgentServer]:
-    """Let launches of this process have their agents from one server that has imported torch."""
-    server = AgentServer()
+def python() -> Iterator[ForkedPython]:
+    """Let launches have their agents from one process that has imported torch: most last less than its import."""
+    python = ForkedPython()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor, "agent_command", server.command)
-        yield server
-    server.stop()
+        patch.setattr(monitor, "agent_command", python.agent_command)
+        yield python
+    python.stop()
 
 
 @pytest.fixture(scope="session")
@@ -187,11 +208,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_project(shared: Path, agents: AgentServer) -> Callable[..., Project]:
+def make_project(shared: Path, python: ForkedPython) -> Callable[..., Project]:
     """Return a function that makes a project with these cases in a folder."""
 
     def do(folder: Path, *names: str) -> Project:
-        project = Project(folder, shared, agents)
+        project = Project(folder, shared, python)
         (folder / "cases" / "recipes").mkdir(parents=True)
         (folder / "cases" / "recipes" / "tiny.yaml").write_text(RECIPE)
         (folder / "scratch").mkdir()

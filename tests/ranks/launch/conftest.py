@@ -9,15 +9,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents.start import AgentServer
+from forked.python import ForkedPython
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def agents_as_users_have(agents: AgentServer) -> Iterator[None]:
+def python_as_users_start_it(python: ForkedPython) -> Iterator[None]:
     """Import all anew in every launch: how ranks start and end is the subject here."""
-    with agents.pause():
+    with python.pause():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Starts the server of agents for this pytest process when the first agent is needed."""
+"""Python processes that have imported torch already, for the tests of this pytest process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moeverify.controller.machine import count_gpus
-from moeverify.launch.monitor import agent_command
 
 _FOLDER = Path(__file__).parent
 
 
-class AgentServer:
+class ForkedPython:
     """The server of this process; it is started with the first command, and dies with this process at the latest.
 
     There is none where tests use GPUs, whose kernels no interpreter runs, and none but on Linux.
@@ -29,22 +28,26 @@ class AgentServer:
         self._is_used = sys.platform == "linux" and count_gpus() == 0
 
     def command(self) -> list[str]:
-        """Return what stands for `moeverify.launch.monitor.agent_command()`, in this process or any other."""
+        """Return what stands for `python` in a command, of this process or any other."""
         if not self._is_used:
-            return agent_command()
+            return [sys.executable]
         if self._process is None:
             self._process = self._start()
         return [sys.executable, "-IS", str(_FOLDER / "client.py"), self._name]
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Let agents be started as users start them, for tests of the start and of what ends it."""
+        """Start Python as users do, for tests of the start and of what ends it."""
         before, self._is_used = self._is_used, False
         yield
         self._is_used = before
 
+    def agent_command(self) -> list[str]:
+        """Return what stands for `moeverify.launch.monitor.agent_command()`."""
+        return [*self.command(), "-m", "moeverify.launch.agent"]
+
     def stop(self) -> None:
-        """End the server, and with it every agent and its ranks."""
+        """End the server, and with it every process that it has forked."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

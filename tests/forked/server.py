@@ -1,0 +1,238 @@
+"""A process that has imported torch and what ranks need, and forks the Python processes of tests.
+
+`python server.py LISTENER PARENT PADDING` serves on the socket that it inherits, until PARENT ends. The import takes
+four seconds, and most launches of the tests take less. A process that is forked has what `client.py` was started
+with: environment, folder, standard streams and import path. PADDING makes room for its command line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+from moeverify.launch.die_with_parent import die_with
+from moeverify.launch.world import set_interpreter
+
+_IMPORTS = (
+    "torch.distributed.launcher.api",
+    "torch.distributed.run",
+    "moeverify.launch.logs",
+    "moeverify.launch.caches",
+    "moeverify.worker.main",
+)
+# What torch, its libraries and the interpreter read before a process is forked, or may.
+_READ_EARLY = ("TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "TRITON", "LD_", "PYTHON")
+# Of these, what is done anew in each process, and what torchrun sets for ranks.
+_SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+
+Request = dict[str, Any]
+
+
+class _Forked(Exception):
+    """This process is the one that was asked for."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
+class Server:
+    """Forks a process for each client, sends it signals, and tells the client how it ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._early = _pick_early(dict(os.environ))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def serve(self) -> Request:
+        """Serve until this process is killed. Returns in the forked processes alone, and says what is asked of each."""
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    key.data()
+        except _Forked as forked:
+            self._selector.close()
+            self._listener.close()
+            return forked.request
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        request = json.loads(data) if len(streams) == 3 else {}
+        if request and self._can_serve(connection, request):
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                raise _Forked(request | {"streams": streams})
+            self._follow(pid, connection)
+        else:
+            connection.close()
+        for stream in streams:
+            os.close(stream)
+
+    def _follow(self, pid: int, connection: socket.socket) -> None:
+        ended = os.pidfd_open(pid)
+
+        def forward() -> None:
+            with contextlib.suppress(OSError):
+                number = connection.recv(16)
+                if number:
+                    os.kill(pid, int(number))
+                    return
+            # The client is gone. No rank can hide: they are all in their agent's process group.
+            self._selector.unregister(connection)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+        def bury() -> None:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._selector.unregister(ended)
+            os.close(ended)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(connection)
+            with contextlib.suppress(OSError):
+                connection.send(str(status).encode())
+            connection.close()
+
+        self._selector.register(ended, selectors.EVENT_READ, bury)
+        self._selector.register(connection, selectors.EVENT_READ, forward)
+        with contextlib.suppress(OSError):
+            connection.send(b"forked")
+
+    def _can_serve(self, connection: socket.socket, request: Request) -> bool:
+        """Return whether a process with this environment would have imported just what is imported here."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        environment, folder = request["environment"], Path(request["folder"])
+        is_ours = struct.unpack("3i", credentials)[1] == os.getuid()
+        added = environment.get("PYTHONPATH", "").split(os.pathsep)
+        first = "." if request["words"][0] == "-m" else Path(request["words"][0]).parent
+        return (
+            is_ours
+            and _pick_early(environment) == self._early
+            and not any(_shadows(folder / entry) for entry in (first, *added))
+        )
+
+
+def _pick_early(environment: dict[str, str]) -> dict[str, str]:
+    # These have a value in every agent for ranks without a GPU, whether they are set or not.
+    given = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **environment}
+    return {
+        name: value
+        for name, value in given.items()
+        if name.startswith(_READ_EARLY) and not name.startswith(_SET_LATE)
+    }
+
+
+def _shadows(folder: Path) -> bool:
+    """Return whether the folder has another module for a name that is imported here, or one for start-up."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name = path.name.partition(".")[0]
+        is_module = path.suffix in (".py", ".so", ".pyc") or (path.is_dir() and not path.suffix)
+        if not is_module or name not in (*sys.modules, "usercustomize"):
+            continue
+        found = getattr(sys.modules.get(name), "__file__", None)
+        if found is None or folder.resolve() not in Path(found).resolve().parents:
+            return True
+    return False
+
+
+def _become(request: Request, late_path: list[str]) -> None:
+    """Give this forked process what a new one would have: session, streams, environment, folder and import path."""
+    os.setsid() if request["leads"] else os.setpgid(0, 0)
+    for number, stream in enumerate(request["streams"]):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if "PYTHONUNBUFFERED" in os.environ:
+        raw = io.open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115, UP020
+        sys.stdout = io.TextIOWrapper(raw, write_through=True)
+    os.chdir(request["folder"])
+    # The kernel knows the server as the parent, and honours what is asked of it: this process dies with its client's.
+    own, find_parent = os.getpid(), os.getppid
+    os.getppid = lambda: request["parent"] if os.getpid() == own else find_parent()
+    added = os.environ.get("PYTHONPATH", "")
+    words = request["words"]
+    first = os.curdir if words[0] == "-m" else str(Path(words[0]).parent)
+    path = [first, *(added.split(os.pathsep) if added else ())]
+    sys.path[:] = [*(str(Path(entry).absolute()) for entry in path), *late_path]
+    sys.path_importer_cache.clear()
+    tempfile.tempdir = None
+    _show_command([sys.executable, *words])
+
+
+def _run(words: list[str]) -> None:
+    """Run the main module as the interpreter would."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.modules.pop(words[1], None)  # or it would be there twice
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    main = types.ModuleType("__main__")
+    main.__file__ = words[0]
+    sys.modules["__main__"] = main
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+
+
+def _end(code: int) -> None:
+    """End as the interpreter does, but for freeing what it has imported: a second, of which nothing is seen."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _show_command(words: list[str]) -> None:
+    """Let /proc show this command line, by which tests find what a launch has left behind."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    line = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, line, len(line))
+
+
+def main() -> None:
+    """Import what ranks import, and serve."""
+    die_with(int(sys.argv[2]))
+    server = Server(socket.socket(fileno=int(sys.argv[1])))
+    # The first entry is the folder of this file.
+    own = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    late_path = [entry for entry in sys.path[1:] if os.path.realpath(entry) not in own]
+    set_interpreter("cpu")
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    request = server.serve()
+    _become(request, late_path)
+    try:
+        _run(request["words"])
+        code = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    _end(code)
+
+
+if __name__ == "__main__":
+    main()
