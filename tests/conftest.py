@@ -127,11 +127,10 @@ class Project:
             "OMP_NUM_THREADS": "1",
             **self.variables,
         }
-        code = (
-            f"import sys; sys.argv[0] = {module!r}; from moeverify.launch import monitor; "
-            f"monitor.agent_command = lambda: {self.python.agent_command()}; from moeverify.cli import main; main()"
-        )
-        command = [sys.executable, "-c", code] if module == "moeverify" else [sys.executable, "-m", module]
+        code = f"import sys; sys.argv[0] = {module!r}; from moeverify.cli import main; main()"
+        command = [*self.python.command(), "-c", code]
+        if module != "moeverify":
+            command = [sys.executable, "-m", module]
         return subprocess.Popen(
             [*command, *words],
             cwd=self.folder,

@@ -24,6 +24,7 @@ class ForkedPython:
 
     def __init__(self) -> None:
         self._name = f"moeverify-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        self._client = [sys.executable, "-IS", str(_FOLDER / "client.py"), self._name]
         self._process: subprocess.Popen[bytes] | None = None
         self._is_used = sys.platform == "linux" and count_gpus() == 0
 
@@ -33,7 +34,7 @@ class ForkedPython:
             return [sys.executable]
         if self._process is None:
             self._process = self._start()
-        return [sys.executable, "-IS", str(_FOLDER / "client.py"), self._name]
+        return self._client
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -50,18 +51,28 @@ class ForkedPython:
         """End the server, and with it every process that it has forked."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            said, _ = self._process.communicate()
+            sys.stderr.write(said.decode())
 
     def _start(self) -> subprocess.Popen[bytes]:
         # Without a file: nothing is left of it. Clients wait in its queue until the server has its imports.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + self._name)
             listener.listen(64)
-            words = [_FOLDER / "server.py", str(listener.fileno()), str(os.getpid()), "-" * 4096]
+            words = [
+                _FOLDER / "server.py",
+                str(listener.fileno()),
+                str(os.getpid()),
+                *self._client,
+                "-" * 4096,
+            ]
             return subprocess.Popen(
                 [sys.executable, *words],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
+                # What keeps these streams from its import on must take any others in their place: pipes alone do.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )

@@ -1,8 +1,9 @@
 """A process that has imported torch and what ranks need, and forks the Python processes of tests.
 
-`python server.py LISTENER PARENT PADDING` serves on the socket that it inherits, until PARENT ends. The import takes
-four seconds, and most launches of the tests take less. A process that is forked has what `client.py` was started
-with: environment, folder, standard streams and import path. PADDING makes room for its command line.
+`python server.py LISTENER PARENT CLIENT... PADDING` serves on the socket that it inherits, until PARENT ends. The
+import takes four seconds, and most launches of the tests take less. A process that is forked has what `client.py` was
+started with: environment, folder, standard streams and import path. If it launches ranks, CLIENT starts their agent.
+PADDING makes room for its command line.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from moeverify.launch import monitor
 from moeverify.launch.die_with_parent import die_with
 from moeverify.launch.world import set_interpreter
 
@@ -35,9 +37,24 @@ _IMPORTS = (
     "moeverify.launch.logs",
     "moeverify.launch.caches",
     "moeverify.worker.main",
+    "moeverify.controller.run",
 )
 # What torch, its libraries and the interpreter read before a process is forked, or may.
-_READ_EARLY = ("TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "TRITON", "LD_", "PYTHON")
+_READ_EARLY = (
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "CUDA",
+    "NCCL",
+    "GLOO",
+    "TRITON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "PYTHON",
+)
 # Of these, what is done anew in each process, and what torchrun sets for ranks.
 _SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 
@@ -62,7 +79,7 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def serve(self) -> Request:
-        """Serve until this process is killed. Returns in the forked processes alone, and says what is asked of each."""
+        """Serve until this process is killed; return in the forked processes alone, with what is asked of each."""
         try:
             while True:
                 for key, _ in self._selector.select():
@@ -124,11 +141,10 @@ class Server:
         environment, folder = request["environment"], Path(request["folder"])
         is_ours = struct.unpack("3i", credentials)[1] == os.getuid()
         added = environment.get("PYTHONPATH", "").split(os.pathsep)
-        first = "." if request["words"][0] == "-m" else Path(request["words"][0]).parent
         return (
             is_ours
             and _pick_early(environment) == self._early
-            and not any(_shadows(folder / entry) for entry in (first, *added))
+            and not any(_shadows(folder / entry) for entry in (_find_folder(request["words"]), *added))
         )
 
 
@@ -163,21 +179,40 @@ def _become(request: Request, late_path: list[str]) -> None:
         os.close(stream)
     os.environ.clear()
     os.environ.update(request["environment"])
-    if "PYTHONUNBUFFERED" in os.environ:
-        raw = io.open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115, UP020
-        sys.stdout = io.TextIOWrapper(raw, write_through=True)
+    _open_streams()
     os.chdir(request["folder"])
     # The kernel knows the server as the parent, and honours what is asked of it: this process dies with its client's.
     own, find_parent = os.getpid(), os.getppid
     os.getppid = lambda: request["parent"] if os.getpid() == own else find_parent()
     added = os.environ.get("PYTHONPATH", "")
     words = request["words"]
-    first = os.curdir if words[0] == "-m" else str(Path(words[0]).parent)
+    first = str(_find_folder(words))
     path = [first, *(added.split(os.pathsep) if added else ())]
     sys.path[:] = [*(str(Path(entry).absolute()) for entry in path), *late_path]
     sys.path_importer_cache.clear()
     tempfile.tempdir = None
     _show_command([sys.executable, *words])
+
+
+def _open_streams() -> None:
+    """Make Python's own objects for the standard streams, which differ for files, pipes and terminals."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    for number, name, buffering, errors in (
+        (1, "stdout", -1, "strict"),
+        (2, "stderr", 1, "backslashreplace"),
+    ):
+        if os.environ.get("PYTHONUNBUFFERED"):
+            raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+            stream = io.TextIOWrapper(raw, errors=errors, write_through=True)
+        else:
+            stream = open(number, "w", buffering=buffering, errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _find_folder(words: list[str]) -> Path:
+    """Return the folder that is first on the import path."""
+    return Path() if words[0] in ("-m", "-c") else Path(words[0]).parent
 
 
 def _run(words: list[str]) -> None:
@@ -187,11 +222,16 @@ def _run(words: list[str]) -> None:
         sys.modules.pop(words[1], None)  # or it would be there twice
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv = words
     main = types.ModuleType("__main__")
-    main.__file__ = words[0]
     sys.modules["__main__"] = main
-    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.argv = words
+        main.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    exec(code, main.__dict__)
 
 
 def _end(code: int) -> None:
@@ -219,9 +259,11 @@ def main() -> None:
     # The first entry is the folder of this file.
     own = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     late_path = [entry for entry in sys.path[1:] if os.path.realpath(entry) not in own]
+    client = sys.argv[3:-1]
     set_interpreter("cpu")
     for name in _IMPORTS:
         importlib.import_module(name)
+    monitor.agent_command = lambda: [*client, "-m", "moeverify.launch.agent"]
     request = server.serve()
     _become(request, late_path)
     try:
