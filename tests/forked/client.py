@@ -5,6 +5,7 @@ with its parent; the server then kills the process and its group. Where the serv
 here.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -48,7 +49,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     status = int(server.recv(16) or 1)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # of one that cannot be caught either
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -58,6 +58,8 @@ _READ_EARLY = (
 # Of these, what is done anew in each process, and what torchrun sets for ranks.
 _SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 
+_PYTHONPATH = os.environ.get("PYTHONPATH", "")
+
 Request = dict[str, Any]
 
 
@@ -94,10 +96,11 @@ class Server:
         data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         request = json.loads(data) if len(streams) == 3 else {}
         if request and self._can_serve(connection, request):
+            server = os.getpid()
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                raise _Forked(request | {"streams": streams})
+                raise _Forked(request | {"streams": streams, "server": server})
             self._follow(pid, connection)
         else:
             connection.close()
@@ -171,8 +174,9 @@ def _shadows(folder: Path) -> bool:
     return False
 
 
-def _become(request: Request, late_path: list[str]) -> None:
+def _become(request: Request, found: list[str]) -> None:
     """Give this forked process what a new one would have: session, streams, environment, folder and import path."""
+    die_with(request["server"])
     os.setsid() if request["leads"] else os.setpgid(0, 0)
     for number, stream in enumerate(request["streams"]):
         os.dup2(stream, number)
@@ -181,17 +185,27 @@ def _become(request: Request, late_path: list[str]) -> None:
     os.environ.update(request["environment"])
     _open_streams()
     os.chdir(request["folder"])
-    # The kernel knows the server as the parent, and honours what is asked of it: this process dies with its client's.
+    # The kernel knows the server as the parent, which kills this process when its client ends.
     own, find_parent = os.getpid(), os.getppid
     os.getppid = lambda: request["parent"] if os.getpid() == own else find_parent()
-    added = os.environ.get("PYTHONPATH", "")
     words = request["words"]
-    first = str(_find_folder(words))
-    path = [first, *(added.split(os.pathsep) if added else ())]
-    sys.path[:] = [*(str(Path(entry).absolute()) for entry in path), *late_path]
+    sys.path[:] = [
+        str(_find_folder(words).absolute()),
+        *_replace_added(found, os.environ.get("PYTHONPATH", "")),
+    ]
     sys.path_importer_cache.clear()
     tempfile.tempdir = None
     _show_command([sys.executable, *words])
+
+
+def _replace_added(path: list[str], added: str) -> list[str]:
+    """Return the server's import path with these folders in the place of its own PYTHONPATH."""
+    # Packages that are installed may have put folders before those; the first entry is the folder of this file.
+    standard = next(index for index, entry in enumerate(path) if entry.endswith(".zip"))
+    own = [os.path.realpath(entry) for entry in _PYTHONPATH.split(os.pathsep)]
+    before = [entry for entry in path[1:standard] if os.path.realpath(entry) not in own]
+    between = [str(Path(entry).absolute()) for entry in added.split(os.pathsep)] if added else []
+    return [*before, *between, *path[standard:]]
 
 
 def _open_streams() -> None:
@@ -256,16 +270,14 @@ def main() -> None:
     """Import what ranks import, and serve."""
     die_with(int(sys.argv[2]))
     server = Server(socket.socket(fileno=int(sys.argv[1])))
-    # The first entry is the folder of this file.
-    own = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    late_path = [entry for entry in sys.path[1:] if os.path.realpath(entry) not in own]
+    found = sys.path.copy()
     client = sys.argv[3:-1]
     set_interpreter("cpu")
     for name in _IMPORTS:
         importlib.import_module(name)
     monitor.agent_command = lambda: [*client, "-m", "moeverify.launch.agent"]
     request = server.serve()
-    _become(request, late_path)
+    _become(request, found)
     try:
         _run(request["words"])
         code = 0
