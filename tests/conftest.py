@@ -192,9 +192,11 @@ def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def python() -> Iterator[ForkedPython]:
+def python(request: pytest.FixtureRequest) -> Iterator[ForkedPython]:
     """Let launches have their agents from one process that has imported torch: most last less than its import."""
     python = ForkedPython()
+    if any(item.get_closest_marker("ranks") for item in request.session.items):
+        python.command()  # now: that process dies with the thread that starts it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor, "agent_command", python.agent_command)
         yield python
