@@ -8,6 +8,8 @@ CASES ?= cases/*.yaml
 TRITON ?= 3.9.0
 # `no` leaves megablocks out: its cases are then skipped, and the report says so.
 MEGABLOCKS ?= yes
+# Of the tests: one more than two cores have, since many a test waits.
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -20,7 +22,7 @@ verify: $(VENV)/installed try-megablocks ## Verify all cases
 	$(BIN)/moeverify run $(CASES)
 
 test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as tests
-	$(BIN)/python -m pytest tests cases -n 2 --dist loadfile --durations 12
+	$(BIN)/python -m pytest tests cases -n $(WORKERS) --dist loadfile --durations 12
 
 test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'

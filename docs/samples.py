@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$", re.DOTALL | re.MULTILINE)
 
+PYTHON = [sys.executable]
 WIDTH = 128  # of a line in a block: a table of cases is not cut
 MOST_WORDS = 12
 
@@ -42,7 +43,7 @@ Pattern = str | EllipsisType
 def run(line: str, folder: Path = ROOT) -> str:
     """Return what a command line prints into a log. In it `runs/` is a temporary folder."""
     words = shlex.split(line.replace("runs/", f"{scratch()}/"))
-    own = [sys.executable, "-m", *words]
+    own = [*PYTHON, "-m", *words]
     variables = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
     path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
     variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

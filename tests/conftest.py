@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.controller.machine import count_gpus
+from moeverify.launch import monitor
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
 # or a rank that a test starts turns it on itself.
@@ -39,17 +41,38 @@ steps: 1
 FROM_OUTSIDE = ("CI", "COLUMNS")
 # All tests of these folders start processes; elsewhere a test or a file says so itself.
 STARTS_PROCESSES = ("debugger", "golden", "ranks")
+_FAST = 2
 CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers take files in the order of `pytest_collection_modifyitems`, not those with most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folders, and skip what needs a GPU where there is none."""
+    """Mark tests by their folders, and skip what needs a GPU where there is none.
+
+    Files that start processes come first: a worker that ends with one of them leaves the others without work.
+    """
     folder = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(folder) and item.path.relative_to(folder).parts[0] in STARTS_PROCESSES:
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") is not None and count_gpus() == 0:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    last = {item.path: _FAST for item in items}
+    for item in items:
+        last[item.path] = min(last[item.path], _rank_by_time(item))
+    items.sort(key=lambda item: last[item.path])
+
+
+def _rank_by_time(item: pytest.Item) -> int:
+    """Return a smaller number for what takes longer."""
+    if item.path.suffix == ".yaml" or item.get_closest_marker("timeout") is not None:
+        return 0  # all cases are one launch, and who asks for more time needs it
+    return 1 if item.get_closest_marker("ranks") or item.get_closest_marker("slow") else _FAST
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,6 +103,7 @@ class Project:
 
     folder: Path
     shared: Path
+    python: ForkedPython
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -104,7 +128,9 @@ class Project:
             **self.variables,
         }
         code = f"import sys; sys.argv[0] = {module!r}; from moeverify.cli import main; main()"
-        command = [sys.executable, "-c", code] if module == "moeverify" else [sys.executable, "-m", module]
+        command = [*self.python.command(), "-c", code]
+        if module != "moeverify":
+            command = [sys.executable, "-m", module]
         return subprocess.Popen(
             [*command, *words],
             cwd=self.folder,
@@ -165,17 +191,29 @@ def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def python(request: pytest.FixtureRequest) -> Iterator[ForkedPython]:
+    """Let launches have their agents from one process that has imported torch: most last less than its import."""
+    python = ForkedPython()
+    if any(item.get_closest_marker("ranks") for item in request.session.items):
+        python.command()  # now: that process dies with the thread that starts it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "agent_command", python.agent_command)
+        yield python
+    python.stop()
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
-def make_project(shared: Path) -> Callable[..., Project]:
+def make_project(shared: Path, python: ForkedPython) -> Callable[..., Project]:
     """Return a function that makes a project with these cases in a folder."""
 
     def do(folder: Path, *names: str) -> Project:
-        project = Project(folder, shared)
+        project = Project(folder, shared, python)
         (folder / "cases" / "recipes").mkdir(parents=True)
         (folder / "cases" / "recipes" / "tiny.yaml").write_text(RECIPE)
         (folder / "scratch").mkdir()

@@ -27,6 +27,11 @@ _STOP_GRACE = 2.0
 _FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
+def agent_command() -> list[str]:
+    """Return the command that starts the agent of a launch, but for its plan and this process's id."""
+    return [sys.executable, "-m", "moeverify.launch.agent"]
+
+
 class LaunchMonitor:
     """One launch, seen from the process that asked for it.
 
@@ -85,7 +90,7 @@ class LaunchMonitor:
         folder.mkdir(parents=True)
         plan_path = folder / "plan.json"
         self._plan.write(plan_path)
-        command = [sys.executable, "-m", "moeverify.launch.agent", str(plan_path), str(os.getpid())]
+        command = [*agent_command(), str(plan_path), str(os.getpid())]
         with (folder / "agent.log").open("wb") as log:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
             self._agent = subprocess.Popen(

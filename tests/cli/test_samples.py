@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked.python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
 LONG = "verify"  # all cases: those run as tests of their own
@@ -41,7 +42,10 @@ def test_tables_are_those_of_the_code(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in samples.OUTPUTS if name != LONG])
-def test_outputs_are_those_of_this_version(name: str) -> None:
+def test_outputs_are_those_of_this_version(
+    name: str, python: ForkedPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "PYTHON", python.command())
     page, text = SHOWN[name]
     assert samples.outline(samples.OUTPUTS[name]()) == samples.outline(text), (
         f"`make samples` writes {page.name} anew"

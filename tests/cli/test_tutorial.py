@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.validation.load import load_cases
 
@@ -21,11 +23,11 @@ NAMES = ["tutorial-ddp", "tutorial-fsdp2", "tutorial-tp", "tutorial-tp-loss-para
 SMALL = ("--set", "recipe.model.preset=tiny-gpt", "--set", "recipe.model.vocab_size=131")
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], *words: str | Path) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "CI"}
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *map(str, words)],
+        [*command, *map(str, words)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -43,13 +45,12 @@ def test_the_cases_have_the_size_of_the_tutorial() -> None:
         assert (model.vocab_size, model.hidden, model.num_layers) == (50257, 1024, 4)
 
 
-def test_mesh_groups_and_losses_stand_side_by_side(tmp_path: Path) -> None:
+def test_mesh_groups_and_losses_stand_side_by_side(tmp_path: Path, python: ForkedPython) -> None:
     kept = tmp_path / "tutorial.json"
-    done = run(
-        "-m", "moeverify", "run", TUTORIAL, *SMALL, "--device", "cpu", "--cache", tmp_path, "--json", kept
-    )
+    options = ("--device", "cpu", "--cache", tmp_path, "--json", kept)
+    done = run(python.command(), "-m", "moeverify", "run", TUTORIAL, *SMALL, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = run(TUTORIAL / "side_by_side.py", kept)
+    shown = run([sys.executable], TUTORIAL / "side_by_side.py", kept)
     assert shown.returncode == 0, shown.stderr
     places, losses = (table.splitlines() for table in shown.stdout.split("\n\n"))
     rows = [line.split() for line in places if line.startswith("tutorial-")]

@@ -36,8 +36,9 @@ def poll(condition, what, seconds=PATIENCE):
 class Site:
     """A runtime directory, the processes started in it, and ways to ask them."""
 
-    def __init__(self, home):
+    def __init__(self, home, python):
         self.home = home
+        self.python = python  # one that has imported torch
         self.runtime = home / "run"
         self.job = home.name  # unique on this machine: killing a job looks at all processes of the user
         self.processes = []
@@ -176,10 +177,10 @@ class Site:
 
 
 @pytest.fixture
-def site():
+def site(python):
     """A fresh site; nothing that it started outlives the test."""
     home = Path(tempfile.mkdtemp(prefix="mpdb-test-", dir="/tmp"))
-    made = Site(home)
+    made = Site(home, python)
     try:
         yield made
     finally:

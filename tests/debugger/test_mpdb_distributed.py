@@ -12,9 +12,9 @@ from conftest import PROGRAMS, poll
 def start_torchrun(site, world, program, *arguments):
     """Start torchrun on one node."""
     return site.start(
-        sys.executable,
+        *site.python.command(),
         *["-m", "torch.distributed.run", "--nproc-per-node", world, "--standalone"],
-        *[PROGRAMS / program, *arguments],
+        *["--no-python", *site.python.command(), PROGRAMS / program, *arguments],
         env={"MPDB_JOB": site.job},
     )
 

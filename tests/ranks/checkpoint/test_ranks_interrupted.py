@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked.python import ForkedPython
 
 pytestmark = pytest.mark.timeout(900)  # many pairs of ranks, on a machine that may be busy
 
@@ -21,8 +22,8 @@ OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 Trials = Mapping[str, Mapping[str, Any]]
 
 
-def run(folder: Path, kind: str, *before: str) -> Trials:
-    command = [*before, sys.executable, str(SCRIPT), str(folder), kind]
+def run(folder: Path, kind: str, command: Sequence[str]) -> Trials:
+    command = [*command, str(SCRIPT), str(folder), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr
     found: Trials = json.loads((folder / "found.json").read_text())
@@ -43,8 +44,8 @@ def check_remains(title: str, trial: Mapping[str, Any]) -> None:
     assert trial["left"] == [OLD, NEW], title
 
 
-def test_a_rank_is_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
-    trials = run(tmp_path, "kills")
+def test_a_rank_is_killed_at_any_moment_of_a_save(tmp_path: Path, python: ForkedPython) -> None:
+    trials = run(tmp_path, "kills", python.command())
     assert len(trials) == 16
     for title, trial in trials.items():
         check_remains(title, trial)
@@ -56,13 +57,13 @@ def test_a_rank_is_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
         assert ("it is complete" if is_complete else "there is no such checkpoint") in left["text"], title
 
 
-def test_a_rank_is_killed_from_outside_at_some_time(tmp_path: Path) -> None:
-    for title, trial in run(tmp_path, "times").items():
+def test_a_rank_is_killed_from_outside_at_some_time(tmp_path: Path, python: ForkedPython) -> None:
+    for title, trial in run(tmp_path, "times", python.command()).items():
         check_remains(title, trial)
 
 
-def test_an_interrupt_on_one_or_all_ranks(tmp_path: Path) -> None:
-    trials = run(tmp_path, "interrupts")
+def test_an_interrupt_on_one_or_all_ranks(tmp_path: Path, python: ForkedPython) -> None:
+    trials = run(tmp_path, "interrupts", python.command())
     assert len(trials) == 8
     for title, trial in trials.items():
         check_remains(title, trial)
@@ -81,8 +82,8 @@ def check_refusal(title: str, trial: Mapping[str, Any], rank: int, why: str) -> 
         assert why in end["text"], title
 
 
-def test_a_file_that_the_system_lets_no_rank_write(tmp_path: Path) -> None:
-    for title, trial in run(tmp_path, "limit").items():
+def test_a_file_that_the_system_lets_no_rank_write(tmp_path: Path, python: ForkedPython) -> None:
+    for title, trial in run(tmp_path, "limit", python.command()).items():
         check_refusal(title, trial, 1, "File too large")
 
 
@@ -92,7 +93,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     )
     if can.returncode:
         pytest.skip(f"no small disk can be made here: {can.stderr.decode().strip()}")
-    trials = run(tmp_path, "disk", *OWN_MOUNTS)
+    trials = run(tmp_path, "disk", [*OWN_MOUNTS, sys.executable])
     assert len(trials) == 6
     for title, trial in trials.items():
         check_refusal(title, trial, 0, "No space left on device")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from forked.python import ForkedPython
 
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python_as_users_start_it(python: ForkedPython) -> Iterator[None]:
+    """Import all anew in every launch: how ranks start and end is the subject here."""
+    with python.pause():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,8 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_named(
 
     def kill_agent(event: LaunchEvent) -> None:
         if event.kind == "start" and event.job == "endless":
-            (agent,) = psutil.Process().children()
+            family = psutil.Process().children()
+            (agent,) = [child for child in family if "moeverify.launch.agent" in child.cmdline()]
             agents.append(agent.pid)
             agent.kill()
 

@@ -1,0 +1,78 @@
+"""Python processes that have imported torch already, for the tests of this pytest process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moeverify.controller.machine import count_gpus
+
+_FOLDER = Path(__file__).parent
+
+
+class ForkedPython:
+    """The server of this process; it is started with the first command, and dies with this process at the latest.
+
+    There is none where tests use GPUs, whose kernels no interpreter runs, and none but on Linux.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"moeverify-tests-{os.getpid()}-{secrets.token_hex(8)}"
+        self._client = [sys.executable, "-IS", str(_FOLDER / "client.py"), self._name]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_used = sys.platform == "linux" and count_gpus() == 0
+
+    def command(self) -> list[str]:
+        """Return what stands for `python` in a command, of this process or any other."""
+        if not self._is_used:
+            return [sys.executable]
+        if self._process is None:
+            self._process = self._start()
+        return self._client
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Start Python as users do, for tests of the start and of what ends it."""
+        before, self._is_used = self._is_used, False
+        yield
+        self._is_used = before
+
+    def agent_command(self) -> list[str]:
+        """Return what stands for `moeverify.launch.monitor.agent_command()`."""
+        return [*self.command(), "-m", "moeverify.launch.agent"]
+
+    def stop(self) -> None:
+        """End the server, and with it every process that it has forked."""
+        if self._process is not None:
+            self._process.kill()
+            said, _ = self._process.communicate()
+            sys.stderr.write(said.decode())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Without a file: nothing is left of it. Clients wait in its queue until the server has its imports.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self._name)
+            listener.listen(64)
+            words = [
+                _FOLDER / "server.py",
+                str(listener.fileno()),
+                str(os.getpid()),
+                *self._client,
+                "-" * 4096,
+            ]
+            return subprocess.Popen(
+                [sys.executable, *words],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                pass_fds=[listener.fileno()],
+                # What keeps these streams from its import on must take any others in their place: pipes alone do.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
