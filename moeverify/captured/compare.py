@@ -105,28 +105,27 @@ def _judge_outputs(
 ) -> list[Outcome]:
     """Return the outcomes with what the outputs of modules say of each other.
 
-    A difference within the bounds places what is wrong, and is nothing wrong by itself: it counts only where the
-    gradients differ.
+    A difference within the bounds places what is wrong, and is nothing wrong by itself: it counts only at steps
+    where gradients differ.
     """
-    is_wrong = any(
-        finding.check == CheckName.GRADIENT for outcome in outcomes for finding in outcome.findings
-    )
+    wrong = {
+        finding.step
+        for outcome in outcomes
+        for finding in outcome.findings
+        if finding.check == CheckName.GRADIENT
+    }
     labels = frozenset(name for _, kind, name in tensors if kind == CheckName.ACTIVATIONS)
-    judged = []
-    for outcome in outcomes:
-        if outcome.result.name == CheckName.ACTIVATIONS:
-            spots = list_spots(outputs.expected, first)
-            judged.append(
-                judge_outputs(
-                    outcome,
-                    spots,
-                    labels,
-                    lambda step: outputs.find_jumps(step, unit) if is_wrong else frozenset(),
-                )
-            )
-        else:
-            judged.append(outcome)
-    return judged
+    spots = list_spots(outputs.expected, first)
+
+    def find_jumps(step: int) -> frozenset[str]:
+        return outputs.find_jumps(step, unit) if step in wrong else frozenset()
+
+    return [
+        judge_outputs(outcome, spots, labels, find_jumps)
+        if outcome.result.name == CheckName.ACTIVATIONS
+        else outcome
+        for outcome in outcomes
+    ]
 
 
 def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequence[int]) -> None:

@@ -262,10 +262,9 @@ class Guard(ModelListener):
         """Leave the description of this rank; the tensors are those of the models of the first step."""
         if self._shards:
             return
-        # FSDP1 replaces the parameters that it found; those get no gradients.
-        self._shards = [
-            shard for shard in self.model.shards() if shard.tensor.grad is not None and shard.region.numel
-        ]
+        shards = [shard for shard in self.model.shards() if shard.region.numel]
+        # FSDP1 replaces the parameters that it found; those get no gradients. Where none gets any, that is the bug.
+        self._shards = [shard for shard in shards if shard.tensor.grad is not None] or shards
         self._tensors = {id(shard.tensor): number for number, shard in enumerate(self._shards)}
         rank, world_size = self.find_rank()
         self._outbox = RankOutbox(self.settings.out, rank)

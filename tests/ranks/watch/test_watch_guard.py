@@ -59,6 +59,7 @@ def test_a_right_script_is_silent(
     ("program", "arguments", "check", "about"),
     [
         ("train_ep.py", ("--bug", "zero-grad", "--steps", "4"), "order of calls", "discarded"),
+        ("train_ep.py", ("--bug", "late-zero", "--steps", "4"), "order of calls", "emptied"),
     ],
 )
 def test_a_bug_is_found_without_another_run(
