@@ -117,8 +117,11 @@ def _find_began(
         region.take(each.to("cpu", torch.float64).reshape(tensor.expected.shape)).reshape(shape)
         for each in (tensor.expected, before)
     )
-    actual = left + (values.reshape(shape) - expected) / decay
-    return Began(actual, left, tensor.exact * (expected.abs() / decay + left.abs()))
+    values = values.to("cpu", torch.float64).reshape(shape)
+    actual = left + (values - expected) / decay
+    # What is right may be zero, as of an expert without tokens; what is there was rounded all the same.
+    summed = torch.maximum(expected.abs(), values.abs())
+    return Began(actual, left, tensor.exact * (summed / decay + left.abs()))
 
 
 def _explain_ranks(

@@ -26,6 +26,7 @@ def count(cases, options, on_event):
 runner.stream_cases = count
 """
 # Sums in another order are no bit-for-bit copies.
+# Whether a loss is off by its last bit depends on the machine; of gradients some always are.
 STRICT = """\
 recipe: tiny
 
@@ -33,6 +34,7 @@ layout:
   dp_shard: 2
 checks:
   repeat: never
+  skip: [loss]
   tolerance: {kind: exact}
 """
 # Several sessions in one process: what they import takes longer than what they collect.

@@ -130,6 +130,19 @@ def test_state_of_other_slices_may_be_zero() -> None:
     assert examine("carried_state", tensor, inputs).explanation.operation.moves == ((0, 6), (6, 0))
 
 
+def test_state_that_came_to_a_slice_without_gradient_and_from_it() -> None:
+    """An expert without tokens: its state is zero, and what is summed up from another's is rounded all the same."""
+    without = torch.tensor([6])
+    before, gradient = (draw(8, 60, seed=seed).index_fill(0, without, 0.0) for seed in (3, 1))
+    began = before[[0, 6, 2, 3, 4, 5, 1, 7]]
+    expected, actual = (0.9 * state + 0.1 * gradient for state in (before, began))
+    assert not torch.equal(actual[6] / 0.9, before[1])  # computed back, it is rounded
+    tensor = make_tensor(expected, actual, name="layers.1.moe.experts.up.exp_avg", kind="optimizer_state")
+    inputs = make_inputs(tensor, decays=DECAYS, earlier=lambda key: {STEP_BEFORE: before})
+    operation = examine("carried_state", tensor, inputs).explanation.operation
+    assert operation.moves == ((1, 6), (6, 1))
+
+
 def test_state_of_a_copy_that_is_older() -> None:
     operation = examine_state(BEFORE, OLDER).explanation.operation
     assert (operation.num_steps, operation.factor, operation.ranks) == (2, None, (1,))
