@@ -1,0 +1,119 @@
+"""Ways in which a module computes otherwise than its formula, in words: `without a causal mask`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import format_factor
+from moeverify.results.operation import Change
+
+# By part and way; `{number}` is what the way leaves open.
+_ATTENTION: Mapping[tuple[str, str], str] = {
+    ("mask", "none"): "without a causal mask: every query sees every key",
+    ("mask", "diagonal"): "with a mask that hides a query's own position",
+    ("mask", "reversed"): "with a mask that is turned round: a query sees what comes after it",
+    ("mask", "offset"): "with a causal mask that is off by {number} positions",
+    ("mask", "places"): "with a causal mask of local places in place of positions",
+    ("mask", "arrivals"): "with a causal mask of the order in which ranks' keys arrive in place of positions",
+    ("mask", "place-of-query"): "with a causal mask that takes local places for the positions of queries",
+    ("mask", "place-of-key"): "with a causal mask that takes local places for the positions of keys",
+    ("mask", "arrival-of-query"): "with a causal mask that takes the order of ranks for the positions of queries",
+    ("mask", "arrival-of-key"): "with a causal mask that takes the order of arrival for the positions of keys",
+    ("mask", "top-left"): "with a causal mask from the top left: queries are taken for the first of all keys",
+    ("mask", "bottom-right"): "with a causal mask from the bottom right: queries are taken for the last of all keys",
+    ("mask", "ranks"): "with a causal mask of whole chunks: by the rank that has the key and not by position",
+    ("mask", "of-rank"): "with a mask of the positions that another rank's keys have, {number} further over cp",
+    ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
+    ("hidden", "after-softmax"): "with a mask after the softmax, whose weights are not normalized again",
+    ("scale", "none"): "without the scale of the scores",
+    ("scale", "width"): "with scores divided by the width of a head and not by its root",
+    ("scale", "twice"): "with scores that are scaled twice",
+    ("scale", "value-width"): "with scores divided by the root of the width of the values",
+    ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
+    ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
+    ("scale", "multiplied"): "with scores multiplied by the root of the width, not divided",
+    ("scale", "factor"): "with scores that are {number}x the right ones",
+    ("heads", "modulo"): "with query heads that read key-value heads in turn and not in groups",
+    ("heads", "reversed"): "with query heads that read the key-value heads in reverse order",
+    ("heads", "next"): "with query heads that read the next group's key-value head",
+    ("heads", "first"): "with query heads that all read the first key-value head",
+    ("heads", "of-rank"): "with query heads that read the key-value heads of the first rank over tp",
+    ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
+    ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
+    ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
+    ("softmax", "all-keys"): "with hidden keys in the softmax's denominator",
+    ("softmax", "not-normalized"): "without the softmax's denominator",
+    ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
+    ("reach", "valid"): "without the keys of padding",
+    ("reach", "own"): "to the keys of the rank's own chunk alone",
+    ("reach", "not-own"): "without the keys of the rank's own chunk",
+    ("reach", "own-run"): "to the keys of the query's own run of positions alone",
+    ("reach", "not-own-run"): "without the keys of the query's own run of positions",
+    ("reach", "earlier-runs"): "to the keys of earlier runs of positions alone",
+    ("reach", "without-rank"): "without the keys of rank {number} over cp",
+    ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
+    ("reach", "without-key"): "without the key of position {number}",
+    ("reach", "blocks"): "inside blocks of {number} positions alone",
+    ("scores", "capped"): "with scores that are capped at {number} by a tanh",
+    ("reach", "beyond"): "without the last {number} positions that a query should see",
+    ("reach", "boundary"): "with a boundary of documents at position {number}",
+    ("reach", "window"): "to the last {number} positions alone",
+    ("rotation", "unstretched"): "with a rotary embedding without its YaRN stretch",
+    ("rotation", "base"): "with a rotary base of {number}",
+    ("rotation", "interpolated"): "with rotary positions that are {number}x the right ones",
+}
+_ROTATIONS: Mapping[str, str] = {
+    "none": "without the rotary embedding{of}",
+    "place": "with a rotary embedding{of} by local places in place of positions",
+    "arrival": "with a rotary embedding{of} by the order in which ranks' parts stand in place of positions",
+    "opposite": "with a rotary embedding{of} in the opposite direction",
+    "twice": "with a rotary embedding{of} that is applied twice",
+    "neighbours": "with a rotary embedding{of} of neighbouring elements in place of halves",
+    "halves": "with a rotary embedding{of} of halves in place of neighbouring elements",
+    "first-half": "with a rotary embedding{of} of the higher half of the frequencies alone",
+    "swapped": "with cosine and sine of the rotary embedding{of} exchanged",
+    "modulo": "with rotary positions{of} that begin again after every {number}",
+    "restart": "with rotary positions{of} that begin again at position {number}",
+    "clamped": "with rotary positions{of} that stop after {number}",
+    "offset": "with a rotary embedding{of} that is off by {number} positions",
+}
+_ORDERS: Mapping[str, str] = {
+    "of-rank": "with the {what} of the rank {number} further over cp in the place of each rank's own",
+    "arrival": "with {what} in the order in which ranks' parts stand, taken for the order of positions",
+    "position": "with {what} in the order of positions, taken for the order in which ranks' parts stand",
+    "own": "with the {what} of the query's own rank in the place of those of every rank",
+    "reversed": "with {what} in reverse order",
+    "exchanged": "with the halves of each rank's {what} exchanged",
+    "of-position": "with the {what} of the position {number} further in the place of each",
+    "of-row": "with the {what} of the row {number} further in the place of each",
+}
+_RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
+_ROTATED = {"rotation": "", "query-rotation": " of the queries", "key-rotation": " of the keys"}
+_ORDERED = {"keys": "keys", "values": "values", "keys-and-values": "keys and values"}
+_VERBS: Mapping[str, str] = {"attention": "attends"}
+
+
+def describe_variant(formula: str, changes: Sequence[Change]) -> str:
+    """Return what a module does, with its verb: `attends without a causal mask`."""
+    verb = _VERBS.get(formula, "computes")
+    return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
+
+
+def _describe_change(change: Change) -> str:
+    number = "" if change.number is None else format_factor(change.number)
+    if change.part in _ROTATED and change.way in _ROTATIONS:
+        return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
+    if change.part in _ORDERED:
+        return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
+    if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
+        what = _RESCALED[change.way.partition("-")[2]]
+        return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
+    return _ATTENTION[change.part, change.way].format(number=number)
+
+
+def describe_restriction(ranks: Sequence[int], blocks: Sequence[int]) -> str:
+    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing where it holds of all."""
+    of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
+    heads = f"head{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
+    return of_ranks + (f" in {heads} alone" if blocks else "")
