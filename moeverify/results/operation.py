@@ -194,12 +194,13 @@ class Offset(Record):
 class Change(Record):
     """One part of what a module computes, and the way in which it was computed otherwise.
 
-    `number` is what the way leaves open: a window, a rank, a factor.
+    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum.
     """
 
     part: str
     way: str
     number: float | None = None
+    name: str = ""
 
 
 class Varied(Record):

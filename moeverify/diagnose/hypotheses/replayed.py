@@ -1,4 +1,4 @@
-"""Hypothesis: a module has, on right inputs, the very output of its formula with one or two parts computed otherwise."""
+"""Hypothesis: on right inputs, a module has the very output of its formula with a part or two otherwise."""
 
 from __future__ import annotations
 

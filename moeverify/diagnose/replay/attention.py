@@ -6,6 +6,7 @@ value's, R of its part that is rotated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -52,7 +53,9 @@ class Chunks:
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
-    def __init__(self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks) -> None:
+    def __init__(
+        self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
+    ) -> None:
         self.q, self.k, self.v = read_heads(module, x)
         self.valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         self.chunks = chunks
@@ -61,7 +64,10 @@ class AttentionFormula(Formula):
         self.num_rotated = module.sizes.qk_rope if isinstance(module, LatentAttention) else module.head_dim
         self.block = self.v.shape[-1]
         self.ways = [*self._list_masks(), *self._list_others(), *self._list_reaches()]
-        self.fits = [Change(part="scale", way="factor", number=1.5), Change(part="scores", way="capped", number=3.0)]
+        self.fits = [
+            Change(part="scale", way="factor", number=1.5),
+            Change(part="scores", way="capped", number=3.0),
+        ]
         self.fits += [Change(part="rotation", way="base", number=base) for base in _BASES]
         self.fits += [Change(part="rotation", way="interpolated", number=number) for number in (0.7, 1.4)]
 
@@ -85,11 +91,13 @@ class AttentionFormula(Formula):
             found.append(Change(part="rotation", way="unstretched"))
         found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
         for part in ("keys", "values", "keys-and-values"):
-            found += [Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")]
+            found += [
+                Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
+            ]
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
-        ways = ("mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads")
-        ways += tuple(f"{largest}-{what}" for what in _RESCALED for largest in _LARGEST)
+        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads"]
+        ways += [f"{largest}-{what}" for what in _RESCALED for largest in _LARGEST]
         return found + [Change(part="softmax", way=way) for way in ways]
 
     def _list_lengths(self) -> Sequence[int]:
@@ -103,9 +111,14 @@ class AttentionFormula(Formula):
     def _list_reaches(self) -> list[Change]:
         """Return which keys may be left out, beside those that the mask hides."""
         length, size = self.k.shape[1], len(self.chunks.positions)
-        found = [Change(part="reach", way=way) for way in ("valid", "own", "not-own", "own-run", "not-own-run")]
+        found = [
+            Change(part="reach", way=way) for way in ("valid", "own", "not-own", "own-run", "not-own-run")
+        ]
         found += [Change(part="reach", way="earlier-runs")]
-        for way, numbers in (("without-rank", range(size)), ("without-run", range(int(self.chunks.run.max()) + 1))):
+        for way, numbers in (
+            ("without-rank", range(size)),
+            ("without-run", range(int(self.chunks.run.max()) + 1)),
+        ):
             found += [Change(part="reach", way=way, number=number) for number in numbers]
         found += [Change(part="reach", way="without-key", number=number) for number in (0, length - 1)]
         found += [Change(part="reach", way="blocks", number=n) for n in range(1, length) if length % n == 0]
@@ -117,7 +130,9 @@ class AttentionFormula(Formula):
         """Return the heads' outputs (b, s, heads * Dv) of a cell."""
         heads = cell.dims[-1][:: self.block] // self.block
         place = _Queries(cell, self.chunks)
-        q = self._rotate(self.q[cell.rows][:, cell.positions], place.numbers, changes, "query-rotation")[:, :, heads]
+        q = self._rotate(self.q[cell.rows][:, cell.positions], place.numbers, changes, "query-rotation")[
+            :, :, heads
+        ]
         k = self._rotate(self.k[cell.rows], self._numbers(), changes, "key-rotation")
         v = self.v[cell.rows]
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
@@ -138,27 +153,36 @@ class AttentionFormula(Formula):
         length = self.k.shape[1]
         return {_GLOBAL: torch.arange(length), _IN_CHUNK: self.chunks.place, _ARRIVED: self.chunks.arrival}
 
-    def _rotate(self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str) -> Tensor:
+    def _rotate(
+        self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str
+    ) -> Tensor:
         """Return the heads (b, s, N, D), whose last R elements are turned by their angles, or by others."""
         change = changes.get(part) or changes.get("rotation")
         way, number = (change.way, change.number) if change is not None else ("", None)
         at = _renumber(numbers.get(way, numbers[_GLOBAL]).double(), way, number or 0.0)
         theta = number if way == "base" and number is not None else self.theta
         yarn = None if way == "unstretched" else self.yarn
-        cos, sin = (each.squeeze(-2) for each in compute_rotation(at.unsqueeze(0), self.num_rotated, theta, yarn))
+        cos, sin = (
+            each.squeeze(-2) for each in compute_rotation(at.unsqueeze(0), self.num_rotated, theta, yarn)
+        )
         size = torch.hypot(cos, sin)
         cos, sin = cos / size, sin / size  # (1, s, R/2)
         if way == "first-half":
             turned = torch.arange(cos.shape[-1]) < cos.shape[-1] // 2
-            cos, sin = torch.where(turned, cos, torch.ones_like(cos)), torch.where(turned, sin, torch.zeros_like(sin))
+            cos, sin = (
+                torch.where(turned, cos, torch.ones_like(cos)),
+                torch.where(turned, sin, torch.zeros_like(sin)),
+            )
         if way == "swapped":
             cos, sin = sin, cos
         in_neighbours = {"neighbours": True, "halves": False}.get(way, self.in_neighbours)
         kept, rotated = x[..., : -self.num_rotated], x[..., -self.num_rotated :]
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         if in_neighbours:
-            first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-            turned_pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+            turned_pairs = torch.stack(
+                [first * cos - second * sin, second * cos + first * sin], dim=-1
+            ).flatten(-2)
         else:
             first, second = rotated.chunk(2, dim=-1)
             turned_pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -186,12 +210,12 @@ class AttentionFormula(Formula):
         chunks, number, length = self.chunks, int(change.number or 0), x.shape[1]
         if change.way == "of-row":
             return x.roll(-number, 0) if len(cell.rows) > 1 else x * torch.nan
-        owners = chunks.owner[cell.positions].unique()
+        owners = set(chunks.owner[cell.positions].tolist())
         if change.way == "own" and len(owners) > 1:
             return x * torch.nan
         size = len(chunks.positions[0])
         ways = {
-            "own": lambda: chunks.order[int(owners[0]) * size + chunks.place],
+            "own": lambda: chunks.order[min(owners) * size + chunks.place],
             "arrival": lambda: chunks.order,
             "position": lambda: chunks.arrival,
             "reversed": lambda: chunks.order[length - 1 - chunks.arrival],
@@ -203,19 +227,18 @@ class AttentionFormula(Formula):
 
     def _scale(self, change: Change | None) -> float:
         width = float(self.q.shape[-1])
-        right = width**-0.5
+        right = math.pow(width, -0.5)
         if change is None:
             return right
-        if change.way == "factor":
-            return right * float(change.number or 1.0)
         sizes = {
+            "factor": right * float(change.number or 1.0),
             "none": 1.0,
             "width": 1.0 / width,
             "twice": right * right,
-            "value-width": float(self.v.shape[-1]) ** -0.5,
-            "rotated-width": float(self.num_rotated) ** -0.5,
-            "all-heads": (width * self.q.shape[2]) ** -0.5,
-            "multiplied": width**0.5,
+            "value-width": math.pow(self.v.shape[-1], -0.5),
+            "rotated-width": math.pow(self.num_rotated, -0.5),
+            "all-heads": math.pow(width * self.q.shape[2], -0.5),
+            "multiplied": math.pow(width, 0.5),
         }
         return sizes[change.way]
 
@@ -265,7 +288,11 @@ class AttentionFormula(Formula):
         change, hidden = changes.get("softmax"), changes.get("hidden")
         way = "" if change is None else change.way
         if hidden is not None:
-            whole = torch.where(visible, scores, torch.zeros_like(scores)) if hidden.way == "zero-score" else scores
+            whole = (
+                torch.where(visible, scores, torch.zeros_like(scores))
+                if hidden.way == "zero-score"
+                else scores
+            )
             weights = whole.softmax(-1)
             return weights if hidden.way == "zero-score" else weights * visible
         masked = scores.masked_fill(~visible, -torch.inf)
@@ -282,7 +309,11 @@ class AttentionFormula(Formula):
             total = (-top).exp()
         elif way == "of-heads":
             return (masked - masked.amax(1, keepdim=True)).exp().nan_to_num() / (
-                (masked - masked.amax(1, keepdim=True)).exp().nan_to_num().sum(1, keepdim=True).clamp(min=1e-300)
+                (masked - masked.amax(1, keepdim=True))
+                .exp()
+                .nan_to_num()
+                .sum(1, keepdim=True)
+                .clamp(min=1e-300)
             )
         return share / total
 
@@ -297,7 +328,9 @@ class AttentionFormula(Formula):
         weights, above, below = torch.zeros_like(masked), torch.zeros_like(top), torch.zeros_like(top)
         so_far = torch.full_like(top, -torch.inf)
         for number in range(size):
-            turn = (place.owner - number) % size if largest == "ring" else torch.full_like(place.owner, number)
+            turn = (
+                (place.owner - number) % size if largest == "ring" else torch.full_like(place.owner, number)
+            )
             part = masked.masked_fill(self.chunks.owner != turn, -torch.inf)
             best = part.amax(-1, keepdim=True)
             so_far = torch.maximum(so_far, best)
@@ -371,7 +404,7 @@ class _Queries:
 
 @torch.no_grad()
 def read_heads(module: Attention | LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries (B, S, Nq, D), keys (B, S, Nkv, D) and values (B, S, Nkv, Dv) of x (B, S, H), not rotated."""
+    """Return queries (B, S, Nq, D), keys (B, S, Nkv, D) and values (B, S, Nkv, Dv) of x (B, S, H), not rotated."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def keep(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:

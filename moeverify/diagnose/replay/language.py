@@ -30,7 +30,7 @@ NO_EFFECT = 1e-6
 
 MOST_TOKENS = 24  # that are looked at first: a way that fails there is not evaluated any further
 MOST_ELEMENTS = 1 << 24  # of all that a variant is confirmed on
-MOST_PAIRED = 64  # ways that are tried two by two
+MOST_PAIRED = 4  # ways of a part that are tried together with those of others
 MOST_RIVALS = 3  # more variants than these say nothing
 _TOKENS_AT_ONCE = 128
 _STEPS = 12  # of a fit of one number
@@ -60,15 +60,16 @@ class Cell:
 
     def pick(self, rows: Tensor, places: Tensor) -> Cell:
         """Return a part of it, by the numbers of its rows and of its tokens."""
-        chosen = {"rows": self.rows[rows], "places": self.places[places]}
-        return replace(self, **chosen, positions=self.positions[places])
+        return replace(
+            self, rows=self.rows[rows], places=self.places[places], positions=self.positions[places]
+        )
 
 
 class Formula(ABC):
     """What a module computes on right inputs.
 
-    `ways` are those in which one part may be otherwise, from simple to complex. `fits` are those with a number that is
-    not known, at a start each. `block` is how many elements of the last dim stand together, such as a head.
+    `ways` are those in which one part may be otherwise, from simple to complex. `fits` are those with a number that
+    is not known, at a start each. `block` is how many elements of the last dim stand together, such as a head.
     """
 
     ways: Sequence[Change] = ()
@@ -95,8 +96,8 @@ class NamedFormula:
 class Found:
     """What a search came to: the changes that explain, others that explain as well, and where.
 
-    `residual` is the share of the error that is left, `ranks` those that compute so where others do not, `blocks` those
-    that are wrong where others are right. `num_tried` counts the variants.
+    `residual` is the share of the error that is left, `ranks` those that compute so where others do not, `blocks`
+    those that are wrong where others are right. `num_tried` counts the variants.
     """
 
     variants: tuple[tuple[Change, ...], ...] = ()
@@ -146,7 +147,7 @@ class _Search:
         order = error[row].argsort(descending=True, stable=True)
         # Half of them are the worst, and half are spread over all that the rank has, right ones among them.
         spread = torch.linspace(0, len(order) - 1, min(len(order), MOST_TOKENS // 2)).long()
-        places = torch.cat([order[: MOST_TOKENS // 2], spread]).unique()
+        places = torch.tensor(sorted({*order[: MOST_TOKENS // 2].tolist(), *spread.tolist()}))
         rows = torch.tensor([row])
         self.cell = cell.pick(rows, places)
         self.expected = self._mask(cell, expected[rows][:, places])
@@ -158,12 +159,15 @@ class _Search:
         found = self._confirm_all((way,) for way in ways)
         found = found or self._confirm_all((fit,) for fit in self._fit(self.formula.fits, ()))
         if not found:
-            simple = [way for way in ways if self._has_effect((way,))][:MOST_PAIRED]
+            parts = dict.fromkeys(way.part for way in ways)
+            simple = [
+                way for part in parts for way in [each for each in ways if each.part == part][:MOST_PAIRED]
+            ]
             pairs = (pair for pair in combinations(simple, 2) if pair[0].part != pair[1].part)
             found = self._confirm_all(pairs)
         if not found or len(found) > MOST_RIVALS:
             return Found(num_tried=self.num_tried)
-        changes, (residual, ranks) = next(iter(found.items()))
+        residual, ranks = next(iter(found.values()))
         blocks = () if self.blocks is None else tuple(self.blocks.tolist())
         return Found(tuple(found), residual, ranks, blocks, self.num_tried)
 
@@ -176,9 +180,6 @@ class _Search:
             if all(float((value - other).norm()) > scale for other in seen):
                 seen.append(value)
                 yield way
-
-    def _has_effect(self, changes: Sequence[Change]) -> bool:
-        return self._compare(self._evaluate(self.cell, changes), self.base, self.base + 1.0) > NO_EFFECT
 
     def _fit(self, starts: Sequence[Change], others: tuple[Change, ...]) -> Iterator[Change]:
         """Yield each way with the number that fits the sample best, found by Gauss-Newton steps in its logarithm."""
@@ -233,7 +234,9 @@ class _Search:
             actual = self._mask(cell, shard.values())
             expected = self._mask(cell, self.tensor.expected_of(shard))
             left = self._compare(value, actual, expected)
-            allowed = self.tensor.exact * float(expected.norm()) / float((actual - expected).nan_to_num().norm())
+            allowed = (
+                self.tensor.exact * float(expected.norm()) / float((actual - expected).nan_to_num().norm())
+            )
             if not left <= min(SHARE, allowed):
                 return None
             worst = max(worst, left)
@@ -249,7 +252,7 @@ class _Search:
         """Evaluate a whole cell, a few tokens of one row at a time: scores of all queries at once may be large."""
         rows = []
         for row in range(len(cell.rows)):
-            places = torch.arange(len(cell.places)).split(_TOKENS_AT_ONCE)
+            places = torch.chunk(torch.arange(count := len(cell.places)), -(-count // _TOKENS_AT_ONCE))
             parts = [self._evaluate(cell.pick(torch.tensor([row]), part), changes) for part in places]
             rows.append(torch.cat(parts, dim=1))
         return torch.cat(rows)
@@ -261,7 +264,11 @@ class _Search:
     def _compare(self, value: Tensor, actual: Tensor, base: Tensor) -> float:
         """Return the share of the error that is left, where the variant has a value; infinite where it has few."""
         known = torch.isfinite(value)
-        if not bool(known.any()) or float(known.double().mean()) < 0.5 or not torch.isfinite(actual[known]).all():
+        if (
+            not bool(known.any())
+            or float(known.double().mean()) < 0.5
+            or not torch.isfinite(actual[known]).all()
+        ):
             return math.inf
         error = float((actual - base)[known].norm())
         return float((value - actual)[known].norm()) / error if error else math.inf
@@ -274,7 +281,7 @@ class _Search:
         for shard in self.wrong:
             numbers = torch.tensor(tuple(shard.region.dims[-1])) // self.formula.block
             error, scale = shard.values() - self.tensor.expected_of(shard), self.tensor.expected_of(shard)
-            for number in numbers.unique().tolist():
+            for number in sorted(set(numbers.tolist())):
                 inside = numbers == number
                 if not float(error[..., inside].norm()) <= bound * float(scale[..., inside].norm()):
                     wrong.add(number)

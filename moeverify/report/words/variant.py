@@ -18,12 +18,24 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("mask", "arrivals"): "with a causal mask of the order in which ranks' keys arrive in place of positions",
     ("mask", "place-of-query"): "with a causal mask that takes local places for the positions of queries",
     ("mask", "place-of-key"): "with a causal mask that takes local places for the positions of keys",
-    ("mask", "arrival-of-query"): "with a causal mask that takes the order of ranks for the positions of queries",
-    ("mask", "arrival-of-key"): "with a causal mask that takes the order of arrival for the positions of keys",
+    (
+        "mask",
+        "arrival-of-query",
+    ): "with a causal mask that takes the order of ranks for the positions of queries",
+    (
+        "mask",
+        "arrival-of-key",
+    ): "with a causal mask that takes the order of arrival for the positions of keys",
     ("mask", "top-left"): "with a causal mask from the top left: queries are taken for the first of all keys",
-    ("mask", "bottom-right"): "with a causal mask from the bottom right: queries are taken for the last of all keys",
+    (
+        "mask",
+        "bottom-right",
+    ): "with a causal mask from the bottom right: queries are taken for the last of all keys",
     ("mask", "ranks"): "with a causal mask of whole chunks: by the rank that has the key and not by position",
-    ("mask", "of-rank"): "with a mask of the positions that another rank's keys have, {number} further over cp",
+    (
+        "mask",
+        "of-rank",
+    ): "with a mask of the positions that another rank's keys have, {number} further over cp",
     ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
     ("hidden", "after-softmax"): "with a mask after the softmax, whose weights are not normalized again",
     ("scale", "none"): "without the scale of the scores",
@@ -91,12 +103,90 @@ _ORDERS: Mapping[str, str] = {
 _RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
 _ROTATED = {"rotation": "", "query-rotation": " of the queries", "key-rotation": " of the keys"}
 _ORDERED = {"keys": "keys", "values": "values", "keys-and-values": "keys and values"}
+_TOKENWISE: Mapping[tuple[str, str], str] = {
+    ("input", "of-position"): "with the token of the position {number} further in the place of each",
+    ("input", "of-row"): "with the token of the row {number} further in the place of each",
+    ("input", "of-module"): "from the {name} in place of the right input",
+    ("eps", "none"): "without eps",
+    ("eps", "outside"): "with eps outside of the root",
+    ("eps", "value"): "with an eps of {number}",
+    ("weight", "none"): "without its weight",
+    ("weight", "plus-one"): "with 1 + weight in place of the weight",
+    ("weight", "twice"): "with its weight applied twice",
+    ("weight", "before"): "with its weight applied before the norm",
+    ("weight", "transposed"): "with its weight transposed",
+    ("weight", "of-module"): "with the weight of {name}",
+    ("bias", "none"): "without its bias",
+    ("bias", "opposite"): "with its bias subtracted",
+    ("bias", "times"): "with its bias added {number} times",
+    ("centre", "kept"): "without subtracting the mean",
+    ("centre", "removed"): "after subtracting the mean",
+    ("mean", "sum"): "with the sum of squares in place of their mean",
+    ("mean", "unbiased"): "with squares divided by the width less one",
+    ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
+    ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
+    ("mean", "none"): "without dividing by the root of the mean square",
+    ("mean", "parts"): "with the mean over each of {number} parts of the width in place of all of it",
+    ("activation", "gelu"): "with gelu",
+    ("activation", "gelu-tanh"): "with the tanh approximation of gelu",
+    ("activation", "silu"): "with silu",
+    ("activation", "relu"): "with relu",
+    ("activation", "relu-squared"): "with the square of relu",
+    ("activation", "sigmoid"): "with sigmoid",
+    ("activation", "tanh"): "with tanh",
+    ("activation", "none"): "without an activation",
+    ("gate", "exchanged"): "with gate and up exchanged",
+    ("gate", "none"): "without the gate: the activation of up alone",
+    ("gate", "alone"): "without up: the activation of the gate alone",
+    ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
+    ("gate", "added"): "with up added to the activation of the gate, not multiplied",
+    ("score", "softmax"): "with softmax scores",
+    ("score", "sigmoid"): "with sigmoid scores",
+    ("score", "logits"): "with logits in place of scores",
+    ("score", "of-choices"): "with the softmax after the choice and not before",
+    ("score", "softmax-twice"): "with a softmax of the softmax",
+    ("logits", "times"): "with logits that are {number}x the right ones",
+    ("normalization", "none"): "without normalizing the weights over a token's choices",
+    ("normalization", "added"): "with weights that are normalized over a token's choices",
+    ("normalization", "softmax"): "with a softmax of the chosen scores",
+    ("route-scale", "none"): "without the scale of the weights",
+    ("route-scale", "twice"): "with the scale of the weights applied twice",
+    ("order", "reversed"): "with its choices in reverse order",
+    ("order", "worst"): "with the worst experts chosen",
+    ("order", "next"): "with the choice moved on by one rank of the scores",
+    ("selection-bias", "none"): "without the selection bias",
+    ("selection-bias", "opposite"): "with the selection bias subtracted",
+    ("selection-bias", "in-weights"): "with the selection bias in the combine weights",
+    ("groups", "none"): "without limiting the choice to groups",
+    ("groups", "sum"): "with groups ranked by the sum of their two best scores",
+    ("groups", "max"): "with groups ranked by their best score",
+    ("weights", "none"): "without combine weights",
+    ("weights", "equal"): "with equal combine weights",
+    ("weights", "before"): "with the combine weights applied to what goes into the experts",
+    ("weights", "squared"): "with the combine weights applied twice",
+    ("weights", "reversed"): "with the combine weights of a token's choices in reverse order",
+    ("weights", "of-position"): "with the combine weights of the position {number} further",
+    ("choices", "without"): "without choice {number} of each token",
+    ("choices", "only"): "with choice {number} of each token alone",
+    ("choices", "without-rank"): "without the experts of rank {number} over ep",
+    ("choices", "only-rank"): "with the experts of rank {number} over ep alone",
+    ("choices", "capacity"): "without what comes to an expert after its first {number} copies",
+    ("experts", "of-expert"): "with the expert {number} further in the place of each",
+    ("experts", "of-rank"): "with the experts of the rank {number} further over ep in the place of each",
+    ("experts", "reversed"): "with the experts in reverse order",
+    ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
+    ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
+    ("experts", "along"): "with experts numbered rank by rank where they are dealt in turn",
+    ("down-bias", "unweighted"): "with a down bias that is not weighted",
+}
+_BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
+_TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
 _VERBS: Mapping[str, str] = {"attention": "attends"}
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
-    verb = _VERBS.get(formula, "computes")
+    verb = _VERBS.get(formula, f"makes the {formula}" if formula.startswith("input of") else "computes")
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
 
 
@@ -106,14 +196,24 @@ def _describe_change(change: Change) -> str:
         return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
     if change.part in _ORDERED:
         return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
+    if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
+        what = f"the {_BIASES.get(change.part, change.name)}"
+        return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)
     if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
         what = _RESCALED[change.way.partition("-")[2]]
         return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
-    return _ATTENTION[change.part, change.way].format(number=number)
+    words = _ATTENTION.get((change.part, change.way)) or _TOKENWISE[change.part, change.way]
+    return words.format(number=number, name=_name(change.name))
+
+
+def _name(name: str) -> str:
+    """Return the end of a module that a change names."""
+    end, _, module = name.partition(":")
+    return f"{end} of {module}" if module else name
 
 
 def describe_restriction(ranks: Sequence[int], blocks: Sequence[int]) -> str:
-    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing where it holds of all."""
+    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing for all."""
     of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
     heads = f"head{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
     return of_ranks + (f" in {heads} alone" if blocks else "")
