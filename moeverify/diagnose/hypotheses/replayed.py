@@ -23,7 +23,7 @@ class Replayed(Hypothesis):
     """
 
     name = "replayed"
-    quantities = frozenset({Quantity.OUTPUT})
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Search the variants of the culprit's formula."""
@@ -41,7 +41,8 @@ class Replayed(Hypothesis):
         operation = Varied(
             formula=named.name, variants=found.variants, ranks=found.ranks, blocks=found.blocks
         )
-        explanation = explain_by(Cause.FORWARD, operation, tensors, inputs, residual=found.residual)
+        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
         return self.accept(explanation, seen)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.replay.routed import ExpertsFormula, RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
@@ -26,10 +28,17 @@ from moeverify.model.moe import MoE
 from moeverify.model.norm import LayerNorm, RMSNorm
 from moeverify.model.router import Router
 from moeverify.model.transformer import Block
-from moeverify.train.module_taps import FORWARD, Reading
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 
 _DISPATCHER = "dispatcher"  # of a block of experts, as a tap calls what it reads there
 _MOST_OTHERS = 24
+_PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
+    "q_proj": "q",
+    "q_norm": "q",
+    "k_proj": "k",
+    "k_norm": "k",
+    "v_proj": "v",
+}
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,9 @@ class RightModules:
         """Return the module of a name; nothing for that of the whole model."""
         return dict(self.model.named_modules()).get(name) if name else None
 
-    def read(self, module: str, end: str, slot: str = "0") -> Tensor | None:
-        """Return what one device read forward at an end of a module."""
-        wanted = (FORWARD, module, end, slot)
+    def read(self, module: str, end: str, direction: str = FORWARD) -> Tensor | None:
+        """Return what one device read at an end of a module: its first tensor, or backward the gradient of that."""
+        wanted = (direction, module, end, "0")
         return next(
             (
                 each.local
@@ -75,10 +84,12 @@ class RightModules:
 
 
 def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
-    """Return the formula of what was read first wrong, forward; None where there is none for it."""
+    """Return the formula of what was read first wrong; None where there is none for it."""
+    if origin.direction == BACKWARD:
+        return _make_gradient(origin, right)
     block = origin.culprit.removesuffix(f".{_DISPATCHER}")
     culprit, x = right.find(block), right.read(origin.culprit, "input")
-    if origin.direction != FORWARD or culprit is None or x is None:
+    if culprit is None or x is None:
         return None
     if block != origin.culprit:
         return _make_experts(culprit, block, x, right) if isinstance(culprit, MoE) else None
@@ -87,6 +98,19 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     if isinstance(culprit, Block | MoE):
         return _make_sum(_list_branches(culprit, block, right))
     return _make_tokenwise(culprit, block, x, right)
+
+
+def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what attention passes back, where its projections or their norms are told it."""
+    name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
+    culprit, x = right.find(name), right.read(name, "input")
+    gradient = right.read(f"{name}.o_proj", "input", BACKWARD)
+    if not isinstance(culprit, Attention) or inner not in _PROJECTIONS or x is None or gradient is None:
+        return None
+    forward = AttentionFormula(culprit, x, right.valid, right.chunks)
+    like = origin.tensor.expected
+    formula = AttentionGradientFormula(forward, _PROJECTIONS[inner], gradient, like)
+    return NamedFormula("gradient of attention", formula)
 
 
 def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:

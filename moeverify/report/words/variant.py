@@ -57,6 +57,22 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("softmax", "all-keys"): "with hidden keys in the softmax's denominator",
     ("softmax", "not-normalized"): "without the softmax's denominator",
     ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
+    (
+        "queries",
+        "own",
+    ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
+    ("queries", "not-own"): "without the queries of each rank's own chunk",
+    ("queries", "own-twice"): "with the queries of each rank's own chunk counted twice",
+    ("queries", "without-rank"): "without the queries of rank {number} over cp",
+    ("sums", "of-rank"): "with the sums for the keys or values of the rank {number} further over cp",
+    (
+        "sums",
+        "arrival",
+    ): "with sums in the order in which ranks' parts stand, taken for the order of positions",
+    (
+        "sums",
+        "position",
+    ): "with sums in the order of positions, taken for the order in which ranks' parts stand",
     ("reach", "valid"): "without the keys of padding",
     ("reach", "own"): "to the keys of the rank's own chunk alone",
     ("reach", "not-own"): "without the keys of the rank's own chunk",
@@ -181,7 +197,10 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
 }
 _BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
 _TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
-_VERBS: Mapping[str, str] = {"attention": "attends"}
+_VERBS: Mapping[str, str] = {
+    "attention": "attends",
+    "gradient of attention": "passes back the gradient of attention",
+}
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
