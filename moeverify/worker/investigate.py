@@ -317,7 +317,8 @@ def _find_formula(
     by_rank = {plan.coordinates(rank).get("cp", 0): each for rank, each in enumerate(evidence.by_rank)}
     chunks = Chunks([by_rank[number].readings.shares[0][1] for number in range(len(by_rank))])
     valid = _find_valid(case, evidence.step)
-    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, case.layout.ep))
+    expert_ranks = [plan.coordinates(rank).get("ep", 0) for rank in range(len(evidence.by_rank))]
+    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, expert_ranks))
 
 
 def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:

@@ -20,9 +20,9 @@ from moeverify.results.operation import Change
 class AttentionGradientFormula(Formula):
     """The gradient of queries, keys or values before their rotation, in the shape of `like` (B, S, ...).
 
-    `gradient` is that of the heads' outputs (B, S, N * Dv). All that attention may have otherwise it may have so in its
-    backward pass alone; besides, some queries may be left out of the sums for keys and values, or the sums may come to
-    the keys of others.
+    `gradient` is that of the heads' outputs (B, S, N * Dv). All that attention may have otherwise it may have so in
+    its backward pass alone; besides, some queries may be left out of the sums for keys and values, or the sums may
+    come to the keys of others.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AttentionGradientFormula(Formula):
             orders = {"arrival": chunks.order, "position": chunks.arrival}
             order = chunks.shift(int(change.number or 0)) if change.way == "of-rank" else orders[change.way]
             at = order[at]
-        picked = found[:, at].reshape(len(rows), len(at), *self.shape)
+        picked: Tensor = found[:, at].reshape(len(rows), len(at), *self.shape)
         for dim, indices in enumerate(cell.dims, 2):
             picked = picked.index_select(dim, indices)
         return picked

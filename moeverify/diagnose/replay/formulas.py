@@ -20,6 +20,8 @@ from moeverify.diagnose.replay.tokenwise import (
     LinearFormula,
     NormFormula,
     SumFormula,
+    TokenFormula,
+    TokenGradientFormula,
 )
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
@@ -46,14 +48,14 @@ class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and experts are divided over `num_expert_ranks`.
+    and `expert_ranks` has for each rank its number among those that divide the experts.
     """
 
     model: nn.Module
     readings: Sequence[Reading]
     chunks: Chunks
     valid: Tensor | None
-    num_expert_ranks: int = 1
+    expert_ranks: Sequence[int] = (0,)
 
     def find(self, name: str) -> nn.Module | None:
         """Return the module of a name; nothing for that of the whole model."""
@@ -101,15 +103,33 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
 
 
 def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
-    """Return the formula of what attention passes back, where its projections or their norms are told it."""
+    """Return the formula of what a module passes back; of attention, to its projections or their norms."""
     name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
-    culprit, x = right.find(name), right.read(name, "input")
-    gradient = right.read(f"{name}.o_proj", "input", BACKWARD)
-    if not isinstance(culprit, Attention) or inner not in _PROJECTIONS or x is None or gradient is None:
+    block, x = name.removesuffix(f".{_DISPATCHER}"), right.read(name, "input")
+    culprit, gradient = right.find(block), right.read(name, "output", BACKWARD)
+    if culprit is None or x is None:
+        return None
+    if isinstance(culprit, Attention) and inner in _PROJECTIONS:
+        return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    if origin.end != "input" or gradient is None:
+        return None
+    if isinstance(culprit, MoE) and block != name:
+        named = _make_experts(culprit, block, x, right)
+    else:
+        named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
+    if named is None or not isinstance(named.formula, TokenFormula):
+        return None
+    return NamedFormula(f"gradient of the {named.name}", TokenGradientFormula(named.formula, gradient))
+
+
+def _make_attention_gradient(
+    culprit: Attention, name: str, of: Literal["q", "k", "v"], origin: Origin, right: RightModules
+) -> NamedFormula | None:
+    x, gradient = right.read(name, "input"), right.read(f"{name}.o_proj", "input", BACKWARD)
+    if x is None or gradient is None:
         return None
     forward = AttentionFormula(culprit, x, right.valid, right.chunks)
-    like = origin.tensor.expected
-    formula = AttentionGradientFormula(forward, _PROJECTIONS[inner], gradient, like)
+    formula = AttentionGradientFormula(forward, of, gradient, origin.tensor.expected)
     return NamedFormula("gradient of attention", formula)
 
 
@@ -175,7 +195,7 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
         return None
     routing = block.router(came_in)
     others = right.list_like(x, name)
-    formula = ExpertsFormula(block.experts, x, routing.ids, routing.weights, others, right.num_expert_ranks)
+    formula = ExpertsFormula(block.experts, x, routing, others, right.expert_ranks)
     return NamedFormula("routed experts", formula)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeverify.diagnose.replay.language import Cell
 from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, activate, list_activations, times_of
 from moeverify.model.experts import Experts
-from moeverify.model.router import Router, take_best
+from moeverify.model.router import Router, Routing, take_best
 from moeverify.results.operation import Change
 
 
@@ -108,15 +108,17 @@ class RouterFormula(TokenFormula):
 class ExpertsFormula(TokenFormula):
     """The sum over a token's choices of weight * expert(x): (b, s, H).
 
-    `ids` (B, S, k) and `weights` (B, S, k) are the golden's; `num_ranks` are those that the experts are divided over.
+    `routing` is the golden's; `expert_ranks` has for each rank its number among those that divide the experts.
     """
 
     def __init__(
-        self, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, others: Named, num_ranks: int
+        self, experts: Experts, x: Tensor, routing: Routing, others: Named, expert_ranks: Sequence[int]
     ) -> None:
         super().__init__(x, others)
         self.held = experts.collect_weights()
-        self.ids, self.weights, self.num_ranks = ids, weights, num_ranks
+        ids, num_ranks = routing.ids, max(expert_ranks) + 1
+        self.ids, self.weights = ids, routing.weights
+        self.expert_ranks, self.num_ranks = expert_ranks, num_ranks
         self.count, self.num_choices = self.held.gate.shape[0], ids.shape[-1]
         ways = [Change(part="weights", way=way) for way in ("none", "equal", "before", "squared", "reversed")]
         ways += [Change(part="weights", way="of-position", number=number) for number in (1, -1)]
@@ -124,6 +126,7 @@ class ExpertsFormula(TokenFormula):
         ways += [Change(part="choices", way="only", number=number) for number in range(self.num_choices)]
         for way in ("without-rank", "only-rank"):
             ways += [Change(part="choices", way=way, number=number) for number in range(num_ranks)]
+        ways += [Change(part="choices", way=way) for way in ("own-rank", "not-own-rank")]
         ways += [Change(part="experts", way="of-expert", number=number) for number in (1, -1)]
         ways += [Change(part="experts", way="of-rank", number=number) for number in (1, -1)]
         ways += [Change(part="experts", way=way) for way in ("reversed", "first-rank", "across", "along")]
@@ -201,6 +204,8 @@ class ExpertsFormula(TokenFormula):
             "only": lambda: (place == number).expand_as(ids),
             "without-rank": lambda: owner != number,
             "only-rank": lambda: owner == number,
+            "own-rank": lambda: owner == self.expert_ranks[cell.rank],
+            "not-own-rank": lambda: owner != self.expert_ranks[cell.rank],
         }
         if choice.way in ways:
             return ways[choice.way]()

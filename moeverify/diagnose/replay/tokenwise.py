@@ -73,6 +73,7 @@ class NormFormula(TokenFormula):
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
         ways += [Change(part="bias", way="none")] if self.bias is not None else []
         ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
+        ways += [Change(part="statistics", way="detached")]
         ways += [
             Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
         ]
@@ -89,7 +90,7 @@ class NormFormula(TokenFormula):
         is_centred = self.is_centred != ("centre" in changes)
         x = x - x.mean(-1, keepdim=True) if is_centred else x
         add = self.eps if eps is None else float(eps.number or 0.0)
-        root = self._average(x, mean)
+        root = self._average(x.detach() if "statistics" in changes else x, mean)
         root = root.sqrt() + self.eps if eps is not None and eps.way == "outside" else (root + add).sqrt()
         normed = x / root
         normed = normed if weight is not None and weight.way == "before" else normed * scale
@@ -231,3 +232,22 @@ class HandedFormula(TokenFormula):
         """Return the tokens."""
         del cell, changes
         return x
+
+
+class TokenGradientFormula(Formula):
+    """What a module that computes token by token passes back (b, s, H), from the gradient (B, S, F) of its output."""
+
+    def __init__(self, forward: TokenFormula, gradient: Tensor) -> None:
+        self.forward, self.gradient = forward, gradient
+        self.ways = [way for way in forward.ways if way.part != "input"]
+        self.fits = forward.fits
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
+        with torch.enable_grad():
+            leaf = x.clone().requires_grad_()
+            output = self.forward.compute(leaf, cell, changes)
+            (found,) = torch.autograd.grad(output, leaf, given)
+        whole: Tensor = found
+        return whole[..., cell.dims[-1]]

@@ -137,6 +137,7 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("bias", "times"): "with its bias added {number} times",
     ("centre", "kept"): "without subtracting the mean",
     ("centre", "removed"): "after subtracting the mean",
+    ("statistics", "detached"): "with statistics that are taken for constants",
     ("mean", "sum"): "with the sum of squares in place of their mean",
     ("mean", "unbiased"): "with squares divided by the width less one",
     ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
@@ -186,6 +187,8 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("choices", "only"): "with choice {number} of each token alone",
     ("choices", "without-rank"): "without the experts of rank {number} over ep",
     ("choices", "only-rank"): "with the experts of rank {number} over ep alone",
+    ("choices", "own-rank"): "with the experts of each rank's own part over ep alone",
+    ("choices", "not-own-rank"): "without the experts of each rank's own part over ep",
     ("choices", "capacity"): "without what comes to an expert after its first {number} copies",
     ("experts", "of-expert"): "with the expert {number} further in the place of each",
     ("experts", "of-rank"): "with the experts of the rank {number} further over ep in the place of each",
@@ -199,13 +202,14 @@ _BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bi
 _TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
 _VERBS: Mapping[str, str] = {
     "attention": "attends",
-    "gradient of attention": "passes back the gradient of attention",
 }
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
-    verb = _VERBS.get(formula, f"makes the {formula}" if formula.startswith("input of") else "computes")
+    verb = _VERBS.get(formula, "computes")
+    verb = f"makes the {formula}" if formula.startswith("input of") else verb
+    verb = f"passes back the {formula}" if formula.startswith("gradient of") else verb
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
 
 

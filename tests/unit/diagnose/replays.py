@@ -59,7 +59,7 @@ def break_model(
         within.setattr(target, name, wrong)
         readings = RankReadings(read(model), [(range(ROWS), range(LENGTH))])
     search = find_origins(right, [readings], {0: {}}, 1, torch.float64)
-    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, 2)
+    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, (0, 1))
     return search.origins["forward"], modules
 
 

@@ -15,7 +15,10 @@ from wrong_tensors import make_tensor
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import Chunks
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
-from moeverify.diagnose.replay.language import find_variant
+from moeverify.diagnose.replay.language import Cell, find_variant
+from moeverify.diagnose.replay.tokenwise import TokenFormula, TokenGradientFormula
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.layout.region import Region
 from moeverify.model import transformer
 from moeverify.model.dispatcher import LocalDispatcher, permute, unpermute
 from moeverify.model.mlp import MLP
@@ -23,6 +26,7 @@ from moeverify.model.moe import MoE
 from moeverify.model.norm import LayerNorm, RMSNorm
 from moeverify.model.router import Router
 from moeverify.report.words.variant import describe_variant
+from moeverify.results.operation import Change
 
 
 def _norm_with(eps: float) -> Callable[[RMSNorm, Tensor], Tensor]:
@@ -162,7 +166,7 @@ def test_noise_is_no_variant(preset: str, target: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("preset", ["stress", "stress-tied", "tiny-deepseek-v3"])
 def test_all_ways_of_all_formulas_have_words_of_their_own(preset: str) -> None:
     model, right = make_model(preset), read_right(preset)
-    modules = RightModules(model, right, Chunks([(0, 1, 6, 7), (2, 3, 4, 5)]), None, 2)
+    modules = RightModules(model, right, Chunks([(0, 1, 6, 7), (2, 3, 4, 5)]), None, (0, 1))
     names = set()
     for reading in right:
         around = reading.module.rpartition(".")[0] if reading.end == "input" else ""
@@ -183,3 +187,27 @@ def test_all_ways_of_all_formulas_have_words_of_their_own(preset: str) -> None:
 UNKNOWN = make_tensor(torch.zeros(1, 1, 1, dtype=torch.float64))
 # The largest score of a chunk may be its own, or that so far in one of two orders: a reader is told the same.
 _ALIKE = range(6)
+
+
+@pytest.mark.parametrize("wrong", ["own experts", "noise"])
+def test_what_a_block_of_experts_passes_back(wrong: str) -> None:
+    model, right = make_model("stress"), read_right("stress")
+    modules = RightModules(model, right, Chunks([range(8)]), None, (0, 1))
+    came_in = modules.read("layers.1.moe.dispatcher", "input")
+    assert came_in is not None
+    named = make_formula(
+        Origin("forward", "layers.1.moe.dispatcher", "output", 1.0, (0,), make_tensor(came_in)), modules
+    )
+    assert named is not None
+    assert isinstance(named.formula, TokenFormula)
+    formula = TokenGradientFormula(named.formula, torch.ones_like(came_in))
+    region = Region.whole(came_in.shape)
+    cell = Cell.of(RankShard(0, region, came_in))
+    expected = formula.evaluate(cell, {})
+    actual = formula.evaluate(cell, {"choices": Change(part="choices", way="own-rank")})
+    value = actual if wrong == "own experts" else expected + actual.abs()
+    tensor = WrongTensor((0, "module gradient", "moe"), expected, (RankShard(0, region, value),))
+    found = find_variant(formula, tensor, 1e-9)
+    names = {each for changes in name_changes(found) or [] for each in changes}
+    # On one rank alone its own experts, those of rank 0 and all but those of rank 1 are the same.
+    assert names == ({("choices", "without-rank")} if wrong == "own experts" else set())
