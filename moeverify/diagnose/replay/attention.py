@@ -90,6 +90,9 @@ class AttentionFormula(Formula):
         if self.yarn is not None:
             found.append(Change(part="rotation", way="unstretched"))
         found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
+        count = self.q.shape[2]
+        sizes = [size for size in range(2, count + 1) if count % size == 0]
+        found += [Change(part="outputs", way=way, number=size) for size in sizes for way in _HEAD_ORDERS]
         for part in ("keys", "values", "keys-and-values"):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
@@ -128,7 +131,7 @@ class AttentionFormula(Formula):
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the heads' outputs (b, s, heads * Dv) of a cell."""
-        heads = cell.dims[-1][:: self.block] // self.block
+        heads = _exchange(cell.dims[-1][:: self.block] // self.block, changes.get("outputs"))
         place = _Queries(cell, self.chunks)
         q = self._rotate(self.q[cell.rows][:, cell.positions], place.numbers, changes, "query-rotation")[
             :, :, heads
@@ -193,9 +196,9 @@ class AttentionFormula(Formula):
         count = self.k.shape[2]
         group = self.q.shape[2] // count
         right = heads // group
-        local = heads - heads[0]
+        local = heads - heads.min()
         ways = {
-            "modulo": heads[0] // group + local % max(len(heads) // group, 1),
+            "modulo": heads.min() // group + local % max(len(heads) // group, 1),
             "reversed": count - 1 - right,
             "next": (right + 1) % count,
             "first": torch.zeros_like(right),
@@ -349,6 +352,21 @@ class AttentionFormula(Formula):
         return weights / (above if way == "mean-of-chunks" else below)
 
 
+def _exchange(heads: Tensor, change: Change | None) -> Tensor:
+    """Return the heads whose outputs stand in the places of a rank's heads: of others in each group of some."""
+    size = 1 if change is None else int(change.number or 1)
+    if change is None or len(heads) % size:
+        return heads
+    groups = heads.view(-1, size)
+    ways = {
+        "next": lambda: groups.roll(-1, 1),
+        "previous": lambda: groups.roll(1, 1),
+        "reversed": lambda: groups.flip(1),
+        "transposed": lambda: groups.T,
+    }
+    return ways[change.way]().reshape(-1)
+
+
 def _renumber(at: Tensor, way: str, number: float) -> Tensor:
     """Return the positions (s) by which heads are rotated."""
     ways = {
@@ -376,6 +394,7 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
     "bottom-right": ("end", _ARRIVED),
     "ranks": ("owner", "owner"),
 }
+_HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
 _LARGEST = ("own", "ring", "order")
 _RESCALED = ("both", "numerator", "denominator")
 _MOST_LENGTHS = 64

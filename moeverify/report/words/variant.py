@@ -51,6 +51,13 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("heads", "next"): "with query heads that read the next group's key-value head",
     ("heads", "first"): "with query heads that all read the first key-value head",
     ("heads", "of-rank"): "with query heads that read the key-value heads of the first rank over tp",
+    ("outputs", "next"): "with the output of the next head in the place of each, in groups of {number}",
+    ("outputs", "previous"): "with the output of the head before in the place of each, in groups of {number}",
+    ("outputs", "reversed"): "with the outputs of heads in reverse order, in groups of {number}",
+    (
+        "outputs",
+        "transposed",
+    ): "with the outputs of heads in turn from groups of {number}, not group by group",
     ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",

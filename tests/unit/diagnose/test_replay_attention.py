@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
         lambda h, own: h.attend(own, k=h.turn(h.k).repeat(1, 1, 2, 1), v=h.v.repeat(1, 1, 2, 1)),
         ("heads", "modulo"),
     ),
+    "output heads": (lambda h, own: h.attend(own)[:, :, [1, 0, 3, 2, 5, 4, 7, 6]], ("outputs", "next")),
     "scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 8**-0.5), ("scale", "width")),
     "other scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 0.73), ("scale", "factor")),
     "chunks": (_mean_of_chunks, ("softmax", "mean-of-chunks")),
