@@ -64,10 +64,8 @@ class AttentionFormula(Formula):
         self.num_rotated = module.sizes.qk_rope if isinstance(module, LatentAttention) else module.head_dim
         self.block = self.v.shape[-1]
         self.ways = [*self._list_masks(), *self._list_others(), *self._list_reaches()]
-        self.fits = [
-            Change(part="scale", way="factor", number=1.5),
-            Change(part="scores", way="capped", number=3.0),
-        ]
+        self.fits = [Change(part="scale", way="factor", number=number) for number in (1.5, 0.4, 4.0)]
+        self.fits.append(Change(part="scores", way="capped", number=3.0))
         self.fits += [Change(part="rotation", way="base", number=base) for base in _BASES]
         self.fits += [Change(part="rotation", way="interpolated", number=number) for number in (0.7, 1.4)]
 
@@ -100,7 +98,7 @@ class AttentionFormula(Formula):
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
         ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads"]
-        ways += [f"{largest}-{what}" for what in _RESCALED for largest in _LARGEST]
+        ways += [way for way in _MERGES if way not in ways]
         return found + [Change(part="softmax", way=way) for way in ways]
 
     def _list_lengths(self) -> Sequence[int]:
@@ -301,7 +299,7 @@ class AttentionFormula(Formula):
         masked = scores.masked_fill(~visible, -torch.inf)
         top = masked.amax(-1, keepdim=True)
         share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
-        if way in ("mean-of-chunks", "sum-of-chunks") or way.partition("-")[0] in _LARGEST:
+        if way in _MERGES:
             return self._merge(masked, place, way)
         total = share.sum(-1, keepdim=True)
         if way == "extra-one":
@@ -326,7 +324,7 @@ class AttentionFormula(Formula):
         The largest score that a chunk is taken relative to is its own, or the largest so far: over the ring from the
         query's rank on, or over the ranks in order. Without rescaling it stays so, above, below, or both.
         """
-        size, (largest, _, what) = len(self.chunks.positions), way.partition("-")
+        size, (largest, what) = len(self.chunks.positions), _MERGES[way]
         top = masked.amax(-1, keepdim=True)
         weights, above, below = torch.zeros_like(masked), torch.zeros_like(top), torch.zeros_like(top)
         so_far = torch.full_like(top, -torch.inf)
@@ -341,7 +339,7 @@ class AttentionFormula(Formula):
             share = (part - torch.where(torch.isfinite(against), against, torch.zeros_like(against))).exp()
             total = share.sum(-1, keepdim=True)
             above = above + (total > 0)
-            if what == "of-chunks":
+            if what == "chunks":
                 weights = weights + share / total.clamp(min=1e-300)
                 continue
             right = (part - top).exp()
@@ -395,8 +393,16 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
     "ranks": ("owner", "owner"),
 }
 _HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
-_LARGEST = ("own", "ring", "order")
-_RESCALED = ("both", "numerator", "denominator")
+# How chunks are merged: relative to which largest score each is taken, and what is not rescaled.
+_MERGES: Mapping[str, tuple[str, str]] = {
+    "mean-of-chunks": ("own", "chunks"),
+    "sum-of-chunks": ("own", "chunks"),
+    **{
+        f"{largest}-{what}": (largest, what)
+        for what in ("both", "numerator", "denominator")
+        for largest in ("own", "ring", "order")
+    },
+}
 _MOST_LENGTHS = 64
 _SCALES = ("none", "width", "twice", "value-width", "rotated-width", "all-heads", "multiplied")
 

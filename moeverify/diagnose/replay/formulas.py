@@ -119,7 +119,7 @@ def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
         named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
     if named is None or not isinstance(named.formula, TokenFormula):
         return None
-    return NamedFormula(f"gradient of the {named.name}", TokenGradientFormula(named.formula, gradient))
+    return NamedFormula(f"gradient:{named.name}", TokenGradientFormula(named.formula, gradient))
 
 
 def _make_attention_gradient(
@@ -130,7 +130,7 @@ def _make_attention_gradient(
         return None
     forward = AttentionFormula(culprit, x, right.valid, right.chunks)
     formula = AttentionGradientFormula(forward, of, gradient, origin.tensor.expected)
-    return NamedFormula("gradient of attention", formula)
+    return NamedFormula("gradient:attention", formula)
 
 
 def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
@@ -144,7 +144,7 @@ def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModule
         )
     if isinstance(culprit, nn.Linear):
         weights = _list_weights(culprit, name, right.model)
-        return NamedFormula("linear layer", LinearFormula(culprit, x, others, weights))
+        return NamedFormula("linear-layer", LinearFormula(culprit, x, others, weights))
     return None
 
 
@@ -155,14 +155,14 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
         return NamedFormula("attention", AttentionFormula(culprit, x, right.valid, right.chunks))
     if isinstance(culprit, MLP) and inner == "down_proj":
         up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
-        return None if up is None else NamedFormula("feed-forward block", GatedFormula(gate, up))
+        return None if up is None else NamedFormula("feed-forward-block", GatedFormula(gate, up))
     if isinstance(culprit, Block) and inner == "ffn_norm":
         return _make_sum({"residual": x, "attention": right.read(f"{name}.attention", "output")})
     handed = right.read(origin.module, "input")
     if handed is None:
         return None
     return NamedFormula(
-        f"input of {origin.module}", HandedFormula(handed, right.list_like(handed, origin.module))
+        f"input:{origin.module}", HandedFormula(handed, right.list_like(handed, origin.module))
     )
 
 
@@ -185,7 +185,7 @@ def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict
 
 def _make_sum(terms: Mapping[str, Tensor | None]) -> NamedFormula | None:
     known = {name: value for name, value in terms.items() if value is not None}
-    return NamedFormula("sum of branches", SumFormula(known)) if len(known) == len(terms) > 1 else None
+    return NamedFormula("branches", SumFormula(known)) if len(known) == len(terms) > 1 else None
 
 
 @torch.no_grad()
@@ -196,7 +196,7 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
     routing = block.router(came_in)
     others = right.list_like(x, name)
     formula = ExpertsFormula(block.experts, x, routing, others, right.expert_ranks)
-    return NamedFormula("routed experts", formula)
+    return NamedFormula("routed-experts", formula)
 
 
 def _list_weights(module: nn.Module, name: str, model: nn.Module) -> dict[str, Tensor]:

@@ -207,17 +207,22 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
 }
 _BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
 _TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
-_VERBS: Mapping[str, str] = {
-    "attention": "attends",
-}
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
-    verb = _VERBS.get(formula, "computes")
-    verb = f"makes the {formula}" if formula.startswith("input of") else verb
-    verb = f"passes back the {formula}" if formula.startswith("gradient of") else verb
+    verbs = {"attention": "attends", "input": f"makes the {name_formula(formula)}"}
+    passed = f"passes back the {name_formula(formula)}"
+    verb = passed if formula.startswith("gradient:") else verbs.get(formula.partition(":")[0], "computes")
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
+
+
+def name_formula(formula: str) -> str:
+    """Return what a formula is called: `routed experts`, `gradient of the norm`, `input of layers.0.attention`."""
+    kind, _, of = formula.partition(":")
+    if kind == "gradient":
+        return f"gradient of the {name_formula(of)}"
+    return f"{kind} of {of}" if of else " ".join(kind.split("-"))
 
 
 def _describe_change(change: Change) -> str:

@@ -174,14 +174,14 @@ def test_all_ways_of_all_formulas_have_words_of_their_own(preset: str) -> None:
         named = make_formula(origin, modules)
         if named is None:
             continue
-        names.add(named.name.partition(" layers")[0])
+        names.add(named.name.partition(":")[0])
         ways = [*named.formula.ways, *named.formula.fits]
         texts = [describe_variant(named.name, [way]) for way in ways]
         assert all(text and "{" not in text for text in texts)
         assert len(set(texts)) >= len({(way.part, way.way, way.number, way.name) for way in ways}) - len(
             _ALIKE
         )
-    assert {"attention", "norm", "linear layer", "router", "routed experts"} <= names
+    assert {"attention", "norm", "linear-layer", "router", "routed-experts"} <= names
 
 
 UNKNOWN = make_tensor(torch.zeros(1, 1, 1, dtype=torch.float64))

@@ -121,8 +121,8 @@ LINES = [
         "12 variants of the attention replayed on right inputs; this one leaves 2.5e-16 of the error",
     ),
     (
-        Replay(formula="norm", num_tried=1),
-        "1 variant of the norm replayed on right inputs, none gives this output",
+        Replay(formula="gradient:linear-layer", num_tried=1),
+        "1 variant of the gradient of the linear layer replayed on right inputs, none gives this output",
     ),
     (
         KeptElements(num_kept=3, num_elements=12),

@@ -273,7 +273,7 @@ VALUES = [
             Cause.FORWARD,
             OUTPUT,
             Varied(
-                formula="routed experts",
+                formula="routed-experts",
                 variants=(
                     (
                         Change(part="weights", way="none"),
@@ -294,14 +294,14 @@ VALUES = [
             Cause.BACKWARD,
             BACK,
             Varied(
-                formula="gradient of attention",
+                formula="gradient:attention",
                 variants=((Change(part="queries", way="without-rank", number=1.0),),),
                 blocks=(2, 3),
             ),
             module="layers.0.attention",
         ),
-        "layers.0.attention passes back the gradient of attention without the queries of rank 1 over cp in heads 2, "
-        "3 alone",
+        "layers.0.attention passes back the gradient of the attention without the queries of rank 1 over cp in heads "
+        "2, 3 alone",
         "layers.0.attention",
     ),
     # nothing is known but the place
