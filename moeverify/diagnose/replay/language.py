@@ -168,8 +168,19 @@ class _Search:
         if not found or len(found) > MOST_RIVALS:
             return Found(num_tried=self.num_tried)
         residual, ranks = next(iter(found.values()))
-        blocks = () if self.blocks is None else tuple(self.blocks.tolist())
+        blocks = self._list_spared_by(next(iter(found)))
         return Found(tuple(found), residual, ranks, blocks, self.num_tried)
+
+    def _list_spared_by(self, changes: Sequence[Change]) -> tuple[int, ...]:
+        """Return the wrong blocks, where a variant would change those that are right too; else none."""
+        if self.blocks is None:
+            return ()
+        with torch.no_grad():
+            value = self.formula.evaluate(self.cell, {change.part: change for change in changes})
+            base = self.formula.evaluate(self.cell, {})
+        right = ~torch.isin(self.cell.dims[-1] // self.formula.block, self.blocks)
+        moved = float((value - base)[..., right].nan_to_num().norm())
+        return tuple(self.blocks.tolist()) if moved > NO_EFFECT * float(base.norm()) else ()
 
     def _list_ways(self) -> Iterator[Change]:
         """Yield the ways, of those that give the same output on the sample the first alone."""

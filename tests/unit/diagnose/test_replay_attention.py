@@ -89,7 +89,7 @@ def test_what_both_ranks_compute_is_named(name: str) -> None:
     found = heads.explain(lambda rank, own: compute(heads, own))
     assert name_changes(found) == [[change]]
     assert found is not None
-    assert (found.ranks, found.residual < 1e-10) == ((), True)
+    assert (found.ranks, found.blocks, found.residual < 1e-10) == ((), (), True)
 
 
 def test_two_parts_may_be_otherwise_at_once() -> None:
