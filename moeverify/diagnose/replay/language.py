@@ -217,7 +217,7 @@ class _Search:
     def _fits(self, way: Change, number: float, others: tuple[Change, ...]) -> bool:
         """Return whether a number of few digits, which somebody may have written, explains the sample as well."""
         error = float((self.actual - self.base).nan_to_num().norm())
-        return float(self._leave(way, math.log(number), others).norm()) <= NO_EFFECT * error
+        return float(self._leave(way, math.log(number), others).norm()) <= 1e-2 * self.tensor.exact * error
 
     def _leave(self, way: Change, at: float, others: tuple[Change, ...]) -> Tensor:
         changed = way.model_copy(update={"number": math.exp(at)})

@@ -79,6 +79,7 @@ VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
     "output heads": (lambda h, own: h.attend(own)[:, :, [1, 0, 3, 2, 5, 4, 7, 6]], ("outputs", "next")),
     "scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 8**-0.5), ("scale", "width")),
     "other scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 0.73), ("scale", "factor")),
+    "root": (lambda h, own: h.attend(own, q=h.turn(h.q) * (8 / 48) ** 0.5), ("scale", "factor")),
     "chunks": (_mean_of_chunks, ("softmax", "mean-of-chunks")),
 }
 
