@@ -10,6 +10,7 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
+from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.collective import IssuedCollective
@@ -60,7 +61,8 @@ class DiagnosisInputs:
     there after a load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
-    sum.
+    sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
+    known.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class DiagnosisInputs:
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
+    formula: Callable[[Origin], NamedFormula | None] = lambda origin: None
 
     @property
     def origins(self) -> Mapping[str, Origin]:

@@ -121,6 +121,15 @@ class StaleWeights(Record):
     gives_this_output: bool
 
 
+class Replay(Record):
+    """How many variants of a module's formula were evaluated on right inputs; what the best leaves of the error."""
+
+    kind: Literal["replay"] = "replay"
+    formula: str
+    num_tried: int
+    residual: float | None = None
+
+
 class KeptElements(Record):
     """How many elements a load has left as they were."""
 
@@ -189,6 +198,7 @@ Observation = Annotated[
     | FirstDivergence
     | OwnElements
     | StaleWeights
+    | Replay
     | KeptElements
     | WrongElements
     | RightAlike

@@ -191,6 +191,32 @@ class Offset(Record):
     products: tuple[Product, ...] = ()
 
 
+class Change(Record):
+    """One part of what a module computes, and the way in which it was computed otherwise.
+
+    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum.
+    """
+
+    part: str
+    way: str
+    number: float | None = None
+    name: str = ""
+
+
+class Varied(Record):
+    """A module has the very output that its formula gives on right inputs when some of its parts are otherwise.
+
+    `formula` says what was replayed. `variants` are all that explain as well, the first is the simplest. With `ranks`
+    it holds of these alone, with `blocks` of these heads.
+    """
+
+    kind: Literal["varied"] = "varied"
+    formula: str
+    variants: tuple[tuple[Change, ...], ...]
+    ranks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
@@ -221,6 +247,7 @@ Operation = Annotated[
     | Carried
     | Crossed
     | Offset
+    | Varied
     | Altered,
     Field(discriminator="kind"),
 ]

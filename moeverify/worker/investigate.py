@@ -26,12 +26,15 @@ from moeverify.checks.registry import CHECKS
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors
-from moeverify.diagnose.components import Components, make_components
+from moeverify.diagnose.components import Components, load_weights, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
-from moeverify.diagnose.first_divergence import Known, RankReadings, Search, find_origins
+from moeverify.diagnose.first_divergence import Known, Origin, RankReadings, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
+from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.formulas import RightModules, make_formula
+from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
@@ -282,6 +285,7 @@ def _make_inputs(
         return golden.whole(key[0], name) if name in found else None
 
     precision = compute_dtype_of(case.recipe.precision)
+    read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
@@ -289,7 +293,7 @@ def _make_inputs(
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
         axes=_make_axes(case, valid),
-        search=_search(case, golden, evidence, device, _find_known(judgement, step)),
+        search=_search(case, evidence, read_right, _find_known(judgement, step)),
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
@@ -300,7 +304,29 @@ def _make_inputs(
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
+        formula=lambda origin: _find_formula(case, golden, evidence, origin, read_right),
     )
+
+
+def _find_formula(
+    case: Case,
+    golden: StoredGolden,
+    evidence: Evidence,
+    origin: Origin,
+    read_right: Callable[[], list[Reading]],
+) -> NamedFormula | None:
+    """Return what the culprit of an origin should compute; None of a user's model, whose formulas are not known."""
+    if case.recipe.model.reference is None:
+        return None
+    program = assemble_single(case.recipe, torch.device("cpu"), compute="float64")
+    if evidence.step > 0:
+        load_weights(program, golden, evidence.step - 1)
+    plan = MeshPlan.of(case.layout)
+    by_rank = {plan.coordinates(rank).get("cp", 0): each for rank, each in enumerate(evidence.by_rank)}
+    chunks = Chunks([by_rank[number].readings.shares[0][1] for number in range(len(by_rank))])
+    valid = _find_valid(case, evidence.step)
+    expert_ranks = [plan.coordinates(rank).get("ep", 0) for rank in range(len(evidence.by_rank))]
+    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, expert_ranks))
 
 
 def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
@@ -387,11 +413,11 @@ def _find_known(judgement: Judgement, step: int) -> Known:
 
 
 def _search(
-    case: Case, golden: StoredGolden, evidence: Evidence, device: torch.device, known: Known
+    case: Case, evidence: Evidence, read_right: Callable[[], list[Reading]], known: Known
 ) -> Search | None:
     if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
         return None  # rounding of bfloat16 hides where it began
-    readings = read_golden_modules(case.recipe, golden, evidence.step, device)
+    readings = read_right()
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
     by_rank = [each.readings for each in evidence.by_rank]

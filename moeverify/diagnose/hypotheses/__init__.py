@@ -26,6 +26,7 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums",),
+    ("replayed",),
     ("scaled_loss",),
     ("loss_value",),
     ("rounding",),

@@ -9,6 +9,7 @@ from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.factor import format_factor
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
+from moeverify.report.words.variant import name_formula
 from moeverify.results.factor import is_same
 from moeverify.results.observation import (
     DiagnosisFailed,
@@ -24,6 +25,7 @@ from moeverify.results.observation import (
     OwnElements,
     RankValues,
     RelativeError,
+    Replay,
     ReplicaSum,
     RightAlike,
     ScalarValues,
@@ -138,6 +140,14 @@ def _(seen: OwnElements) -> str:
 def _(seen: StaleWeights) -> str:
     which = "this very output" if seen.gives_this_output else "another output"
     return f"the weights of the step before give {which}"
+
+
+@describe_observation.register
+def _(seen: Replay) -> str:
+    tried = f"{format_count(seen.num_tried, 'variant')} of the {name_formula(seen.formula)} replayed on right inputs"
+    if seen.residual is None:
+        return f"{tried}, none gives this output"
+    return f"{tried}; this one leaves {seen.residual:.2g} of the error"
 
 
 @describe_observation.register

@@ -16,6 +16,7 @@ from moeverify.report.words.factor import (
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
+from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
@@ -37,6 +38,7 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Unreduced,
+    Varied,
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution
@@ -370,6 +372,14 @@ def _(operation: Offset, explanation: Explanation) -> str:
     tensors = ", ".join(explanation.subject.tensors)
     text = f"the {tensors} loss is off by {format_factor(operation.value)}"
     return f"{text} = log({name_products(operation.products)})" if operation.products else text
+
+
+@describe_operation.register
+def _(operation: Varied, explanation: Explanation) -> str:
+    first, *others = (describe_variant(operation.formula, changes) for changes in operation.variants)
+    where = describe_restriction(operation.ranks, operation.blocks)
+    rivals = f"; or it {'; or '.join(others)}, which gives the same here" if others else ""
+    return f"{name_culprit(explanation.subject)} {first}{where}{rivals}"
 
 
 @describe_operation.register

@@ -27,6 +27,7 @@ OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/first_divergence.py",
+    "diagnose/replay/formulas.py",
     "diagnose/place.py",
     "diagnose/loading.py",  # the kind that a saved tensor's name begins with
     "diagnose/failure.py",  # the path of a file

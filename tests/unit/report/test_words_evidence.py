@@ -33,6 +33,7 @@ from moeverify.results.observation import (
     OwnElements,
     RankValues,
     RelativeError,
+    Replay,
     ReplicaSum,
     RightAlike,
     ScalarValues,
@@ -115,6 +116,14 @@ LINES = [
     ),
     (StaleWeights(gives_this_output=True), "the weights of the step before give this very output"),
     (StaleWeights(gives_this_output=False), "the weights of the step before give another output"),
+    (
+        Replay(formula="attention", num_tried=12, residual=2.5e-16),
+        "12 variants of the attention replayed on right inputs; this one leaves 2.5e-16 of the error",
+    ),
+    (
+        Replay(formula="gradient:linear-layer", num_tried=1),
+        "1 variant of the gradient of the linear layer replayed on right inputs, none gives this output",
+    ),
     (
         KeptElements(num_kept=3, num_elements=12),
         "3 of 12 elements are wrong and as they were before the load",

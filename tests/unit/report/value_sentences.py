@@ -17,6 +17,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import (
     Altered,
+    Change,
     Miscounted,
     Moved,
     OwnValues,
@@ -27,6 +28,7 @@ from moeverify.results.operation import (
     Unclipped,
     Unmasked,
     Unmoved,
+    Varied,
 )
 from moeverify.results.part import Tokens
 
@@ -254,6 +256,53 @@ VALUES = [
         explain(Cause.REPLICAS, Quantity.BUFFER, OwnValues(ranks=(0, 1), axes=("tp",))),
         "ranks 0, 1, replicas over tp, should hold the same values and do not",
         "replicas over tp",
+    ),
+    # a module's formula with a part otherwise
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(formula="attention", variants=((Change(part="mask", way="none"),),), ranks=(1,)),
+            module="layers.0.attention",
+        ),
+        "layers.0.attention attends without a causal mask: every query sees every key on rank 1 alone",
+        "layers.0.attention",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(
+                formula="routed-experts",
+                variants=(
+                    (
+                        Change(part="weights", way="none"),
+                        Change(part="experts", way="of-rank", number=1.0),
+                    ),
+                    (Change(part="input", way="of-module", name="input:layers.1.moe"),),
+                ),
+            ),
+            module="layers.1.moe.dispatcher",
+        ),
+        "layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further over "
+        "ep in the place of each; or it computes from the input of layers.1.moe in place of the right input, which "
+        "gives the same here",
+        "layers.1.moe.dispatcher",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            BACK,
+            Varied(
+                formula="gradient:attention",
+                variants=((Change(part="queries", way="without-rank", number=1.0),),),
+                blocks=(2, 3),
+            ),
+            module="layers.0.attention",
+        ),
+        "layers.0.attention passes back the gradient of the attention without the queries of rank 1 over cp in heads "
+        "2, 3 alone",
+        "layers.0.attention",
     ),
     # nothing is known but the place
     (

@@ -1,0 +1,49 @@
+"""Hypothesis: on right inputs, a module has the very output of its formula with a part or two otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.replay.language import find_variant
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import Replay
+from moeverify.results.operation import Varied
+from moeverify.results.trial import Reason
+
+
+class Replayed(Hypothesis):
+    """The variants of `moeverify.diagnose.replay`, evaluated on one device on the golden's inputs.
+
+    A variant must give what every wrong rank has, to rounding; few others may give it too. On ranks that are right it
+    must change nothing, or the ranks that are wrong are named.
+    """
+
+    name = "replayed"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Search the variants of the culprit's formula."""
+        (tensor,) = tensors
+        origin = inputs.origin_of(tensor)
+        named = inputs.formula(origin) if origin is not None else None
+        if named is None or inputs.search is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        found = find_variant(named.formula, tensor, inputs.search.bound)
+        if found is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        if not found.variants:
+            return self.refuse(Replay(formula=named.name, num_tried=found.num_tried))
+        seen = Replay(formula=named.name, num_tried=found.num_tried, residual=found.residual)
+        operation = Varied(
+            formula=named.name, variants=found.variants, ranks=found.ranks, blocks=found.blocks
+        )
+        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
+        return self.accept(explanation, seen)
+
+
+HYPOTHESIS = Replayed()

@@ -1,0 +1,445 @@
+"""Attention from the right queries, keys and values, which are taken before their rotation.
+
+Letters: B rows, S tokens of a row, b and s of what is asked for, N heads, D width of a query and key head, Dv of a
+value's, R of its part that is rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.model.attention import Attention
+from moeverify.model.mla import LatentAttention
+from moeverify.model.rope import compute_rotation
+from moeverify.results.operation import Change
+
+_GLOBAL, _IN_CHUNK, _ARRIVED = "position", "place", "arrival"
+_BASES = (1e2, 1e4, 1e6)
+
+
+class Chunks:
+    """How the ranks of a context group divide a row: `positions` of each, in its order, by the group's rank.
+
+    Of the key at each position (S): `owner` is the rank that has it, `place` the number that it has there, `arrival`
+    the number that it has where all ranks' keys stand one after another, and `run` the number of the stretch of
+    neighbouring positions that it is in. `order` has the positions in the order of arrival.
+    """
+
+    def __init__(self, positions: Sequence[Sequence[int]]) -> None:
+        self.positions = positions
+        self.order = torch.tensor([position for part in positions for position in part])
+        owners = torch.tensor([rank for rank, part in enumerate(positions) for _ in part])
+        places = torch.tensor([place for part in positions for place in range(len(part))])
+
+        def by_position(values: Tensor) -> Tensor:
+            return torch.empty_like(values).scatter(0, self.order, values)
+
+        self.owner, self.place = by_position(owners), by_position(places)
+        self.arrival = by_position(torch.arange(len(self.order)))
+        breaks = (self.arrival.diff() != 1) | (self.owner.diff() != 0)
+        self.run = torch.cat([torch.zeros(1, dtype=torch.int64), breaks.cumsum(0)])
+
+    def shift(self, by: int) -> Tensor:
+        """Return for the key of each position (S) that of the same place on the rank `by` ranks further."""
+        size, length = len(self.positions), len(self.positions[0])
+        return self.order[(self.owner + by) % size * length + self.place]
+
+
+class AttentionFormula(Formula):
+    """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
+
+    def __init__(
+        self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
+    ) -> None:
+        self.q, self.k, self.v = read_heads(module, x)
+        self.valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
+        self.chunks = chunks
+        self.theta, self.yarn = module.rope_theta, module.yarn
+        self.in_neighbours = isinstance(module, LatentAttention)
+        self.num_rotated = module.sizes.qk_rope if isinstance(module, LatentAttention) else module.head_dim
+        self.block = self.v.shape[-1]
+        self.ways = [*self._list_masks(), *self._list_others(), *self._list_reaches()]
+        self.fits = [Change(part="scale", way="factor", number=number) for number in (1.5, 0.4, 4.0)]
+        self.fits.append(Change(part="scores", way="capped", number=3.0))
+        self.fits += [Change(part="rotation", way="base", number=base) for base in _BASES]
+        self.fits += [Change(part="rotation", way="interpolated", number=number) for number in (0.7, 1.4)]
+
+    def _list_masks(self) -> list[Change]:
+        found = [Change(part="mask", way=way) for way in ("none", "diagonal", "reversed")]
+        found += [Change(part="mask", way="offset", number=number) for number in (1, 2, -2, -3)]
+        found += [Change(part="mask", way=way) for way in _ORDERS]
+        found += [Change(part="mask", way="of-rank", number=number) for number in (1, -1)]
+        return found + [Change(part="hidden", way=way) for way in ("zero-score", "after-softmax")]
+
+    def _list_others(self) -> list[Change]:
+        found = [Change(part="scale", way=way) for way in _SCALES]
+        for part in ("rotation", "query-rotation", "key-rotation"):
+            found += [Change(part=part, way=way) for way in ("none", "place", "arrival", "opposite", "twice")]
+            found += [Change(part=part, way=way) for way in ("neighbours", "halves", "first-half", "swapped")]
+            if part != "rotation":
+                found += [Change(part=part, way="offset", number=number) for number in (1, -1)]
+        for way in ("modulo", "restart", "clamped"):
+            found += [Change(part="rotation", way=way, number=number) for number in self._list_lengths()]
+        if self.yarn is not None:
+            found.append(Change(part="rotation", way="unstretched"))
+        found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
+        count = self.q.shape[2]
+        sizes = [size for size in range(2, count + 1) if count % size == 0]
+        found += [Change(part="outputs", way=way, number=size) for size in sizes for way in _HEAD_ORDERS]
+        for part in ("keys", "values", "keys-and-values"):
+            found += [
+                Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
+            ]
+            for way in ("of-rank", "of-position", "of-row"):
+                found += [Change(part=part, way=way, number=number) for number in (1, -1)]
+        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads"]
+        ways += [way for way in _MERGES if way not in ways]
+        return found + [Change(part="softmax", way=way) for way in ways]
+
+    def _list_lengths(self) -> Sequence[int]:
+        """Return the numbers of positions that something may be cut to: all, or where these are many some."""
+        length = self.k.shape[1]
+        if length <= _MOST_LENGTHS:
+            return range(1, length)
+        powers = {2**power for power in range(length.bit_length()) if 2**power < length}
+        return sorted(powers | {length // count for count in range(2, 9)} | {length - 1})
+
+    def _list_reaches(self) -> list[Change]:
+        """Return which keys may be left out, beside those that the mask hides."""
+        length, size = self.k.shape[1], len(self.chunks.positions)
+        found = [
+            Change(part="reach", way=way) for way in ("valid", "own", "not-own", "own-run", "not-own-run")
+        ]
+        found += [Change(part="reach", way="earlier-runs")]
+        for way, numbers in (
+            ("without-rank", range(size)),
+            ("without-run", range(int(self.chunks.run.max()) + 1)),
+        ):
+            found += [Change(part="reach", way=way, number=number) for number in numbers]
+        found += [Change(part="reach", way="without-key", number=number) for number in (0, length - 1)]
+        found += [Change(part="reach", way="blocks", number=n) for n in range(1, length) if length % n == 0]
+        for way in ("window", "beyond", "boundary"):
+            found += [Change(part="reach", way=way, number=number) for number in self._list_lengths()]
+        return found
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the heads' outputs (b, s, heads * Dv) of a cell."""
+        heads = _exchange(cell.dims[-1][:: self.block] // self.block, changes.get("outputs"))
+        place = _Queries(cell, self.chunks)
+        q = self._rotate(self.q[cell.rows][:, cell.positions], place.numbers, changes, "query-rotation")[
+            :, :, heads
+        ]
+        k = self._rotate(self.k[cell.rows], self._numbers(), changes, "key-rotation")
+        v = self.v[cell.rows]
+        k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
+        v = self._reorder(v, changes.get("values") or changes.get("keys-and-values"), cell)
+        sources = self._find_sources(heads, changes.get("heads"))
+        scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * self._scale(changes.get("scale"))
+        if "scores" in changes:
+            cap = float(changes["scores"].number or 1.0)
+            scores = cap * torch.tanh(scores / cap)
+        visible = self._see(cell, place, changes).unsqueeze(1)
+        weights = self._normalize(scores, visible, place, changes)
+        mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
+        mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
+        return mixed.flatten(2)
+
+    def _numbers(self) -> Mapping[str, Tensor]:
+        """Return the numbers of the keys of all positions."""
+        length = self.k.shape[1]
+        return {_GLOBAL: torch.arange(length), _IN_CHUNK: self.chunks.place, _ARRIVED: self.chunks.arrival}
+
+    def _rotate(
+        self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str
+    ) -> Tensor:
+        """Return the heads (b, s, N, D), whose last R elements are turned by their angles, or by others."""
+        change = changes.get(part) or changes.get("rotation")
+        way, number = (change.way, change.number) if change is not None else ("", None)
+        at = _renumber(numbers.get(way, numbers[_GLOBAL]).double(), way, number or 0.0)
+        theta = number if way == "base" and number is not None else self.theta
+        yarn = None if way == "unstretched" else self.yarn
+        cos, sin = (
+            each.squeeze(-2) for each in compute_rotation(at.unsqueeze(0), self.num_rotated, theta, yarn)
+        )
+        size = torch.hypot(cos, sin)
+        cos, sin = cos / size, sin / size  # (1, s, R/2)
+        if way == "first-half":
+            turned = torch.arange(cos.shape[-1]) < cos.shape[-1] // 2
+            cos, sin = (
+                torch.where(turned, cos, torch.ones_like(cos)),
+                torch.where(turned, sin, torch.zeros_like(sin)),
+            )
+        if way == "swapped":
+            cos, sin = sin, cos
+        in_neighbours = {"neighbours": True, "halves": False}.get(way, self.in_neighbours)
+        kept, rotated = x[..., : -self.num_rotated], x[..., -self.num_rotated :]
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        if in_neighbours:
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+            turned_pairs = torch.stack(
+                [first * cos - second * sin, second * cos + first * sin], dim=-1
+            ).flatten(-2)
+        else:
+            first, second = rotated.chunk(2, dim=-1)
+            turned_pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([kept, turned_pairs], dim=-1)
+
+    def _find_sources(self, heads: Tensor, change: Change | None) -> Tensor:
+        """Return the key-value head that each query head reads."""
+        count = self.k.shape[2]
+        group = self.q.shape[2] // count
+        right = heads // group
+        local = heads - heads.min()
+        ways = {
+            "modulo": heads.min() // group + local % max(len(heads) // group, 1),
+            "reversed": count - 1 - right,
+            "next": (right + 1) % count,
+            "first": torch.zeros_like(right),
+            "of-rank": local // group,
+        }
+        return right if change is None else ways[change.way]
+
+    def _reorder(self, x: Tensor, change: Change | None, cell: Cell) -> Tensor:
+        """Return keys or values (b, S, N, D) where those of others stand in the place of each."""
+        if change is None:
+            return x
+        chunks, number, length = self.chunks, int(change.number or 0), x.shape[1]
+        if change.way == "of-row":
+            return x.roll(-number, 0) if len(cell.rows) > 1 else x * torch.nan
+        owners = set(chunks.owner[cell.positions].tolist())
+        if change.way == "own" and len(owners) > 1:
+            return x * torch.nan
+        size = len(chunks.positions[0])
+        ways = {
+            "own": lambda: chunks.order[min(owners) * size + chunks.place],
+            "arrival": lambda: chunks.order,
+            "position": lambda: chunks.arrival,
+            "reversed": lambda: chunks.order[length - 1 - chunks.arrival],
+            "exchanged": lambda: chunks.order[chunks.owner * size + (chunks.place + size // 2) % size],
+            "of-rank": lambda: chunks.shift(number),
+            "of-position": lambda: torch.arange(length).roll(-number),
+        }
+        return x[:, ways[change.way]()]
+
+    def _scale(self, change: Change | None) -> float:
+        width = float(self.q.shape[-1])
+        right = math.pow(width, -0.5)
+        if change is None:
+            return right
+        sizes = {
+            "factor": right * float(change.number or 1.0),
+            "none": 1.0,
+            "width": 1.0 / width,
+            "twice": right * right,
+            "value-width": math.pow(self.v.shape[-1], -0.5),
+            "rotated-width": math.pow(self.num_rotated, -0.5),
+            "all-heads": math.pow(width * self.q.shape[2], -0.5),
+            "multiplied": math.pow(width, 0.5),
+        }
+        return sizes[change.way]
+
+    def _see(self, cell: Cell, place: _Queries, changes: Mapping[str, Change]) -> Tensor:
+        """Return which keys each query sees (b, s, S)."""
+        keys, mask, reach = self._numbers(), changes.get("mask"), changes.get("reach")
+        at, key = place.numbers[_GLOBAL].unsqueeze(-1), keys[_GLOBAL]
+        seen = key <= at
+        if mask is not None and mask.way in ("none", "diagonal", "reversed", "offset"):
+            offset = int(mask.number or 0) if mask.way == "offset" else -1
+            seen = {"none": torch.ones_like(seen), "reversed": key >= at}.get(mask.way, key <= at + offset)
+        elif mask is not None and mask.way == "of-rank":
+            seen = self.chunks.shift(int(mask.number or 0)) <= at
+        elif mask is not None:
+            query_order, key_order = _ORDERS[mask.way]
+            found = self.chunks.owner if key_order == "owner" else keys[key_order]
+            seen = found <= place.order(query_order).unsqueeze(-1)
+        whole = seen.expand(len(cell.rows), *seen.shape)
+        return whole if reach is None else whole & self._reach(reach, cell, place, at)
+
+    def _reach(self, reach: Change, cell: Cell, place: _Queries, at: Tensor) -> Tensor:
+        """Return which keys may be seen at all, broadcast to (b, s, S)."""
+        chunks, number, key = self.chunks, int(reach.number or 0), torch.arange(self.k.shape[1])
+        if reach.way == "valid":
+            return self.valid[cell.rows].unsqueeze(1)
+        own, run = chunks.owner == place.owner, chunks.run == chunks.run[place.numbers[_GLOBAL]].unsqueeze(-1)
+        ways = {
+            "own": lambda: own,
+            "not-own": lambda: ~own,
+            "own-run": lambda: run,
+            "not-own-run": lambda: ~run,
+            "earlier-runs": lambda: chunks.run < chunks.run[place.numbers[_GLOBAL]].unsqueeze(-1),
+            "without-rank": lambda: chunks.owner != number,
+            "without-run": lambda: chunks.run != number,
+            "without-key": lambda: key != number,
+            "blocks": lambda: key // number == at // number,
+            "window": lambda: at - key < number,
+            "beyond": lambda: at - key >= number,
+            "boundary": lambda: (key < number) == (at < number),
+        }
+        return ways[reach.way]().expand(len(cell.positions), -1)
+
+    def _normalize(
+        self, scores: Tensor, visible: Tensor, place: _Queries, changes: Mapping[str, Change]
+    ) -> Tensor:
+        """Return the weights (b, N, s, S) of the values: a softmax over visible keys, or otherwise."""
+        change, hidden = changes.get("softmax"), changes.get("hidden")
+        way = "" if change is None else change.way
+        if hidden is not None:
+            whole = (
+                torch.where(visible, scores, torch.zeros_like(scores))
+                if hidden.way == "zero-score"
+                else scores
+            )
+            weights = whole.softmax(-1)
+            return weights if hidden.way == "zero-score" else weights * visible
+        masked = scores.masked_fill(~visible, -torch.inf)
+        top = masked.amax(-1, keepdim=True)
+        share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
+        if way in _MERGES:
+            return self._merge(masked, place, way)
+        total = share.sum(-1, keepdim=True)
+        if way == "extra-one":
+            total = total + (-top).exp()
+        elif way == "all-keys":
+            total = (scores - top).exp().sum(-1, keepdim=True)
+        elif way == "not-normalized":
+            total = (-top).exp()
+        elif way == "of-heads":
+            return (masked - masked.amax(1, keepdim=True)).exp().nan_to_num() / (
+                (masked - masked.amax(1, keepdim=True))
+                .exp()
+                .nan_to_num()
+                .sum(1, keepdim=True)
+                .clamp(min=1e-300)
+            )
+        return share / total
+
+    def _merge(self, masked: Tensor, place: _Queries, way: str) -> Tensor:
+        """Return the weights where the softmax of each rank's keys is merged with those of others wrongly.
+
+        The largest score that a chunk is taken relative to is its own, or the largest so far: over the ring from the
+        query's rank on, or over the ranks in order. Without rescaling it stays so, above, below, or both.
+        """
+        size, (largest, what) = len(self.chunks.positions), _MERGES[way]
+        top = masked.amax(-1, keepdim=True)
+        weights, above, below = torch.zeros_like(masked), torch.zeros_like(top), torch.zeros_like(top)
+        so_far = torch.full_like(top, -torch.inf)
+        for number in range(size):
+            turn = (
+                (place.owner - number) % size if largest == "ring" else torch.full_like(place.owner, number)
+            )
+            part = masked.masked_fill(self.chunks.owner != turn, -torch.inf)
+            best = part.amax(-1, keepdim=True)
+            so_far = torch.maximum(so_far, best)
+            against = best if largest not in ("ring", "order") else so_far
+            share = (part - torch.where(torch.isfinite(against), against, torch.zeros_like(against))).exp()
+            total = share.sum(-1, keepdim=True)
+            above = above + (total > 0)
+            if what == "chunks":
+                weights = weights + share / total.clamp(min=1e-300)
+                continue
+            right = (part - top).exp()
+            weights = weights + (right if what == "denominator" else share)
+            below = below + (right.sum(-1, keepdim=True) if what == "numerator" else total)
+        if way == "sum-of-chunks":
+            return weights
+        return weights / (above if way == "mean-of-chunks" else below)
+
+
+def _exchange(heads: Tensor, change: Change | None) -> Tensor:
+    """Return the heads whose outputs stand in the places of a rank's heads: of others in each group of some."""
+    size = 1 if change is None else int(change.number or 1)
+    if change is None or len(heads) % size:
+        return heads
+    groups = heads.view(-1, size)
+    ways = {
+        "next": lambda: groups.roll(-1, 1),
+        "previous": lambda: groups.roll(1, 1),
+        "reversed": lambda: groups.flip(1),
+        "transposed": lambda: groups.T,
+    }
+    return ways[change.way]().reshape(-1)
+
+
+def _renumber(at: Tensor, way: str, number: float) -> Tensor:
+    """Return the positions (s) by which heads are rotated."""
+    ways = {
+        "none": lambda: torch.zeros_like(at),
+        "opposite": lambda: -at,
+        "twice": lambda: 2.0 * at,
+        "interpolated": lambda: number * at,
+        "offset": lambda: at + number,
+        "modulo": lambda: at % number,
+        "restart": lambda: torch.where(at < number, at, at - number),
+        "clamped": lambda: at.clamp(max=number - 1.0),
+    }
+    return ways[way]() if way in ways else at
+
+
+# The order of queries and that of keys which a causal mask compares, where these are not positions.
+_ORDERS: Mapping[str, tuple[str, str]] = {
+    "places": (_IN_CHUNK, _IN_CHUNK),
+    "arrivals": (_ARRIVED, _ARRIVED),
+    "place-of-query": (_IN_CHUNK, _GLOBAL),
+    "place-of-key": (_GLOBAL, _IN_CHUNK),
+    "arrival-of-query": (_ARRIVED, _GLOBAL),
+    "arrival-of-key": (_GLOBAL, _ARRIVED),
+    "top-left": (_IN_CHUNK, _ARRIVED),
+    "bottom-right": ("end", _ARRIVED),
+    "ranks": ("owner", "owner"),
+}
+_HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
+# How chunks are merged: relative to which largest score each is taken, and what is not rescaled.
+_MERGES: Mapping[str, tuple[str, str]] = {
+    "mean-of-chunks": ("own", "chunks"),
+    "sum-of-chunks": ("own", "chunks"),
+    **{
+        f"{largest}-{what}": (largest, what)
+        for what in ("both", "numerator", "denominator")
+        for largest in ("own", "ring", "order")
+    },
+}
+_MOST_LENGTHS = 64
+_SCALES = ("none", "width", "twice", "value-width", "rotated-width", "all-heads", "multiplied")
+
+
+class _Queries:
+    """The numbers of the queries of a cell (s), by what is counted."""
+
+    def __init__(self, cell: Cell, chunks: Chunks) -> None:
+        self.owner = chunks.owner[cell.positions].unsqueeze(-1)
+        self.numbers: Mapping[str, Tensor] = {
+            _GLOBAL: cell.positions,
+            _IN_CHUNK: chunks.place[cell.positions],
+            _ARRIVED: chunks.arrival[cell.positions],
+        }
+        self._length = len(chunks.order)
+        self._chunk = max(map(len, chunks.positions))
+
+    def order(self, name: str) -> Tensor:
+        """Return the numbers by name; `end` counts the places such that the last is the row's last."""
+        if name == "end":
+            return self.numbers[_IN_CHUNK] + self._length - self._chunk
+        return self.owner.squeeze(-1) if name == "owner" else self.numbers[name]
+
+
+@torch.no_grad()
+def read_heads(module: Attention | LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (B, S, Nq, D), keys (B, S, Nkv, D) and values (B, S, Nkv, Dv) of x (B, S, H), not rotated."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        del positions
+        seen.append((q, k, v))
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+
+    core, module.core = module.core, keep
+    try:
+        module(x, torch.zeros(x.shape[:2], dtype=torch.int64))
+    finally:
+        module.core = core
+    return seen[0]

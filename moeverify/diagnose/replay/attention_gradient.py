@@ -1,0 +1,77 @@
+"""What attention passes back to its queries, keys and values, from the right gradient of its output.
+
+Letters as in `moeverify.diagnose.replay.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.results.operation import Change
+
+
+class AttentionGradientFormula(Formula):
+    """The gradient of queries, keys or values before their rotation, in the shape of `like` (B, S, ...).
+
+    `gradient` is that of the heads' outputs (B, S, N * Dv). All that attention may have otherwise it may have so in
+    its backward pass alone; besides, some queries may be left out of the sums for keys and values, or the sums may
+    come to the keys of others.
+    """
+
+    def __init__(
+        self, forward: AttentionFormula, of: Literal["q", "k", "v"], gradient: Tensor, like: Tensor
+    ) -> None:
+        self.forward, self.of, self.gradient = forward, of, gradient
+        self.shape = like.shape[2:]
+        size = len(forward.chunks.positions)
+        ways = [Change(part="queries", way=way) for way in ("own", "not-own", "own-twice")]
+        ways += [Change(part="queries", way="without-rank", number=number) for number in range(size)]
+        moves = [Change(part="sums", way=way) for way in ("arrival", "position")]
+        moves += [Change(part="sums", way="of-rank", number=number) for number in (1, -1)]
+        self.ways = [*([] if of == "q" or size == 1 else ways + moves), *forward.ways]
+        self.fits = forward.fits
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        chunks, rows = self.forward.chunks, cell.rows
+        with torch.enable_grad():
+            inner = copy(self.forward)
+            given = {name: getattr(inner, name)[rows].clone() for name in ("q", "k", "v")}
+            for name, value in given.items():
+                setattr(inner, name, value)
+            inner.valid = inner.valid[rows]
+            leaf = given[self.of].requires_grad_()
+            positions = torch.arange(leaf.shape[1])
+            heads = torch.arange(self.gradient.shape[-1])
+            whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
+            output = inner.evaluate(whole, changes)
+            weights = self._weigh(changes.get("queries"), cell)
+            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
+        change, at = changes.get("sums"), cell.positions
+        if change is not None:
+            orders = {"arrival": chunks.order, "position": chunks.arrival}
+            order = chunks.shift(int(change.number or 0)) if change.way == "of-rank" else orders[change.way]
+            at = order[at]
+        picked: Tensor = found[:, at].reshape(len(rows), len(at), *self.shape)
+        for dim, indices in enumerate(cell.dims, 2):
+            picked = picked.index_select(dim, indices)
+        return picked
+
+    def _weigh(self, change: Change | None, cell: Cell) -> Tensor:
+        """Return how often each query (S) counts in the sums for the keys and values of a cell."""
+        owner = self.forward.chunks.owner
+        if change is None:
+            return torch.ones(len(owner), dtype=self.gradient.dtype)
+        owners = set(owner[cell.positions].tolist())
+        if len(owners) > 1:
+            return torch.full((len(owner),), torch.nan, dtype=self.gradient.dtype)
+        own = (owner == min(owners)).to(self.gradient.dtype)
+        ways = {"own": own, "not-own": 1.0 - own, "own-twice": 1.0 + own}
+        return ways[change.way] if change.way in ways else (owner != int(change.number or 0)).to(own.dtype)

@@ -1,0 +1,219 @@
+"""The formula of what went wrong first, with the inputs that one device has there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.diagnose.first_divergence import Origin
+from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.language import NamedFormula
+from moeverify.diagnose.replay.routed import ExpertsFormula, RouterFormula
+from moeverify.diagnose.replay.tokenwise import (
+    GatedFormula,
+    HandedFormula,
+    LinearFormula,
+    NormFormula,
+    SumFormula,
+    TokenFormula,
+    TokenGradientFormula,
+)
+from moeverify.model.attention import Attention
+from moeverify.model.mla import LatentAttention
+from moeverify.model.mlp import MLP
+from moeverify.model.moe import MoE
+from moeverify.model.norm import LayerNorm, RMSNorm
+from moeverify.model.router import Router
+from moeverify.model.transformer import Block
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
+
+_DISPATCHER = "dispatcher"  # of a block of experts, as a tap calls what it reads there
+_MOST_OTHERS = 24
+_PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
+    "q_proj": "q",
+    "q_norm": "q",
+    "k_proj": "k",
+    "k_norm": "k",
+    "v_proj": "v",
+}
+
+
+@dataclass(frozen=True)
+class RightModules:
+    """One device's model with the weights that the step began with, and what it read at its modules in the step.
+
+    `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
+    and `expert_ranks` has for each rank its number among those that divide the experts.
+    """
+
+    model: nn.Module
+    readings: Sequence[Reading]
+    chunks: Chunks
+    valid: Tensor | None
+    expert_ranks: Sequence[int] = (0,)
+
+    def find(self, name: str) -> nn.Module | None:
+        """Return the module of a name; nothing for that of the whole model."""
+        return dict(self.model.named_modules()).get(name) if name else None
+
+    def read(self, module: str, end: str, direction: str = FORWARD) -> Tensor | None:
+        """Return what one device read at an end of a module: its first tensor, or backward the gradient of that."""
+        wanted = (direction, module, end, "0")
+        return next(
+            (
+                each.local
+                for each in self.readings
+                if (each.direction, each.module, each.end, each.slot) == wanted
+            ),
+            None,
+        )
+
+    def list_like(self, x: Tensor, module: str) -> dict[str, Tensor]:
+        """Return what else one device read forward in the shape of x, by the end of the module, the nearest first."""
+        found: dict[str, Tensor] = {}
+        for each in sorted(self.readings, key=lambda reading: not _is_near(reading.module, module)):
+            is_like = each.direction == FORWARD and each.local.shape == x.shape
+            if is_like and not any(torch.equal(each.local, other) for other in (x, *found.values())):
+                found[f"{each.end}:{each.module}"] = each.local
+            if len(found) >= _MOST_OTHERS:
+                break
+        return found
+
+
+def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what was read first wrong; None where there is none for it."""
+    if origin.direction == BACKWARD:
+        return _make_gradient(origin, right)
+    block = origin.culprit.removesuffix(f".{_DISPATCHER}")
+    culprit, x = right.find(block), right.read(origin.culprit, "input")
+    if culprit is None or x is None:
+        return None
+    if block != origin.culprit:
+        return _make_experts(culprit, block, x, right) if isinstance(culprit, MoE) else None
+    if origin.end == "input":
+        return _make_inside(origin, culprit, x, right)
+    if isinstance(culprit, Block | MoE):
+        return _make_sum(_list_branches(culprit, block, right))
+    return _make_tokenwise(culprit, block, x, right)
+
+
+def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what a module passes back; of attention, to its projections or their norms."""
+    name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
+    block, x = name.removesuffix(f".{_DISPATCHER}"), right.read(name, "input")
+    culprit, gradient = right.find(block), right.read(name, "output", BACKWARD)
+    if culprit is None or x is None:
+        return None
+    if isinstance(culprit, Attention) and inner in _PROJECTIONS:
+        return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    if origin.end != "input" or gradient is None:
+        return None
+    if isinstance(culprit, MoE) and block != name:
+        named = _make_experts(culprit, block, x, right)
+    else:
+        named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
+    if named is None or not isinstance(named.formula, TokenFormula):
+        return None
+    return NamedFormula(f"gradient:{named.name}", TokenGradientFormula(named.formula, gradient))
+
+
+def _make_attention_gradient(
+    culprit: Attention, name: str, of: Literal["q", "k", "v"], origin: Origin, right: RightModules
+) -> NamedFormula | None:
+    x, gradient = right.read(name, "input"), right.read(f"{name}.o_proj", "input", BACKWARD)
+    if x is None or gradient is None:
+        return None
+    forward = AttentionFormula(culprit, x, right.valid, right.chunks)
+    formula = AttentionGradientFormula(forward, of, gradient, origin.tensor.expected)
+    return NamedFormula("gradient:attention", formula)
+
+
+def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
+    """Return the formula of a module that computes each token of its output from its input."""
+    others = right.list_like(x, name)
+    if isinstance(culprit, Router):
+        return NamedFormula("router", RouterFormula(culprit, x, others))
+    if isinstance(culprit, RMSNorm | LayerNorm):
+        return NamedFormula(
+            "norm", NormFormula(culprit, x, others, _list_weights(culprit, name, right.model))
+        )
+    if isinstance(culprit, nn.Linear):
+        weights = _list_weights(culprit, name, right.model)
+        return NamedFormula("linear-layer", LinearFormula(culprit, x, others, weights))
+    return None
+
+
+def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what a module hands to one inside of it."""
+    name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
+    if isinstance(culprit, Attention | LatentAttention) and inner == "o_proj":
+        return NamedFormula("attention", AttentionFormula(culprit, x, right.valid, right.chunks))
+    if isinstance(culprit, MLP) and inner == "down_proj":
+        up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
+        return None if up is None else NamedFormula("feed-forward-block", GatedFormula(gate, up))
+    if isinstance(culprit, Block) and inner == "ffn_norm":
+        return _make_sum({"residual": x, "attention": right.read(f"{name}.attention", "output")})
+    handed = right.read(origin.module, "input")
+    if handed is None:
+        return None
+    return NamedFormula(
+        f"input:{origin.module}", HandedFormula(handed, right.list_like(handed, origin.module))
+    )
+
+
+def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict[str, Tensor | None]:
+    """Return what a module adds up to its output, by name."""
+    if isinstance(culprit, Block):
+        inner = "mlp" if culprit.mlp is not None else "moe"
+        parts = ("attention", inner)
+        return {
+            "residual": right.read(name, "input"),
+            **{part: right.read(f"{name}.{part}", "output") for part in parts},
+        }
+    branches = {"routed": right.read(f"{name}.{_DISPATCHER}", "output")}
+    shared = right.read(f"{name}.shared", "output")
+    if shared is not None and culprit.shared_gate is not None:
+        gate = right.read(f"{name}.shared_gate", "output")
+        shared = None if gate is None else shared * gate.sigmoid()
+    return branches if culprit.shared is None else {**branches, "shared": shared}
+
+
+def _make_sum(terms: Mapping[str, Tensor | None]) -> NamedFormula | None:
+    known = {name: value for name, value in terms.items() if value is not None}
+    return NamedFormula("branches", SumFormula(known)) if len(known) == len(terms) > 1 else None
+
+
+@torch.no_grad()
+def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
+    came_in = right.read(f"{name}.router", "input")
+    if came_in is None or not isinstance(block.router, Router):
+        return None
+    routing = block.router(came_in)
+    others = right.list_like(x, name)
+    formula = ExpertsFormula(block.experts, x, routing, others, right.expert_ranks)
+    return NamedFormula("routed-experts", formula)
+
+
+def _list_weights(module: nn.Module, name: str, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of other modules of this kind with the shape of its own, the nearest in the model first."""
+    found = {
+        other: each.weight.detach()
+        for other, each in model.named_modules()
+        if type(each) is type(module) and other != name and isinstance(each.weight, Tensor)
+    }
+    own = module.weight
+    assert isinstance(own, Tensor)
+    alike = [
+        key for key, weight in found.items() if weight.shape == own.shape and not torch.equal(weight, own)
+    ]
+    return {key: found[key] for key in sorted(alike, key=lambda key: not _is_near(key, name))[:_MOST_OTHERS]}
+
+
+def _is_near(one: str, other: str) -> bool:
+    """Return whether two modules are in the same layer."""
+    return one.split(".")[:2] == other.split(".")[:2]

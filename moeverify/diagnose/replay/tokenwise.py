@@ -1,0 +1,253 @@
+"""What is computed token by token: norms, linear layers, the inside of a feed-forward block, sums of branches.
+
+Letters: b rows and s tokens of what is asked for, H width of what goes in, F of what comes out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.model.norm import LayerNorm, RMSNorm
+from moeverify.results.operation import Change
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu-squared": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "none": lambda x: x,
+}
+
+Named = Mapping[str, Tensor]
+
+
+class TokenFormula(Formula):
+    """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module."""
+
+    def __init__(self, x: Tensor, others: Named) -> None:
+        self.x, self.others = x, others
+        moves = [("of-position", 1), ("of-position", -1), ("of-row", 1), ("of-row", -1)]
+        self.ways = [
+            *(Change(part="input", way=way, number=number) for way, number in moves),
+            *(Change(part="input", way="of-module", name=name) for name in others),
+        ]
+
+    @abstractmethod
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return (b, s, F) for the tokens x (b, s, H) of a cell."""
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the output at a cell."""
+        change, (rows, positions) = changes.get("input"), (cell.rows, cell.positions)
+        x, (num_rows, length) = self.x, self.x.shape[:2]
+        if change is not None and change.way == "of-module":
+            x = self.others[change.name]
+        elif change is not None and change.way == "of-row":
+            rows = (rows + int(change.number or 0)) % num_rows
+        elif change is not None:
+            positions = (positions + int(change.number or 0)) % length
+        whole = self.compute(x[rows][:, positions], cell, changes)
+        return whole[..., cell.dims[-1]] if whole.shape[-1] != len(cell.dims[-1]) else whole
+
+
+class NormFormula(TokenFormula):
+    """(x - mean) / sqrt(mean of squares + eps) * weight + bias; an RMSNorm has no mean and no bias."""
+
+    def __init__(self, module: RMSNorm | LayerNorm, x: Tensor, others: Named, weights: Named) -> None:
+        super().__init__(x, others)
+        self.is_centred = isinstance(module, LayerNorm)
+        self.eps, self.weight, self.weights = module.eps, module.weight.detach(), weights
+        self.bias = module.bias.detach() if isinstance(module, LayerNorm) else None
+        width = x.shape[-1]
+        ways = [Change(part="eps", way=way) for way in ("none", "outside")]
+        ways += [Change(part="weight", way=way) for way in ("none", "plus-one", "twice", "before")]
+        ways += [Change(part="weight", way="of-module", name=name) for name in weights]
+        ways += [Change(part="bias", way="none")] if self.bias is not None else []
+        ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
+        ways += [Change(part="statistics", way="detached")]
+        ways += [
+            Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
+        ]
+        ways += [Change(part="mean", way="parts", number=n) for n in range(2, width + 1) if width % n == 0]
+        self.ways = [*ways, *self.ways]
+        self.fits = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the normalized tokens."""
+        del cell
+        eps, weight, mean = (changes.get(part) for part in ("eps", "weight", "mean"))
+        scale = self._find_weight(weight)
+        x = x * scale if weight is not None and weight.way == "before" else x
+        is_centred = self.is_centred != ("centre" in changes)
+        x = x - x.mean(-1, keepdim=True) if is_centred else x
+        add = self.eps if eps is None else float(eps.number or 0.0)
+        root = self._average(x.detach() if "statistics" in changes else x, mean)
+        root = root.sqrt() + self.eps if eps is not None and eps.way == "outside" else (root + add).sqrt()
+        normed = x / root
+        normed = normed if weight is not None and weight.way == "before" else normed * scale
+        return normed if self.bias is None or "bias" in changes else normed + self.bias
+
+    def _find_weight(self, change: Change | None) -> Tensor:
+        if change is not None and change.way == "of-module":
+            return self.weights[change.name]
+        ways = {
+            "none": torch.ones_like(self.weight),
+            "plus-one": self.weight + 1.0,
+            "twice": self.weight.square(),
+        }
+        return self.weight if change is None else ways.get(change.way, self.weight)
+
+    def _average(self, x: Tensor, change: Change | None) -> Tensor:
+        """Return the mean of squares, broadcast to x (b, s, H)."""
+        square, way = x.square(), "" if change is None else change.way
+        width = x.shape[-1]
+        if way == "parts" and change is not None:
+            parts = square.view(*square.shape[:-1], int(change.number or 1), -1)
+            return parts.mean(-1, keepdim=True).expand_as(parts).flatten(-2)
+        whole = square.mean(-1, keepdim=True)
+        ways = {
+            "sum": lambda: whole * width,
+            "unbiased": lambda: whole * width / max(width - 1, 1),
+            "absolute": lambda: x.abs().mean(-1, keepdim=True).square(),
+            "over-tokens": lambda: self.x.square().mean((0, 1)).expand_as(x),
+            "none": lambda: torch.ones_like(whole),
+        }
+        return ways[way]() if way in ways else whole
+
+
+class LinearFormula(TokenFormula):
+    """x W^T + bias."""
+
+    def __init__(self, module: nn.Linear, x: Tensor, others: Named, weights: Named) -> None:
+        super().__init__(x, others)
+        self.weight, self.weights = module.weight.detach(), weights
+        self.bias = None if module.bias is None else module.bias.detach()
+        ways = []
+        if self.bias is not None:
+            ways += [Change(part="bias", way="none"), Change(part="bias", way="opposite")]
+            self.fits = [Change(part="bias", way="times", number=number) for number in (0.5, 2.0)]
+        if self.weight.shape[0] == self.weight.shape[1]:
+            ways.append(Change(part="weight", way="transposed"))
+        ways += [Change(part="weight", way="of-module", name=name) for name in weights]
+        self.ways = [*ways, *self.ways]
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the product of each token."""
+        del cell
+        change, weight = changes.get("weight"), self.weight
+        if change is not None:
+            weight = self.weights[change.name] if change.name else weight.T
+        product = x @ weight.T
+        return product if self.bias is None else product + self.bias * times_of(changes.get("bias"))
+
+
+def times_of(change: Change | None) -> float:
+    """Return how often a bias is added."""
+    if change is None:
+        return 1.0
+    return {"none": 0.0, "opposite": -1.0}.get(change.way, float(change.number or 0.0))
+
+
+class GatedFormula(TokenFormula):
+    """silu(gate) * up, or gelu(up) without a gate: what goes into the last product of a feed-forward block."""
+
+    def __init__(self, gate: Tensor | None, up: Tensor) -> None:
+        super().__init__(up, {})
+        self.gate, self.up = gate, up
+        self.ways = list_activations(has_gate=gate is not None)
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the inside of the block."""
+        gate = None if self.gate is None else self.gate[cell.rows][:, cell.positions]
+        return activate(gate, x, changes)
+
+
+def list_activations(*, has_gate: bool) -> list[Change]:
+    """Return the ways in which the inside of a feed-forward block may be otherwise."""
+    ways = [Change(part="activation", way=way) for way in ACTIVATIONS]
+    if has_gate:
+        ways += [
+            Change(part="gate", way=way) for way in ("exchanged", "none", "alone", "interleaved", "added")
+        ]
+    return ways
+
+
+def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> Tensor:
+    """Return the activation of gate and up, each (..., F); of up alone where there is no gate."""
+    change = changes.get("activation")
+    if gate is None:
+        return ACTIVATIONS["gelu" if change is None else change.way](up)
+    act = ACTIVATIONS["silu" if change is None else change.way]
+    way = changes["gate"].way if "gate" in changes else ""
+    if way == "interleaved":
+        pairs = torch.cat([gate, up], dim=-1)
+        gate, up = pairs[..., ::2], pairs[..., 1::2]
+    ways = {
+        "exchanged": lambda: act(up) * gate,
+        "none": lambda: act(up),
+        "alone": lambda: act(gate),
+        "added": lambda: act(gate) + up,
+    }
+    return ways[way]() if way in ways else act(gate) * up
+
+
+class SumFormula(TokenFormula):
+    """A sum of branches: of a residual and what a module adds to it, of routed and shared experts."""
+
+    def __init__(self, terms: Named) -> None:
+        super().__init__(next(iter(terms.values())), {})
+        self.terms = terms
+        self.ways = [
+            Change(part=f"term-{number}", way=way, name=name)
+            for number, name in enumerate(terms)
+            for way in ("none", "twice", "opposite")
+        ]
+        self.fits = [
+            Change(part=f"term-{n}", way="times", number=2.0, name=name) for n, name in enumerate(terms)
+        ]
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the sum."""
+        total = torch.zeros_like(x)
+        for number, value in enumerate(self.terms.values()):
+            change = changes.get(f"term-{number}")
+            times = 2.0 if change is not None and change.way == "twice" else times_of(change)
+            total = total + times * value[cell.rows][:, cell.positions]
+        return total
+
+
+class HandedFormula(TokenFormula):
+    """What a module hands to another one inside of it, x itself (B, S, H)."""
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the tokens."""
+        del cell, changes
+        return x
+
+
+class TokenGradientFormula(Formula):
+    """What a module that computes token by token passes back (b, s, H), from the gradient (B, S, F) of its output."""
+
+    def __init__(self, forward: TokenFormula, gradient: Tensor) -> None:
+        self.forward, self.gradient = forward, gradient
+        self.ways = [way for way in forward.ways if way.part != "input"]
+        self.fits = forward.fits
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
+        with torch.enable_grad():
+            leaf = x.clone().requires_grad_()
+            output = self.forward.compute(leaf, cell, changes)
+            (found,) = torch.autograd.grad(output, leaf, given)
+        whole: Tensor = found
+        return whole[..., cell.dims[-1]]

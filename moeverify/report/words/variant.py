@@ -1,0 +1,254 @@
+"""Ways in which a module computes otherwise than its formula, in words: `without a causal mask`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import format_factor
+from moeverify.results.operation import Change
+
+# By part and way; `{number}` is what the way leaves open.
+_ATTENTION: Mapping[tuple[str, str], str] = {
+    ("mask", "none"): "without a causal mask: every query sees every key",
+    ("mask", "diagonal"): "with a mask that hides a query's own position",
+    ("mask", "reversed"): "with a mask that is turned round: a query sees what comes after it",
+    ("mask", "offset"): "with a causal mask that is off by {number} positions",
+    ("mask", "places"): "with a causal mask of local places in place of positions",
+    ("mask", "arrivals"): "with a causal mask of the order in which ranks' keys arrive in place of positions",
+    ("mask", "place-of-query"): "with a causal mask that takes local places for the positions of queries",
+    ("mask", "place-of-key"): "with a causal mask that takes local places for the positions of keys",
+    (
+        "mask",
+        "arrival-of-query",
+    ): "with a causal mask that takes the order of ranks for the positions of queries",
+    (
+        "mask",
+        "arrival-of-key",
+    ): "with a causal mask that takes the order of arrival for the positions of keys",
+    ("mask", "top-left"): "with a causal mask from the top left: queries are taken for the first of all keys",
+    (
+        "mask",
+        "bottom-right",
+    ): "with a causal mask from the bottom right: queries are taken for the last of all keys",
+    ("mask", "ranks"): "with a causal mask of whole chunks: by the rank that has the key and not by position",
+    (
+        "mask",
+        "of-rank",
+    ): "with a mask of the positions that another rank's keys have, {number} further over cp",
+    ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
+    ("hidden", "after-softmax"): "with a mask after the softmax, whose weights are not normalized again",
+    ("scale", "none"): "without the scale of the scores",
+    ("scale", "width"): "with scores divided by the width of a head and not by its root",
+    ("scale", "twice"): "with scores that are scaled twice",
+    ("scale", "value-width"): "with scores divided by the root of the width of the values",
+    ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
+    ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
+    ("scale", "multiplied"): "with scores multiplied by the root of the width, not divided",
+    ("scale", "factor"): "with scores that are {number}x the right ones",
+    ("heads", "modulo"): "with query heads that read key-value heads in turn and not in groups",
+    ("heads", "reversed"): "with query heads that read the key-value heads in reverse order",
+    ("heads", "next"): "with query heads that read the next group's key-value head",
+    ("heads", "first"): "with query heads that all read the first key-value head",
+    ("heads", "of-rank"): "with query heads that read the key-value heads of the first rank over tp",
+    ("outputs", "next"): "with the output of the next head in the place of each, in groups of {number}",
+    ("outputs", "previous"): "with the output of the head before in the place of each, in groups of {number}",
+    ("outputs", "reversed"): "with the outputs of heads in reverse order, in groups of {number}",
+    (
+        "outputs",
+        "transposed",
+    ): "with the outputs of heads in turn from groups of {number}, not group by group",
+    ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
+    ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
+    ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
+    ("softmax", "all-keys"): "with hidden keys in the softmax's denominator",
+    ("softmax", "not-normalized"): "without the softmax's denominator",
+    ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
+    (
+        "queries",
+        "own",
+    ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
+    ("queries", "not-own"): "without the queries of each rank's own chunk",
+    ("queries", "own-twice"): "with the queries of each rank's own chunk counted twice",
+    ("queries", "without-rank"): "without the queries of rank {number} over cp",
+    ("sums", "of-rank"): "with the sums for the keys or values of the rank {number} further over cp",
+    (
+        "sums",
+        "arrival",
+    ): "with sums in the order in which ranks' parts stand, taken for the order of positions",
+    (
+        "sums",
+        "position",
+    ): "with sums in the order of positions, taken for the order in which ranks' parts stand",
+    ("reach", "valid"): "without the keys of padding",
+    ("reach", "own"): "to the keys of the rank's own chunk alone",
+    ("reach", "not-own"): "without the keys of the rank's own chunk",
+    ("reach", "own-run"): "to the keys of the query's own run of positions alone",
+    ("reach", "not-own-run"): "without the keys of the query's own run of positions",
+    ("reach", "earlier-runs"): "to the keys of earlier runs of positions alone",
+    ("reach", "without-rank"): "without the keys of rank {number} over cp",
+    ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
+    ("reach", "without-key"): "without the key of position {number}",
+    ("reach", "blocks"): "inside blocks of {number} positions alone",
+    ("scores", "capped"): "with scores that are capped at {number} by a tanh",
+    ("reach", "beyond"): "without the last {number} positions that a query should see",
+    ("reach", "boundary"): "with a boundary of documents at position {number}",
+    ("reach", "window"): "to the last {number} positions alone",
+    ("rotation", "unstretched"): "with a rotary embedding without its YaRN stretch",
+    ("rotation", "base"): "with a rotary base of {number}",
+    ("rotation", "interpolated"): "with rotary positions that are {number}x the right ones",
+}
+_ROTATIONS: Mapping[str, str] = {
+    "none": "without the rotary embedding{of}",
+    "place": "with a rotary embedding{of} by local places in place of positions",
+    "arrival": "with a rotary embedding{of} by the order in which ranks' parts stand in place of positions",
+    "opposite": "with a rotary embedding{of} in the opposite direction",
+    "twice": "with a rotary embedding{of} that is applied twice",
+    "neighbours": "with a rotary embedding{of} of neighbouring elements in place of halves",
+    "halves": "with a rotary embedding{of} of halves in place of neighbouring elements",
+    "first-half": "with a rotary embedding{of} of the higher half of the frequencies alone",
+    "swapped": "with cosine and sine of the rotary embedding{of} exchanged",
+    "modulo": "with rotary positions{of} that begin again after every {number}",
+    "restart": "with rotary positions{of} that begin again at position {number}",
+    "clamped": "with rotary positions{of} that stop after {number}",
+    "offset": "with a rotary embedding{of} that is off by {number} positions",
+}
+_ORDERS: Mapping[str, str] = {
+    "of-rank": "with the {what} of the rank {number} further over cp in the place of each rank's own",
+    "arrival": "with {what} in the order in which ranks' parts stand, taken for the order of positions",
+    "position": "with {what} in the order of positions, taken for the order in which ranks' parts stand",
+    "own": "with the {what} of the query's own rank in the place of those of every rank",
+    "reversed": "with {what} in reverse order",
+    "exchanged": "with the halves of each rank's {what} exchanged",
+    "of-position": "with the {what} of the position {number} further in the place of each",
+    "of-row": "with the {what} of the row {number} further in the place of each",
+}
+_RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
+_ROTATED = {"rotation": "", "query-rotation": " of the queries", "key-rotation": " of the keys"}
+_ORDERED = {"keys": "keys", "values": "values", "keys-and-values": "keys and values"}
+_TOKENWISE: Mapping[tuple[str, str], str] = {
+    ("input", "of-position"): "with the token of the position {number} further in the place of each",
+    ("input", "of-row"): "with the token of the row {number} further in the place of each",
+    ("input", "of-module"): "from the {name} in place of the right input",
+    ("eps", "none"): "without eps",
+    ("eps", "outside"): "with eps outside of the root",
+    ("eps", "value"): "with an eps of {number}",
+    ("weight", "none"): "without its weight",
+    ("weight", "plus-one"): "with 1 + weight in place of the weight",
+    ("weight", "twice"): "with its weight applied twice",
+    ("weight", "before"): "with its weight applied before the norm",
+    ("weight", "transposed"): "with its weight transposed",
+    ("weight", "of-module"): "with the weight of {name}",
+    ("bias", "none"): "without its bias",
+    ("bias", "opposite"): "with its bias subtracted",
+    ("bias", "times"): "with its bias added {number} times",
+    ("centre", "kept"): "without subtracting the mean",
+    ("centre", "removed"): "after subtracting the mean",
+    ("statistics", "detached"): "with statistics that are taken for constants",
+    ("mean", "sum"): "with the sum of squares in place of their mean",
+    ("mean", "unbiased"): "with squares divided by the width less one",
+    ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
+    ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
+    ("mean", "none"): "without dividing by the root of the mean square",
+    ("mean", "parts"): "with the mean over each of {number} parts of the width in place of all of it",
+    ("activation", "gelu"): "with gelu",
+    ("activation", "gelu-tanh"): "with the tanh approximation of gelu",
+    ("activation", "silu"): "with silu",
+    ("activation", "relu"): "with relu",
+    ("activation", "relu-squared"): "with the square of relu",
+    ("activation", "sigmoid"): "with sigmoid",
+    ("activation", "tanh"): "with tanh",
+    ("activation", "none"): "without an activation",
+    ("gate", "exchanged"): "with gate and up exchanged",
+    ("gate", "none"): "without the gate: the activation of up alone",
+    ("gate", "alone"): "without up: the activation of the gate alone",
+    ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
+    ("gate", "added"): "with up added to the activation of the gate, not multiplied",
+    ("score", "softmax"): "with softmax scores",
+    ("score", "sigmoid"): "with sigmoid scores",
+    ("score", "logits"): "with logits in place of scores",
+    ("score", "of-choices"): "with the softmax after the choice and not before",
+    ("score", "softmax-twice"): "with a softmax of the softmax",
+    ("logits", "times"): "with logits that are {number}x the right ones",
+    ("normalization", "none"): "without normalizing the weights over a token's choices",
+    ("normalization", "added"): "with weights that are normalized over a token's choices",
+    ("normalization", "softmax"): "with a softmax of the chosen scores",
+    ("route-scale", "none"): "without the scale of the weights",
+    ("route-scale", "twice"): "with the scale of the weights applied twice",
+    ("order", "reversed"): "with its choices in reverse order",
+    ("order", "worst"): "with the worst experts chosen",
+    ("order", "next"): "with the choice moved on by one rank of the scores",
+    ("selection-bias", "none"): "without the selection bias",
+    ("selection-bias", "opposite"): "with the selection bias subtracted",
+    ("selection-bias", "in-weights"): "with the selection bias in the combine weights",
+    ("groups", "none"): "without limiting the choice to groups",
+    ("groups", "sum"): "with groups ranked by the sum of their two best scores",
+    ("groups", "max"): "with groups ranked by their best score",
+    ("weights", "none"): "without combine weights",
+    ("weights", "equal"): "with equal combine weights",
+    ("weights", "before"): "with the combine weights applied to what goes into the experts",
+    ("weights", "squared"): "with the combine weights applied twice",
+    ("weights", "reversed"): "with the combine weights of a token's choices in reverse order",
+    ("weights", "of-position"): "with the combine weights of the position {number} further",
+    ("choices", "without"): "without choice {number} of each token",
+    ("choices", "only"): "with choice {number} of each token alone",
+    ("choices", "without-rank"): "without the experts of rank {number} over ep",
+    ("choices", "only-rank"): "with the experts of rank {number} over ep alone",
+    ("choices", "own-rank"): "with the experts of each rank's own part over ep alone",
+    ("choices", "not-own-rank"): "without the experts of each rank's own part over ep",
+    ("choices", "capacity"): "without what comes to an expert after its first {number} copies",
+    ("experts", "of-expert"): "with the expert {number} further in the place of each",
+    ("experts", "of-rank"): "with the experts of the rank {number} further over ep in the place of each",
+    ("experts", "reversed"): "with the experts in reverse order",
+    ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
+    ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
+    ("experts", "along"): "with experts numbered rank by rank where they are dealt in turn",
+    ("down-bias", "unweighted"): "with a down bias that is not weighted",
+}
+_BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
+_TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
+
+
+def describe_variant(formula: str, changes: Sequence[Change]) -> str:
+    """Return what a module does, with its verb: `attends without a causal mask`."""
+    verbs = {"attention": "attends", "input": f"makes the {name_formula(formula)}"}
+    passed = f"passes back the {name_formula(formula)}"
+    verb = passed if formula.startswith("gradient:") else verbs.get(formula.partition(":")[0], "computes")
+    return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
+
+
+def name_formula(formula: str) -> str:
+    """Return what a formula is called: `routed experts`, `gradient of the norm`, `input of layers.0.attention`."""
+    kind, _, of = formula.partition(":")
+    if kind == "gradient":
+        return f"gradient of the {name_formula(of)}"
+    return f"{kind} of {of}" if of else " ".join(kind.split("-"))
+
+
+def _describe_change(change: Change) -> str:
+    number = "" if change.number is None else format_factor(change.number)
+    if change.part in _ROTATED and change.way in _ROTATIONS:
+        return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
+    if change.part in _ORDERED:
+        return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
+    if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
+        what = f"the {_BIASES.get(change.part, change.name)}"
+        return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)
+    if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
+        what = _RESCALED[change.way.partition("-")[2]]
+        return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
+    words = _ATTENTION.get((change.part, change.way)) or _TOKENWISE[change.part, change.way]
+    return words.format(number=number, name=_name(change.name))
+
+
+def _name(name: str) -> str:
+    """Return the end of a module that a change names."""
+    end, _, module = name.partition(":")
+    return f"{end} of {module}" if module else name
+
+
+def describe_restriction(ranks: Sequence[int], blocks: Sequence[int]) -> str:
+    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing for all."""
+    of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
+    heads = f"head{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
+    return of_ranks + (f" in {heads} alone" if blocks else "")
