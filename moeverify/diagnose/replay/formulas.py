@@ -175,12 +175,12 @@ def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict
             "residual": right.read(name, "input"),
             **{part: right.read(f"{name}.{part}", "output") for part in parts},
         }
-    branches = {"routed": right.read(f"{name}.{_DISPATCHER}", "output")}
+    branches = {"routed experts": right.read(f"{name}.{_DISPATCHER}", "output")}
     shared = right.read(f"{name}.shared", "output")
     if shared is not None and culprit.shared_gate is not None:
         gate = right.read(f"{name}.shared_gate", "output")
         shared = None if gate is None else shared * gate.sigmoid()
-    return branches if culprit.shared is None else {**branches, "shared": shared}
+    return branches if culprit.shared is None else {**branches, "shared expert": shared}
 
 
 def _make_sum(terms: Mapping[str, Tensor | None]) -> NamedFormula | None:

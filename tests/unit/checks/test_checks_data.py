@@ -147,6 +147,10 @@ def other_mask(expected: Expected, rank: int, step: int, number: int, read: Read
     read[Batch.LABELS] = expected.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
 
+def mask_after_the_loss(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    read[Batch.LABELS] = read[Batch.LABELS].clamp(min=0)
+
+
 def rolled_tokens(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
     read[Batch.TOKENS] = read[Batch.TOKENS].roll(1, 1)
 
@@ -157,8 +161,9 @@ def one_token(expected: Expected, rank: int, step: int, number: int, read: Read)
         read[Batch.TOKENS][1, 3] = (read[Batch.TOKENS][1, 3] + 1) % VOCABULARY
 
 
-def test_what_is_read_right_passes(run_ranks: Callable) -> None:
-    reports = read_all(make_case(), nothing)
+@pytest.mark.parametrize("read", [nothing, mask_after_the_loss])
+def test_what_is_read_right_passes(run_ranks: Callable, read: Bug) -> None:
+    reports = read_all(make_case(), read)
     assert [report.num_compared for report in reports] == [2 * STEPS * MICRO_BATCHES] * 2
     assert judge(run_ranks, reports) == []
 
