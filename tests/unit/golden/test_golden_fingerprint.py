@@ -47,14 +47,14 @@ def test_whether_it_is_contiguous_does_not_matter(weight: torch.Tensor) -> None:
 
 def test_chunks_do_not_matter(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Fingerprints().make(weight)
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "CHUNK", 7)
     assert distance(whole, Fingerprints().make(weight)) < 1e-12
 
 
 def test_tensors_share_the_signs_of_their_places(
     weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "CHUNK", 7)
     tensors = [weight[:1], weight, weight[3:]]
     shared = Fingerprints()
     assert [shared.make(each) for each in tensors] == [Fingerprints().make(each) for each in tensors]
