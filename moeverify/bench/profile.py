@@ -67,7 +67,7 @@ def read_profile(path: Path) -> StepProfile:
         return StepProfile(
             _summarize(ran),
             together * _MICROSECONDS,
-            _draw_step(events, ran, others),
+            _time_step(events, ran, others),
             sort_work(given),
             exposed * _MICROSECONDS,
             _measure_device(events, given),
@@ -80,7 +80,7 @@ def read_profile(path: Path) -> StepProfile:
     return StepProfile(
         _summarize(ran),
         length(_spans(ran)) * _MICROSECONDS,
-        _draw_step([*operators, *ran], ran, computing),
+        _time_step([*operators, *ran], ran, computing),
         sort_work([*find_own_times(work), *ran]),
     )
 
@@ -89,7 +89,7 @@ def _is_communication(event: Mapping[str, Any]) -> bool:
     return str(event["name"]).startswith(("gloo:", "c10d::", "_c10d_functional::"))
 
 
-def _draw_step(
+def _time_step(
     events: Sequence[Mapping[str, Any]],
     collectives: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
@@ -97,9 +97,6 @@ def _draw_step(
     """Return when a rank computed and communicated, from the first of the events on."""
     begin = min((event["ts"] for event in events), default=0.0)
     whole = max((event["ts"] + event["dur"] for event in events), default=0.0) - begin
-    by_kind: dict[str, list[Span]] = defaultdict(list)
-    for event in collectives:
-        by_kind[_find_kind(event)].extend(_spans([event]))
 
     def convert(spans: Iterable[Span]) -> tuple[Interval, ...]:
         found = merge(spans, whole * _RESOLUTION)
@@ -111,7 +108,7 @@ def _draw_step(
         computed=length(_spans(others)) * _MICROSECONDS,
         idle=(whole - length(busy)) * _MICROSECONDS,
         computing=convert(_spans(others)),
-        communicating={kind: convert(spans) for kind, spans in by_kind.items()},
+        communicating={kind: convert(_spans(same)) for kind, same in _group_by_kind(collectives).items()},
     )
 
 
@@ -121,11 +118,15 @@ def _measure_device(events: Sequence[Mapping[str, Any]], given: Sequence[Mapping
 
 
 def _summarize(ran: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:
-    by_kind: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for event in ran:
-        by_kind[_find_kind(event)].append(event)
-    found = [_describe(kind, events) for kind, events in by_kind.items()]
+    found = [_describe(kind, events) for kind, events in _group_by_kind(ran).items()]
     return tuple(sorted(found, key=lambda traffic: -traffic.seconds))
+
+
+def _group_by_kind(collectives: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    by_kind: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in collectives:
+        by_kind[_find_kind(event)].append(event)
+    return by_kind
 
 
 def _describe(kind: str, events: Sequence[Mapping[str, Any]]) -> Traffic:

@@ -192,21 +192,11 @@ class DataWatch(Watch[DataReport]):
 
     def _list_unread(self, step: int, what: Batch, read: Sequence[Tensor]) -> Iterator[Misread]:
         """Yield the micro-batches that were not read, where there were more or fewer passes than micro-batches."""
-        left = []
         for number in range(self._case.layout.micro_batches):
             wanted = self._expected.values(what, step, self._expected.cut(self._rank, number))
             if not any(is_same(what, each, wanted) for each in read):
-                left.append((number, wanted.numel()))
-        for number, size in left:
-            yield Misread(
-                batch=what,
-                step=step,
-                micro_batch=number,
-                num_micro_batches=self._case.layout.micro_batches,
-                num_wrong=size,
-                num_elements=size,
-                source=ReadSource(kind=SourceKind.UNREAD),
-            )
+                unread = ReadSource(kind=SourceKind.UNREAD)
+                yield self._make(step, what, number, wanted, wanted.numel(), unread)
 
 
 def _widen(read: Tensor) -> Tensor:

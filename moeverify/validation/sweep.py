@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moeverify.case.schema import Case
 from moeverify.errors import CaseError, Problem
+from moeverify.results.measurement import label_values
 from moeverify.validation.load import load_cases
 
 OPTION = "--sweep"
@@ -25,8 +26,8 @@ class Combination:
 
     @property
     def label(self) -> str:
-        """Return what the name of a case gets: fields without their sections."""
-        return " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in self.values.items())
+        """Return what the name of a case gets."""
+        return label_values(self.values)
 
 
 def load_sweep(

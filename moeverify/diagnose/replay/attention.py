@@ -309,13 +309,8 @@ class AttentionFormula(Formula):
         elif way == "not-normalized":
             total = (-top).exp()
         elif way == "of-heads":
-            return (masked - masked.amax(1, keepdim=True)).exp().nan_to_num() / (
-                (masked - masked.amax(1, keepdim=True))
-                .exp()
-                .nan_to_num()
-                .sum(1, keepdim=True)
-                .clamp(min=1e-300)
-            )
+            over_heads = (masked - masked.amax(1, keepdim=True)).exp().nan_to_num()
+            return over_heads / over_heads.sum(1, keepdim=True).clamp(min=1e-300)
         return share / total
 
     def _merge(self, masked: Tensor, place: _Queries, way: str) -> Tensor:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from moeverify.report.pictures.picture import Picture, make_figure
 from moeverify.report.pictures.theme import COLORS
 from moeverify.report.sanitize import clean
-from moeverify.results.measurement import Measurement
+from moeverify.results.measurement import Measurement, label_values
 
 TITLE = "Sweep"
 _GIB = 2.0**30
@@ -40,9 +40,9 @@ def draw(cases: Sequence[Measurement]) -> Picture | None:
 
 def _name_line(case: Measurement, field: str) -> str:
     """Return the name of the case with the values of all fields but the one along the axis."""
-    label = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in case.swept.items())
-    others = [f"{path.rpartition('.')[2]}={value}" for path, value in case.swept.items() if path != field]
-    return " ".join([case.name.removesuffix(f" {label}"), *others])
+    plain = case.name.removesuffix(f" {label_values(case.swept)}")
+    others = label_values({path: value for path, value in case.swept.items() if path != field})
+    return f"{plain} {others}".rstrip()
 
 
 def _draw(
