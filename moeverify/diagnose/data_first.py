@@ -17,7 +17,7 @@ _OF_TOKENS = (Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.TOKE
 
 # Checks of their own that take the lengths of rows, or where these belong, from the case and not from what was read.
 _BY_THE_CASE = frozenset({CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT, CheckName.COVERAGE})
-_APART = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
+ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 
 
 def put_data_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -30,21 +30,29 @@ def put_data_first(findings: Sequence[Finding]) -> list[Finding]:
     others = [each for each in findings if each.check != CheckName.DATA and (data or not _is_uncovered(each))]
     made = [each for each in others if _is_made_of_data(each, first)]
     kept = [each for each in others if not _is_made_of_data(each, first)]
-    return [first, *kept, *(_follow(each, first) for each in (*later, *made))]
+    return [first, *kept, *(_follow_data(each, first) for each in (*later, *made))]
 
 
 def _is_made_of_data(finding: Finding, first: Finding) -> bool:
     if finding.check == CheckName.SHARDING:
         return finding.kind in _OF_TOKENS  # it is of no step
-    is_computed = finding.check not in _APART or finding.check in _BY_THE_CASE
+    is_computed = finding.check not in ORIGINS or finding.check in _BY_THE_CASE
     return finding.step >= first.step and is_computed
 
 
-def _follow(finding: Finding, first: Finding) -> Finding:
-    """Return a finding without the cause that it would have if the data were right."""
-    unknown = {"explanation": None, "code": "", "rivals": (), "unexplained": ()}
+def follow(finding: Finding, first: Finding) -> Finding:
+    """Return a finding that follows another, without the place and the tests that it would have by itself."""
     cleared = {"follows": first.tensor, "place": None, "trials": (), "follow_up": None}
-    return finding.model_copy(update=cleared | ({} if finding.check == CheckName.DATA else unknown))
+    return finding.model_copy(update=cleared)
+
+
+def _follow_data(finding: Finding, first: Finding) -> Finding:
+    """Return a finding without the cause that it would have if the data were right."""
+    follower = follow(finding, first)
+    if finding.check == CheckName.DATA:
+        return follower
+    unknown = {"explanation": None, "code": "", "rivals": (), "unexplained": ()}
+    return follower.model_copy(update=unknown)
 
 
 def _is_uncovered(finding: Finding) -> bool:

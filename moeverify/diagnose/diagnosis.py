@@ -9,7 +9,7 @@ import torch
 
 from moeverify.checks.base import Role
 from moeverify.checks.registry import CHECKS
-from moeverify.diagnose.data_first import put_data_first
+from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.families import split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
@@ -37,7 +37,6 @@ from moeverify.results.operation import Altered, Carried, OwnValues
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
-_ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
 """Checks of their own whose findings calls in a wrong order explain, as they do those of diagnosed ones."""
 
@@ -64,14 +63,14 @@ def _put_calls_first(findings: Sequence[Finding]) -> list[Finding]:
     if not calls:
         return others
     first = calls[0]
-    cleared = {"follows": first.tensor, "place": None, "trials": (), "follow_up": None}
-    late = [
-        each.step >= first.step and (each.check not in _ORIGINS or each.check in _BY_CALLS) for each in others
-    ]
-    followers = [
-        each.model_copy(update=cleared) for each, is_late in zip(others, late, strict=True) if is_late
-    ]
-    return [*calls, *(each for each, is_late in zip(others, late, strict=True) if not is_late), *followers]
+    before: list[Finding] = []
+    followers: list[Finding] = []
+    for each in others:
+        if each.step >= first.step and (each.check not in ORIGINS or each.check in _BY_CALLS):
+            followers.append(follow(each, first))
+        else:
+            before.append(each)
+    return [*calls, *before, *followers]
 
 
 def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
@@ -100,10 +99,10 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
         finding.model_copy(update={"follows": origins[0].tensor})
         for finding in findings
         if _identity(finding) not in explained
-        and finding.check not in _ORIGINS
+        and finding.check not in ORIGINS
         and not (unsteady and finding.check == CheckName.REPEAT)
     ]
-    independent = [_explain_apart(each, inputs) for each in apart if each.check in _ORIGINS]
+    independent = [_explain_apart(each, inputs) for each in apart if each.check in ORIGINS]
     late = [origin for origin in origins if origin.follows]
     origins = [origin for origin in origins if not origin.follows]
     return unsteady[:1] + origins + independent + unsteady[1:] + late + followers

@@ -6,7 +6,7 @@ Units: seconds, bytes, bytes a second, operations a second; of one rank, the slo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic import AliasChoices, Field
 
@@ -140,11 +140,6 @@ class Measurement(Record):
     roofline: Roofline | None = Field(
         default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"
     )
-
-
-def label_values(values: Mapping[str, str]) -> str:
-    """Return what the values of a sweep add to the name of a case: fields without their sections."""
-    return " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in values.items())
 
 
 class BenchRun(Record):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moeverify.case.schema import Case
 from moeverify.errors import CaseError, Problem
-from moeverify.results.measurement import label_values
+from moeverify.report.words.sweep import label_values
 from moeverify.validation.load import load_cases
 
 OPTION = "--sweep"

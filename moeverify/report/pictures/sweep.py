@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from moeverify.report.pictures.picture import Picture, make_figure
 from moeverify.report.pictures.theme import COLORS
 from moeverify.report.sanitize import clean
-from moeverify.results.measurement import Measurement, label_values
+from moeverify.report.words.sweep import label_values
+from moeverify.results.measurement import Measurement
 
 TITLE = "Sweep"
 _GIB = 2.0**30
