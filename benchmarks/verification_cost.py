@@ -5,8 +5,9 @@
         --precision bfloat16 --experts grouped_mm --attention fused [--only gradient]
 
 Ranks (two, or --ranks) under FSDP2 with experts over all of them, one process group for everything. After a
-warm-up, runs that only train, runs with the comparison and repeats of the first step take turns; the ratios
-are medians. `all checks` is the compared run and the repeat, against the run alone, over all steps. Then the peak
+warm-up, runs that only train, runs with the comparison, runs with all that checks observe besides (`checked`) and
+repeats of the first step take turns; the ratios are medians. `whole run` is the checked run and the repeat, against
+the run alone, over all steps. Then the peak
 of anonymous memory beside the size of the local shard; on GPUs that of what torch allocated, and there a run waits
 for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else.
 CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
@@ -199,26 +200,29 @@ class Bench:
         self.case, self.device, self.folder, self.only = case, device, folder, only
         self.golden = StoredGolden(folder)
 
-    def run(self, observer, num_steps=None):
+    def run(self, observer, num_steps=None, watched=False):
         """Train once under the layout; return the clock and the bytes of parameters that this rank holds.
 
         Without an observer each step is what a production run would do, with nothing to show; its routing is that
-        of the golden too where the other's is, so that both do the same work.
+        of the golden too where the other's is, so that both do the same work. `watched` adds what the checks observe
+        by themselves, as `moeverify run` does, but for the second run of `repeat`.
         """
         import torch.distributed as dist
 
         from moeverify.train.assemble import assemble_parallel
         from moeverify.train.loop import train
-        from moeverify.worker.verify import replays_routing
+        from moeverify.train.subjects import replays_routing
 
         gc.collect()  # models are in cycles of references: else the memory of earlier runs counts too
         recipe = self.case.recipe
         program = assemble_parallel(recipe, self.case.layout, self.meshes, self.device)
         clock = Clock(observer, choose_synchronize(self.device), None if observer is None else self.only)
         dist.barrier()
-        replayed = replays_routing(self.case)
+        replayed = replays_routing(recipe)
         if observer is None:
             train_alone(recipe, program, clock, self.golden if replayed else None)
+        elif watched:
+            self._train_watched(program, clock)
         else:
             train(recipe, program, clock, golden=self.golden, replay_routing=replayed, num_steps=num_steps)
         clock.note()
@@ -226,6 +230,18 @@ class Bench:
             list(observer.entries())  # on a GPU the comparison follows behind the training
         clock.note()
         return clock, sum(held.local().nbytes for held in program.shards)
+
+    def _train_watched(self, program, clock):
+        from moeverify.checks.base import RankRun
+        from moeverify.checks.registry import choose_checks
+        from moeverify.collectives.trace import CollectiveTrace
+        from moeverify.worker.verify import train_observed
+
+        checks = choose_checks()
+        with CollectiveTrace() as trace:
+            run = RankRun(self.case, trace, lambda: [], lambda observer, num_steps: None)
+            watches = [watch for check in checks if (watch := check.watch(run, program)) is not None]
+            train_observed(self.case, self.golden, program, clock, checks, watches)
 
     def compare(self):
         """Return an observer that compares with the golden."""
@@ -247,7 +263,7 @@ def train_alone(recipe, program, clock, ids):
         [batch] = make_batches(recipe, program, step)
         if ids is not None:
             replay(recipe, program.routers, batch, ids, step, program.device)
-        take_step(recipe, program, state.optimizer, [batch])
+        take_step(recipe, program, [batch])
         state.advance()
 
 
@@ -283,7 +299,7 @@ def work(options):
     import torch
     import torch.distributed as dist
 
-    from moeverify.worker.verify import BitRecorder
+    from moeverify.checks.repeat import BitRecorder
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -294,12 +310,13 @@ def work(options):
     case, folder = make_benchmark_case(options), Path(options.work) / "golden"
     bench = Bench(case, folder, device, options.only)
     bench.run(None)
-    bench.run(bench.compare())
-    alone, shown, compared, repeated = [], [], [], []
+    bench.run(bench.compare(), watched=True)
+    alone, shown, compared, checked, repeated = [], [], [], [], []
     for _ in range(options.pairs):
         alone.append(bench.run(None)[0])
         shown.append(bench.run(Clock())[0])
         compared.append(bench.run(bench.compare())[0])
+        checked.append(bench.run(bench.compare(), watched=True)[0])
         repeated.append(bench.run(BitRecorder(), num_steps=1)[0])
     ways = {"alone": lambda: None, "compared": bench.compare}
     peaks, allocated = {name: [] for name in ways}, {}
@@ -320,13 +337,13 @@ def work(options):
     rows = [None] * options.ranks
     dist.all_gather_object(rows, (peaks, allocated or peaks, shard))
     if dist.get_rank() == 0:
-        report(options, alone, shown, compared, repeated, rows)
+        report(options, alone, shown, compared, checked, repeated, rows)
         if options.profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     dist.destroy_process_group()
 
 
-def report(options, alone, shown, compared, repeated, rows):
+def report(options, alone, shown, compared, checked, repeated, rows):
     """Print seconds, ratios and memory."""
     times, spread = (
         [],
@@ -335,21 +352,25 @@ def report(options, alone, shown, compared, repeated, rows):
     for which, name in ((0, "wall"), (1, "CPU")):
         plain = [clock.per_step(which) for clock in alone]
         seen = [clock.per_step(which) for clock in compared]
+        watched = [clock.per_step(which) for clock in checked]
         ratio = [b / a for a, b in zip(plain, seen, strict=True)]
-        totals = [[clock.total(which) for clock in clocks] for clocks in (alone, compared, repeated)]
+        checked_ratio = [b / a for a, b in zip(plain, watched, strict=True)]
+        totals = [[clock.total(which) for clock in clocks] for clocks in (alone, checked, repeated)]
         all_checks = [(b + c) / a for a, b, c in zip(*totals, strict=True)]
         idle = [clock.per_step(which) for clock in shown]
         rest = [clock.rest(which) for clock in compared]
-        seconds = (f"{statistics.median(each):.3f}" for each in (plain, idle, seen, rest))
-        times.append((name, *seconds, spread(ratio), spread(all_checks)))
+        seconds = (f"{statistics.median(each):.3f}" for each in (plain, idle, seen, watched, rest))
+        times.append((name, *seconds, spread(ratio), spread(checked_ratio), spread(all_checks)))
     headers = (
         "seconds",
         "alone",
         "observed",
         "compared",
+        "checked",
         "at the end",
         "compared / alone",
-        "all checks / alone",
+        "checked / alone",
+        "whole run / alone",
     )
     print_table(
         headers, times, f"A step, of {len(alone)} pairs of {options.steps} steps on {options.ranks} ranks:"
