@@ -131,7 +131,7 @@ def run_job(context, job):
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel, assemble_single
     from moeverify.train.loop import train
-    from moeverify.worker.golden import perturbed_programs
+    from moeverify.recording.noise import perturbed_programs
 
     payload = job.payload
     if payload["optimizer"] is None:
