@@ -129,9 +129,9 @@ def run_job(context, job):
     from moeverify.case.schema import Layout
     from moeverify.golden.store import GoldenWriter, StoredGolden
     from moeverify.parallel.meshes import build_meshes
+    from moeverify.recording.noise import perturbed_programs
     from moeverify.train.assemble import assemble_parallel, assemble_single
     from moeverify.train.loop import train
-    from moeverify.recording.noise import perturbed_programs
 
     payload = job.payload
     if payload["optimizer"] is None:

@@ -239,7 +239,7 @@ class Bench:
 
         checks = choose_checks()
         with CollectiveTrace() as trace:
-            run = RankRun(self.case, trace, lambda: [], lambda observer, num_steps: None)
+            run = RankRun(self.case, trace, list, lambda observer, num_steps: None)
             watches = [watch for check in checks if (watch := check.watch(run, program)) is not None]
             train_observed(self.case, self.golden, program, clock, checks, watches)
 

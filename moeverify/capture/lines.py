@@ -30,6 +30,7 @@ class Header(Record):
     first: int
     last: int
     nudge: int | None = None
+    nudge_dtype: str | None = None
 
 
 class Span(Record):

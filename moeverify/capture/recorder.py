@@ -195,7 +195,12 @@ class Recorder(ModelListener):
         if self.settings.nudge is not None:
             from moeverify.capture.weights import nudge_weights
 
-            nudge_weights(self.model.name_shards(module), self.settings.nudge)
+            dtype = self.settings.nudge_dtype
+            nudge_weights(
+                self.model.name_shards(module),
+                self.settings.nudge,
+                None if dtype is None else getattr(torch, dtype),
+            )
         if self._outputs is not None:
             self._outputs.watch(self.model.name_modules(module))
         names = [shard.name for shard in self.model.name_shards(module)]
@@ -273,6 +278,7 @@ class Recorder(ModelListener):
                 first=self.settings.first,
                 last=self.settings.last,
                 nudge=self.settings.nudge,
+                nudge_dtype=self.settings.nudge_dtype,
             )
             self._file.add(header)
         return self._file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from moeverify.results.record import Record
 
@@ -19,7 +20,8 @@ class Settings(Record):
     Optimizer steps `first` to `last` are recorded, counted from 0. A tensor of which a rank has more than `limit`
     bytes is kept as a sketch. `weights` is the folder of a run whose initial weights are put into the model. `nudge`
     moves every initial weight by one unit of rounding, with signs of that seed: a second run of one device then
-    shows how far rounding alone moves everything. `outputs` records what goes into modules and comes out of them.
+    shows how far rounding alone moves everything. The unit is that of `nudge_dtype`, in which the script computes, or
+    else of the weights. `outputs` records what goes into modules and comes out of them.
     """
 
     out: Path
@@ -29,6 +31,7 @@ class Settings(Record):
     weights: Path | None = None
     seed: int | None = None
     nudge: int | None = None
+    nudge_dtype: Literal["bfloat16", "float16"] | None = None
     outputs: bool = False
 
     def includes(self, step: int) -> bool:

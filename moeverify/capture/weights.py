@@ -43,15 +43,23 @@ def load_weights(shards: Sequence[LocalShard], folder: Path, rank: int, world_si
 
 
 @torch.no_grad()
-def nudge_weights(shards: Sequence[LocalShard], seed: int) -> None:
-    """Move every weight by one unit of rounding, up or down by a hash of its global index."""
+def nudge_weights(shards: Sequence[LocalShard], seed: int, dtype: torch.dtype | None = None) -> None:
+    """Move every weight by one unit of rounding, up or down by a hash of its global index.
+
+    The unit is the distance of 1.0 to the next larger number of the weight's own dtype. Of a narrower `dtype` that
+    the script computes in it is the largest error of one rounding, half of that distance: a weight is rounded each
+    time that it is used, by up to so much.
+    """
     for shard in shards:
         local = shard.local()
         if not local.is_floating_point() or not shard.region.numel:
             continue
         places = shard.region.flat_index(local.device).reshape(local.shape)
         signs = 1 - 2 * (hash_counter(key_of("nudge", seed, shard.name), places) & 1)
-        local.mul_(1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps)
+        unit = torch.finfo(local.dtype).eps
+        if dtype is not None:
+            unit = max(unit, torch.finfo(dtype).eps / 2)
+        local.mul_(1 + signs.to(local.dtype) * unit)
 
 
 def _place(shard: LocalShard, shape: tuple[int, ...], rank: int, world_size: int) -> Region | None:

@@ -12,11 +12,12 @@ from moeverify.captured.batch import count_inputs, find_other_rows
 from moeverify.captured.calls import find_wrong_calls
 from moeverify.captured.entries import Comparer
 from moeverify.captured.explain import explain_gradients
-from moeverify.captured.limits import UNITS, Precision, make_bounds
+from moeverify.captured.limits import UNITS, Precision, make_bounds, shows_noise_of
 from moeverify.captured.norm import explain_norm
 from moeverify.captured.options import find_other_options, find_other_parameters
 from moeverify.captured.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.captured.places import Places, find_places, find_repeated_parts
+from moeverify.captured.undecided import are_undecided, set_aside
 from moeverify.checks.base import Compared, Outcome, make_outcome
 from moeverify.checks.golden_tensors import GoldenTensors
 from moeverify.checks.replicas import Replicas
@@ -33,6 +34,7 @@ from moeverify.report.words.script import (
     describe_scope,
     describe_steps,
     describe_uncompared,
+    describe_undecided,
 )
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import Finding
@@ -61,7 +63,9 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     _check_comparable(expected, actual, steps)
     places = find_places(expected, actual)
     comparer = Comparer(expected, actual, places)
-    bounds = make_bounds(_find_precision(expected, actual), _measure_noise(expected, noise, steps), steps[0])
+    precision = _find_precision(expected, actual)
+    measured = noise if noise is not None and shows_noise_of(noise, precision) else None
+    bounds = make_bounds(precision, _measure_noise(expected, measured, steps), steps[0])
     outcomes = _check_script(expected, actual, places, steps)
     outputs = OutputComparer(expected, actual)
     tensors = _assemble(comparer, outputs, steps)
@@ -75,7 +79,11 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             outcomes.append(outcome)
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])
-    results = tuple(outcome.result for outcome in outcomes)
+    results = [outcome.result for outcome in outcomes]
+    undecided: Sequence[Finding] = ()
+    if precision == "mixed" and measured is None and are_undecided(findings):
+        results = [set_aside(result, findings) for result in results]
+        undecided, findings = findings, []
     return CaseResult(
         name=f"{actual.folder.name} against {expected.folder.name}",
         file="",
@@ -89,10 +97,14 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             num_tensors=len({each.name for each in places.known.values()}),
             num_whole=len(places.replicated(actual.world_size)),
         ),
-        checks=results,
+        checks=tuple(results),
         findings=tuple(findings),
         losses=tuple((_mean_loss(expected, step), _mean_loss(actual, step)) for step in steps),
-        notes=_list_notes(expected, actual, noise, num_compared, _count_tensors(places, steps)),
+        notes=(
+            *describe_undecided(undecided),
+            *_list_notes(expected, actual, num_compared, _count_tensors(places, steps)),
+            *describe_bounds(precision, is_given=noise is not None, is_measured=measured is not None),
+        ),
     )
 
 
@@ -266,7 +278,7 @@ def _mean_loss(run: RecordedRun, step: int) -> float:
 
 
 def _list_notes(
-    expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None, num_compared: int, num_tensors: int
+    expected: RecordedRun, actual: RecordedRun, num_compared: int, num_tensors: int
 ) -> tuple[str, ...]:
     """Return what a reader of the verdict has to know."""
     has_outputs = [any(rank.outputs for rank in run.ranks) for run in (expected, actual)]
@@ -278,6 +290,5 @@ def _list_notes(
         for about in ("model", "dropout", "stopped"):
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
             notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
-    notes += [] if noise is not None else [describe_bounds()]
     notes += [] if num_compared >= num_tensors else [describe_uncompared(num_tensors - num_compared)]
     return tuple(notes)

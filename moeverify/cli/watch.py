@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 
 _MEBIBYTE = 2**20
 
-Nudge = Annotated[
-    int | None,
-    typer.Option(
-        "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
-    ),
-]
-Outputs = Annotated[
-    bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
-]
+
+class NudgeDtype(StrEnum):
+    """The dtypes by whose rounding weights can be moved that are wider."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 class OnFinding(StrEnum):
@@ -32,6 +29,23 @@ class OnFinding(StrEnum):
 
     WARN = "warn"
     STOP = "stop"
+
+
+Nudge = Annotated[
+    int | None,
+    typer.Option(
+        "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
+    ),
+]
+NudgeDtypeOption = Annotated[
+    NudgeDtype | None,
+    typer.Option(
+        "--nudge-dtype", help="With --nudge: what the script computes in, where its weights are wider."
+    ),
+]
+Outputs = Annotated[
+    bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
+]
 
 
 def watch(
@@ -61,6 +75,7 @@ def watch(
         int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
     ] = None,
     nudge: Nudge = None,
+    nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
     guard: Annotated[
         bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
@@ -85,7 +100,9 @@ def watch(
 
             code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
         else:
-            settings = _make_settings(out, steps, limit, weights, seed, nudge, outputs=outputs)
+            settings = _make_settings(
+                out, steps, limit, weights, seed, nudge=nudge, nudge_dtype=nudge_dtype, outputs=outputs
+            )
             code = _record(command, settings, context)
         raise typer.Exit(code)
 
@@ -111,8 +128,9 @@ def _make_settings(
     limit: float,
     weights: Path | None,
     seed: int | None,
-    nudge: int | None,
     *,
+    nudge: int | None,
+    nudge_dtype: NudgeDtype | None,
     outputs: bool,
 ) -> Settings:
     """Return the settings.
@@ -137,6 +155,12 @@ def _make_settings(
         problems.append(
             Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
         )
+    if nudge_dtype is not None and nudge is None:
+        problems.append(
+            Problem(
+                "nothing is nudged", path="--nudge-dtype", remedy="give --nudge SEED too, such as --nudge 1"
+            )
+        )
     if weights is not None and not any(weights.glob(RANK_FILE.format(rank="*"))):
         problems.append(
             Problem(
@@ -156,5 +180,6 @@ def _make_settings(
         weights=None if weights is None else weights.resolve(),
         seed=seed,
         nudge=nudge,
+        nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
         outputs=outputs,
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words, describe_facts
 from moeverify.report.words.factor import format_factor
+from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 from moeverify.results.script import (
     BatchFacts,
@@ -155,11 +156,37 @@ def describe_inner_differences(number: int) -> str:
     return f"{tensors} differ inside of modules whose outputs match: tokens in another order, or padding"
 
 
-def describe_bounds() -> str:
-    """Return that nothing was measured for the bounds."""
+def describe_bounds(precision: str, *, is_given: bool, is_measured: bool) -> tuple[str, ...]:
+    """Return that nothing was measured for the bounds, and how to; nothing where it was.
+
+    `is_given` says that there was a second run, which `is_measured` may say is none of this precision.
+    """
+    if is_measured:
+        return ()
+    narrow = precision == "mixed"
+    how = "--nudge 1 --nudge-dtype bfloat16 (or float16)" if narrow else "--nudge 1"
+    if is_given:
+        return (
+            "bounds come from the dtype: the run given as --noise was nudged by units of its own wide weights, and "
+            f"something computes in 16 bits; record it with {how}",
+        )
+    gain = "decides what these leave open" if narrow else "sees smaller differences"
     return (
-        "bounds come from the dtype; a run of one device with --nudge 1, given as --noise, measures them and sees "
-        "smaller differences"
+        f"bounds come from the dtype; a run of one device with {how}, given as --noise, measures them and {gain}",
+    )
+
+
+def describe_undecided(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Return which differences a comparison in 16 bits has not decided; nothing where it has decided all."""
+    gradients = [finding for finding in findings if finding.check == CheckName.GRADIENT]
+    if not gradients:
+        return ()
+    worst = max(gradients, key=lambda finding: finding.error)
+    differ = "gradient differs" if len(gradients) == 1 else "gradients differ"
+    return (
+        f"not decided: {len(gradients)} {differ} by up to {worst.error:.2g} ({worst.tensor}, step {worst.step}), "
+        "without a cause. Rounding in 16 bits may do this where it moves tokens to other experts, and so may a "
+        "small bug: measure the noise",
     )
 
 

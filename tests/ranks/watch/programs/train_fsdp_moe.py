@@ -1,0 +1,64 @@
+"""Trains a small Qwen3-MoE in bfloat16 with float32 weights: under FSDP2, or by autocast on one device.
+
+It knows nothing of moeverify. The two ways to mix precisions round at other places: FSDP2 keeps the residual stream
+in bfloat16, autocast in float32. `--bug` plants one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+LENGTH, VOCABULARY, ROWS, STEPS = 32, 128, 8, 2
+
+
+def make_model() -> Qwen3MoeForCausalLM:
+    """Return the model, with the same weights on every rank."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **heads, **experts)
+    return Qwen3MoeForCausalLM(config)
+
+
+def main() -> None:
+    """Train two steps of two micro-batches a rank."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--bug", choices=["none", "double", "half"], default="none")
+    bug = arguments.parse_args().bug
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    model = make_model()
+    computes = torch.autocast("cpu", torch.bfloat16)
+    if world > 1:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (world,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        computes = nullcontext()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = ROWS // 4
+    for step in range(STEPS):
+        batch = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(world)[rank].split(rows)
+        optimizer.zero_grad()
+        for number, tokens in enumerate(own):
+            with computes:
+                loss = model(input_ids=tokens, labels=tokens).loss
+            weight = 2.0 if bug == "double" else 0.5 if bug == "half" and number == 0 else 1.0
+            (loss * weight / len(own)).backward()
+        optimizer.step()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

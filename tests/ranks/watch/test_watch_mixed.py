@@ -1,0 +1,93 @@
+"""A MoE in bfloat16 under FSDP2 beside autocast on one device: other rounding moves tokens to other experts.
+
+Both are right. Without a measurement of the noise the comparison must not call this a mismatch, nor a bug a pass.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moeverify.capture.read import RecordedRun
+from moeverify.captured.compare import compare_runs
+
+pytest.importorskip("transformers")
+
+SCRIPT = str(Path(__file__).parent / "programs" / "train_fsdp_moe.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+NARROW = ("--nudge", "1", "--nudge-dtype", "bfloat16")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+
+class Recordings:
+    """Runs of the script, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cache  # noqa: B019 - lives as long as the module's fixture
+    def take(self, name: str, *options: str, ranks: int = 1, bug: str = "none") -> RecordedRun:
+        launch = TORCHRUN if ranks > 1 else (sys.executable,)
+        words = [
+            sys.executable,
+            "-m",
+            "moeverify",
+            "watch",
+            "--steps",
+            "0-1",
+            "--out",
+            str(self.folder / name),
+        ]
+        done = subprocess.run(
+            [*words, *options, "--", *launch, SCRIPT, "--bug", bug],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return RecordedRun.read(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
+    return Recordings(tmp_path_factory.mktemp("runs"))
+
+
+def test_a_right_script_is_no_mismatch_and_what_is_open_is_said(recordings: Recordings) -> None:
+    result = compare_runs(recordings.take("one"), recordings.take("two", ranks=2))
+    assert result.verdict == "pass"
+    assert not result.findings
+    by_name = {check.name: check for check in result.checks}
+    assert {tensor.tensor.split(".")[3] for tensor in by_name["gradient"].inconclusive_tensors} <= {
+        "mlp",
+        "post_attention_layernorm",
+    }
+    assert by_name["gradient"].inconclusive > 0
+    assert result.notes[0].startswith(f"not decided: {by_name['gradient'].inconclusive} gradient")
+
+
+def test_measured_noise_decides_what_the_dtype_leaves_open(recordings: Recordings) -> None:
+    noise = recordings.take("noise", *NARROW)
+    result = compare_runs(recordings.take("one"), recordings.take("two", ranks=2), noise)
+    assert result.verdict == "pass"
+    assert not any("not decided" in note or "bounds come from" in note for note in result.notes)
+
+
+def test_noise_of_wide_weights_is_no_measurement_of_narrow_arithmetic(recordings: Recordings) -> None:
+    wide = recordings.take("wide", "--nudge", "1")
+    result = compare_runs(recordings.take("one"), recordings.take("two", ranks=2), wide)
+    assert result.verdict == "pass"
+    assert any("--nudge-dtype bfloat16" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("bug", ["double", "half"])
+def test_a_bug_is_a_mismatch_with_measured_noise_and_without(recordings: Recordings, bug: str) -> None:
+    for noise in (None, recordings.take("noise", *NARROW)):
+        result = compare_runs(recordings.take("one"), recordings.take(bug, ranks=2, bug=bug), noise)
+        assert result.verdict == "mismatch"
+        assert next(finding for finding in result.findings if not finding.follows).check == "gradient"
