@@ -11,6 +11,7 @@ The last table has the seconds for each 1000 shards beside those of the fewest: 
 
 import argparse
 import gc
+import itertools
 import pickle
 import resource
 import tempfile
@@ -68,6 +69,7 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     from moeverify.checks.base import Shown
     from moeverify.checks.registry import KIND_ORDER, choose_checks
     from moeverify.compare.assembled import assemble
+    from moeverify.compare.gather import uncollected
     from moeverify.report.formats.json import write
     from moeverify.results.run import CaseResult, RunResult
     from moeverify.worker.verify import judge_all, list_names, make_bounds
@@ -75,7 +77,8 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     arrived = [compare_rank(golden, tensors, rank, num_ranks, is_wrong) for rank in range(num_ranks)]
     gc.collect()
     times = [time.process_time()]
-    by_rank = [pickle.loads(entries) for entries in arrived]
+    with uncollected():  # as they are gathered
+        by_rank = [pickle.loads(entries) for entries in arrived]
     times.append(time.process_time())
     shown = Shown(
         case=case,
@@ -101,7 +104,7 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     path = folder / "result.json"
     write(RunResult(verdict=verdict, environment={}, started="", seconds=0.0, cases=(result,)), path)
     times.append(time.process_time())
-    parts = [after - before for before, after in zip(times, times[1:], strict=False)]
+    parts = [after - before for before, after in itertools.pairwise(times)]
     shards = sum(map(len, by_rank))
     return verdict, shards, sum(map(len, arrived)) / 2**20, parts, path.stat().st_size / 2**20
 
@@ -134,7 +137,9 @@ def main():
                     growth.append((row[0], *(f"{a / b:.2f}" for a, b in zip(each, base, strict=True))))
     times = ("take in", "assemble", "judge", "write")
     sizes = ("result, MiB", "peak so far, MiB")
-    print_table(("tensors x ranks", "shards", "travels, MiB", *times, *sizes), rows, "Seconds of CPU on rank 0:")
+    print_table(
+        ("tensors x ranks", "shards", "travels, MiB", *times, *sizes), rows, "Seconds of CPU on rank 0:"
+    )
     print_table(("tensors x ranks", *times), growth, "For each shard, in times that of the fewest:")
 
 

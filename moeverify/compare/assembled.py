@@ -9,6 +9,7 @@ from functools import cached_property
 
 from moeverify.compare.comparison import Entry
 from moeverify.compare.difference import Difference
+from moeverify.compare.gather import uncollected
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
@@ -68,10 +69,11 @@ class Assembled:
 def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:
     """Return what all ranks say, by logical tensor, step after step and in a step in the order of their kinds."""
     found: dict[Key, Assembled] = {}
-    for rank, entries in enumerate(by_rank):
-        for entry in entries:
-            key = (entry.step, entry.kind, entry.name)
-            found.setdefault(key, Assembled(key)).shards.append((rank, entry))
+    with uncollected():
+        for rank, entries in enumerate(by_rank):
+            for entry in entries:
+                key = (entry.step, entry.kind, entry.name)
+                found.setdefault(key, Assembled(key)).shards.append((rank, entry))
     return dict(sorted(found.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
 
