@@ -27,7 +27,7 @@ _PATH = "layout.graphs"
     "recipe.model",
 )
 def passes_between_gathers(case: Case) -> Iterator[Problem]:
-    """What is captured computes with weights that stay gathered, and has no collective but those of experts."""
+    """What is captured computes with weights that stay gathered, and leaves gradients where they are."""
     layout = case.layout
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(_PATH, "`graphs` is for the built-in parallelism of the reference model", "remove it")

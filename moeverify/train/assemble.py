@@ -118,13 +118,21 @@ def assemble_parallel(
         rebalancing=_make_rebalancing(layout, spec),
         holders=meshes.holders,
         pipeline=done.pipeline,
-        run_captured=_capture_micro_batches(layout),
+        run_captured=_capture_micro_batches(layout, device),
     )
 
 
-def _capture_micro_batches(layout: Layout) -> RunMicroBatches | None:
-    is_captured = GRAPHS.find(layout.graphs).is_captured
-    return MicroBatchGraphs(layout.joined_micro_batches).run if is_captured else None
+def _capture_micro_batches(layout: Layout, device: torch.device) -> RunMicroBatches | None:
+    """Return what runs micro-batches as graphs, if the layout asks for it.
+
+    Raises: CaseError where collectives of GPUs pass through the host, which no graph can repeat.
+    """
+    if not GRAPHS.find(layout.graphs).is_captured:
+        return None
+    if device.type == "cuda" and layout.world_size > 1 and "nccl" not in dist.get_backend():
+        message = f"a graph cannot hold the collectives of {dist.get_backend()}"
+        raise CaseError([Problem(message, path="layout.graphs", remedy="remove it, or use NCCL")])
+    return MicroBatchGraphs(layout.joined_micro_batches).run
 
 
 def _make_rebalancing(layout: Layout, spec: ReferenceModel) -> Rebalancing | None:
