@@ -27,6 +27,24 @@ VARIANTS = {
     "ep, reshard after step": ("ep", {"reshard": "step"}),
     "ep, and padded": ("ep", {"reshard": "step", "dispatch": "padded"}),
     "ep, and compiled": ("ep", {"reshard": "step", "dispatch": "padded", "compile": "parts"}),
+    "ep, and graphs": (
+        "ep",
+        {"reshard": "step", "dispatch": "padded", "compile": "parts", "graphs": "micro_batch"},
+    ),
+    "ep, graphs and joined": (
+        "ep",
+        {
+            "reshard": "step",
+            "dispatch": "padded",
+            "compile": "parts",
+            "graphs": "micro_batch",
+            "joined_micro_batches": 4,
+        },
+    ),
+    "ep, graphs without compile": (
+        "ep",
+        {"reshard": "step", "dispatch": "padded", "graphs": "micro_batch"},
+    ),
     "fsdp, compiled": ("fsdp", {"compile": "parts"}),
     "megablocks-ep": ("megablocks-ep", {}),
 }

@@ -114,9 +114,10 @@ class _Stepper:
     def count(self) -> tuple[Operations | None, Operations | None]:
         """Take a step and return its operations: of its micro-batches, and of what follows them.
 
-        Nothing for a compiled layout: torch runs it operation by operation while somebody counts.
+        Nothing for a compiled layout: torch runs it operation by operation while somebody counts. Nor for one with
+        graphs, whose kernels are no operations of torch's.
         """
-        if self._case.layout.compile != "none":
+        if self._case.layout.compile != "none" or self._program.run_captured is not None:
             return None, None
         recipe, program = self._case.recipe, self._program
         passes = count_operations(lambda: add_gradients(recipe, program, self._next()))
@@ -206,7 +207,10 @@ def _find_slowest(found: Sequence[Roofline]) -> Roofline:
 
 
 class PeakMemory:
-    """A context in which the peak of this rank's memory is seen: allocated on the GPU, or anonymous. Units: bytes."""
+    """A context in which the peak of this rank's memory is seen: allocated on the GPU, or anonymous. Units: bytes.
+
+    What a CUDA graph needs while it runs counts as allocated, since it is kept for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -225,7 +229,7 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         """Note the peak."""
         if self._device.type == "cuda":
-            self.peak = float(torch.cuda.max_memory_allocated(self._device))
+            self.peak = float(torch.cuda.max_memory_allocated(self._device)) + _count_kept(self._device)
             return
         self._over.set()
         self._thread.join()
@@ -237,6 +241,14 @@ class PeakMemory:
             self.peak = max(self.peak, int(now) * 1024.0)
             if self._over.wait(0.01):
                 return
+
+
+def _count_kept(device: torch.device) -> float:
+    """Return the bytes that are kept for CUDA graphs and hold no tensor between their launches."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    own = torch.cuda.current_device() if device.index is None else device.index
+    of_graphs = [each for each in segments if each["device"] == own and any(each["segment_pool_id"])]
+    return float(sum(each["total_size"] - each["allocated_size"] for each in of_graphs))
 
 
 def _forget(device: torch.device) -> None:

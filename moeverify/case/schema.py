@@ -52,6 +52,7 @@ OptimizerKernels = Literal["foreach", "fused", "loop"]
 Reshard = Literal["forward", "backward", "step"]
 Dispatch = Literal["sized", "padded"]
 Compile = Literal["none", "parts"]
+Graphs = Literal["none", "micro_batch"]
 RateSchedule = Literal["constant", "cosine", "linear"]
 
 
@@ -365,6 +366,9 @@ class Layout(Section):
     micro_batches: Count = Field(
         default=1, description="parts of a rank's rows whose gradients are accumulated"
     )
+    joined_micro_batches: Count = Field(
+        default=1, description="micro-batches whose experts' weight gradients are one product"
+    )
     pipeline_schedule: PipelineSchedule = Field(
         default="1f1b", description="order of the passes of a pipeline"
     )
@@ -379,6 +383,7 @@ class Layout(Section):
         default=False, description="whether activations are computed again in the backward pass"
     )
     compile: Compile = Field(default="none", description="what torch.compile makes of a block")
+    graphs: Graphs = Field(default="none", description="what a GPU launches as one CUDA graph")
     optimizer: OptimizerKernels = Field(
         default="foreach", description="implementation of the optimizer's arithmetic"
     )

@@ -166,12 +166,14 @@ class Watch(Generic[R]):
 class Check(ABC, Generic[R]):
     """One check. `kinds` are those of the logical tensors that it compares with the golden.
 
-    A kind of its own, shown by `show`, has the name of the check.
+    A kind of its own, shown by `show`, has the name of the check. One that `sees_inside` watches by hooks on modules,
+    and is not made where passes are launched as graphs: hooks see no such pass.
     """
 
     name: CheckName
     kinds: tuple[str, ...] = ()
     role: Role = Role.DIAGNOSED
+    sees_inside: bool = False
 
     def show(self, training: Training, observer: Observer) -> Watch[Any] | None:
         """Return what shows `observer` further logical tensors of a run; None for a check that needs none.

@@ -209,6 +209,7 @@ class DataCheck(Check[DataReport]):
 
     name = CheckName.DATA
     role = Role.ORIGIN
+    sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[DataReport] | None:
         """Return what keeps the readings; see `Check`."""

@@ -260,6 +260,7 @@ class GatheredWeights(Check[GatheredReport]):
 
     name = CheckName.GATHERED_WEIGHTS
     role = Role.ORIGIN
+    sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[GatheredReport] | None:
         """Return what compares the weights of each forward pass; see `Check`."""

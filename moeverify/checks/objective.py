@@ -200,8 +200,9 @@ class Objective(Check[dict[int, StepSums]]):
         moe = run.case.recipe.model.moe
         by_row = moe is not None and moe.balance_scope == "sequence"
         # A stage of a pipeline has a part of the routers and several micro-batches under way, and only the last one
-        # shows losses: there lm alone is judged.
-        return ObjectiveWatch(program, by_row=by_row, is_whole=run.case.layout.pp == 1)
+        # shows losses; what routers get inside a graph nobody sees. There lm alone is judged.
+        is_whole = run.case.layout.pp == 1 and program.run_captured is None
+        return ObjectiveWatch(program, by_row=by_row, is_whole=is_whole)
 
     def judge(self, shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome | None:
         """Return whether each loss is what the ranks' own values add up to; see `Check`."""

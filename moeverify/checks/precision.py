@@ -61,6 +61,7 @@ class Precision(Check[list[Sighting]]):
 
     name = CheckName.PRECISION
     role = Role.ORIGIN
+    sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Sighting]] | None:
         """Return what watches the dtypes of the first step; see `Check`."""

@@ -191,6 +191,7 @@ class RouterChoice(Check[Reports]):
 
     name = CheckName.ROUTER
     role = Role.ORIGIN
+    sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
         """Return what scores again; see `Check`."""

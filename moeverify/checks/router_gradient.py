@@ -220,6 +220,7 @@ class RouterGradient(Check[Reports]):
 
     name = CheckName.ROUTER_GRADIENT
     role = Role.ORIGIN
+    sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
         """Return what notes gradients; see `Check`."""

@@ -123,6 +123,8 @@ class Collective:
 
     def update(self) -> bool:
         """Return whether it is over, after a look at its work."""
+        if is_captured(self.device):
+            return self.state != "started"  # to ask the device would be a part of what a graph repeats
         if self.state == "started" and self.work is not None and self.work.is_completed():
             # Perhaps with an error: whoever waits for it gets it. Asking here makes torch print a warning.
             self.state = "finished"
@@ -196,11 +198,14 @@ def find_work(returned: Any) -> dist.Work | None:
     return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None
 
 
+def is_captured(device: str) -> bool:
+    """Return whether what is issued now for a device becomes a part of a CUDA graph, and begins when that does."""
+    return device == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def mark_stream(device: str) -> _StreamMark | None:
     """Return something to ask whether a collective without a work is over, where the device can say."""
-    if device != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    return _StreamMark()
+    return _StreamMark() if device == "cuda" else None
 
 
 def flatten(tensors: Any) -> Iterator[torch.Tensor]:

@@ -30,6 +30,7 @@ from moeverify.collectives.interception import (
     find_storage,
     find_work,
     flatten,
+    is_captured,
     mark_stream,
 )
 from moeverify.collectives.ledger import Ledger, Stream
@@ -157,7 +158,8 @@ class CollectiveTrace:
             except BaseException:
                 self._finish(collective, "failed")
                 raise
-            work = find_work(returned) or mark_stream(collective.device)
+            captured = is_captured(collective.device)
+            work = None if captured else find_work(returned) or mark_stream(collective.device)
             if work is None:
                 self._finish(collective, "finished")
             else:

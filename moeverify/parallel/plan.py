@@ -36,6 +36,7 @@ from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
+from moeverify.parallel.joined_gradients import join_gradients
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.placed_experts import PlacedExperts, place_experts
@@ -99,6 +100,8 @@ def parallelize(
         variant = CONTEXT_PARALLEL.find(layout.context_parallel)
         accumulate = variant.surround(accumulate, meshes.data["cp"], device)
     shards = parameters(wrapped)
+    if layout.joined_micro_batches > 1:
+        accumulate = join_gradients(model, layout.joined_micro_batches).surround(accumulate)
     reductions = list_reductions(wrapped, shards, layout, meshes, partial_names)
     counted = shards if placed is None else [shard for shard in shards if not placed.has(shard.tensor)]
 

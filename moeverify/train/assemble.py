@@ -25,6 +25,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.context_parallel import split_positions
 from moeverify.parallel.gradients import finalize_gradients
+from moeverify.parallel.graphs import GRAPHS
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
@@ -36,10 +37,11 @@ from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Share, whole_share
 from moeverify.train.engine import PlainEngine, PreparedEngine
 from moeverify.train.initial_weights import load_initial
+from moeverify.train.micro_batch_graph import MicroBatchGraphs
 from moeverify.train.objective import Sums
 from moeverify.train.optimizer import build_model_optimizer
 from moeverify.train.parallelize_custom import MESH_AXES, ParallelizedCustomModel, parallelize_custom
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import Program, RunMicroBatches, compute_dtype_of, dtype_of
 from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.subjects import subject_of
 
@@ -116,7 +118,21 @@ def assemble_parallel(
         rebalancing=_make_rebalancing(layout, spec),
         holders=meshes.holders,
         pipeline=done.pipeline,
+        run_captured=_capture_micro_batches(layout, device),
     )
+
+
+def _capture_micro_batches(layout: Layout, device: torch.device) -> RunMicroBatches | None:
+    """Return what runs micro-batches as graphs, if the layout asks for it.
+
+    Raises: CaseError where collectives of GPUs pass through the host, which no graph can repeat.
+    """
+    if not GRAPHS.find(layout.graphs).is_captured:
+        return None
+    if device.type == "cuda" and layout.world_size > 1 and "nccl" not in dist.get_backend():
+        message = f"a graph cannot hold the collectives of {dist.get_backend()}"
+        raise CaseError([Problem(message, path="layout.graphs", remedy="remove it, or use NCCL")])
+    return MicroBatchGraphs(layout.joined_micro_batches).run
 
 
 def _make_rebalancing(layout: Layout, spec: ReferenceModel) -> Rebalancing | None:

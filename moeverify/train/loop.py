@@ -158,6 +158,8 @@ def run_micro_batches(inputs: StepInputs) -> Iterator[MicroBatchResult]:
 
     Collective: all ranks of the layout.
     """
+    if inputs.program.run_captured is not None:
+        return inputs.program.run_captured(inputs)
     return _run_one_by_one(inputs) if inputs.program.pipeline is None else run_pipeline(inputs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,16 +49,16 @@ class Program:
     """One rank's part of a training run.
 
     `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
-    gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes
-    the gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part
-    of balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their
-    place. `counted` are the shards whose gradients make the norm, where that is not all of them: two stages may hold
-    one tensor. The gradients of `placed` experts, where a placement says where experts are, are in the norm beside
-    those; `exchanges` are the placements that they go to, by the number of steps after which, which `rebalancing`
-    solves where they are not given, and `holders` the groups of the ranks that hold them. `counted_regions` names the
-    parameters that this rank counts where neither meshes nor wrappers say how often a value is there. A `custom_step`
-    makes the steps in place of all of this but the model, its shards and the optimizer. The defaults are those of a
-    single device.
+    gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes the
+    gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part of
+    balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their place,
+    and so does `run_captured`, by graphs. `counted` are the shards whose gradients make the norm, where that is not
+    all of them: two stages may hold one tensor. The gradients of `placed` experts, where a placement says where
+    experts are, are in the norm beside those; `exchanges` are the placements that they go to, by the number of steps
+    after which, which `rebalancing` solves where they are not given, and `holders` the groups of the ranks that hold
+    them. `counted_regions` names the parameters that this rank counts where neither meshes nor wrappers say how often
+    a value is there. A `custom_step` makes the steps in place of all of this but the model, its shards and the
+    optimizer. The defaults are those of a single device.
     """
 
     subject: Subject
@@ -85,6 +85,7 @@ class Program:
     holders: HolderGroups | None = None
     counted_regions: Collection[str] | None = None
     pipeline: Pipeline | None = None
+    run_captured: RunMicroBatches | None = None
     engine: Engine = field(default_factory=PlainEngine)
     custom_step: CustomStep | None = None
 
@@ -139,6 +140,10 @@ class MicroBatchResult:
     batch: Batch
     losses: Losses | None
     token_loss: Tensor | None
+
+
+RunMicroBatches = Callable[[StepInputs], Iterator[MicroBatchResult]]
+"""Runs the micro-batches of a step forward and backward, and yields each while the routers hold its records."""
 
 
 def dtype_of(precision: str) -> torch.dtype:

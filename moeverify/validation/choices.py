@@ -17,6 +17,8 @@ from moeverify.parallel.data_parallel import DATA_PARALLEL, DATA_RULES
 from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
 from moeverify.parallel.fsdp2_reshard import RESHARD
+from moeverify.parallel.graphs import GRAPHS
+from moeverify.parallel.joined_rules import JOINED_RULES
 from moeverify.parallel.router_losses import ROUTER_LOSSES
 from moeverify.results.obstacle import Obstacle
 from moeverify.train.decay import RATE_SCHEDULE
@@ -31,6 +33,7 @@ CHOICES: tuple[Choice[Implementation], ...] = (
     EXPERTS,
     DISPATCH,
     COMPILE,
+    GRAPHS,
     ROUTER_LOSSES,
     PIPELINE_SCHEDULE,
     OPTIMIZER_KERNELS,
@@ -38,7 +41,13 @@ CHOICES: tuple[Choice[Implementation], ...] = (
     RATE_SCHEDULE,
 )
 
-CHOICE_RULES: tuple[Rule, ...] = (*POSITION_RULES, *DATA_RULES, *EXPERT_RULES, *OPTIMIZER_RULES)
+CHOICE_RULES: tuple[Rule, ...] = (
+    *POSITION_RULES,
+    *DATA_RULES,
+    *EXPERT_RULES,
+    *JOINED_RULES,
+    *OPTIMIZER_RULES,
+)
 
 
 def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:

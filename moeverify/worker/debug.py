@@ -139,7 +139,7 @@ def debug_case(
     )  # before a fault: it would be in one device's model too
     with injected(fault):
         assemble_program = Assembly(case, device, build_meshes(case.layout, device.type))
-        program = assemble_program()
+        program = (assemble_program if at.place is None else assemble_program.without_graphs())()
         reference = GoldenReference(program, golden, make_bounds(case, golden))
         blamed = None
         if at.place is not None and (at.place.site or expected):

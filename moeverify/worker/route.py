@@ -82,8 +82,8 @@ def follow_case(
     The steps before are trained. Collective: all ranks of the default process group, which has as many ranks as the
     layout.
     """
-    # Both run a forward again, or as something that cannot be looked into, and change no routing.
-    layout = case.layout.model_copy(update={"compile": "none", "recompute": False})
+    # They run a forward again, or as something that cannot be looked into, and change no routing.
+    layout = case.layout.model_copy(update={"compile": "none", "graphs": "none", "recompute": False})
     with injected(fault):
         program = assemble_parallel(case.recipe, layout, build_meshes(layout, device.type), device)
         state = TrainingState.begin(case.recipe, program)

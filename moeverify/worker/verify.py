@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def verify_case(
         judgement = None if observed is None else observed.judgement
         if observed is not None and observed.judgement.findings:
             report(_make_result(observed, observed.judgement.findings))
-        evidence = gather_evidence(case, golden, judgement, assemble_program, trace)
+        evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
@@ -96,6 +96,11 @@ class Assembly:
     case: Case
     device: torch.device
     meshes: Meshes
+
+    def without_graphs(self) -> Assembly:
+        """Return what makes programs whose modules hooks can look into, for a diagnosis."""
+        layout = self.case.layout.model_copy(update={"graphs": "none"})
+        return replace(self, case=self.case.model_copy(update={"layout": layout}))
 
     def __call__(self) -> Program:
         gc.collect()  # a model is in cycles of references: else that of the run before would stay beside this one
@@ -131,7 +136,8 @@ def _observe(
 
     program = assemble_program()
     run = RankRun(case, trace, lambda: entries, train_again)
-    watches = {check.name: watch for check in checks if (watch := check.watch(run, program)) is not None}
+    seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
+    watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
     rates = train_observed(case, golden, program, comparison, checks, [*watches.values(), load])
     del program  # its memory is for the run that `train_again` makes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moeverify.case.rule import blame, experts, own_model, reading, round_up
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from moeverify.model.expert_backends import Multiply
     from moeverify.model.expert_weights import ExpertWeights
+
+    Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+    """rows (M, H), matrices (E, F, H) and where the rows of each end (E) in; their products (M, F) out."""
 
 _ROW_BYTES = 16  # rows of a grouped product are a multiple of it
 _BYTES = {"bfloat16": 2, "float32": 4, "mixed": 2}
@@ -54,8 +57,22 @@ def aligned_rows(case: Case) -> Iterator[Problem]:
             yield blame("layout.experts", message, remedy)
 
 
-def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
+def multiply_grouped(rows: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
+    """Return torch's grouped product of rows (M, H), which end at `ends` (E) int32, with (E, F, H): (M, F)."""
+    from torch.nn import functional
+
+    return functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=ends)
+
+
+def swiglu_grouped(
+    x: Tensor,
+    counts: Tensor,
+    weights: ExpertWeights,
+    products: Sequence[Product] = (multiply_grouped,) * 3,
+) -> Tensor:
     """Return what `swiglu_loop` does, with torch's grouped matrix product.
+
+    `products` multiply by gate, up and down.
 
     Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M; returns (M, H), whose rows after those
     of the experts are whatever was in memory.
@@ -68,17 +85,18 @@ def swiglu_grouped(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
     offsets = counts.cumsum(0).to(torch.int32)
     owner = None if weights.gate_bias is None else _find_owner(offsets, len(x))
 
-    def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        product = functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=offsets)
+    def multiply(find: Product, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        product = find(rows, matrix, offsets)
         if bias is None or owner is None:
             return product
         # Rows of no expert are zero, and so are their gradients: in the product with the owner, whose backward sums
         # over rows, 0 * NaN would be NaN.
         return torch.where(owner.any(dim=1, keepdim=True), product + owner.to(bias.dtype) @ bias, 0.0)
 
-    gated = functional.silu(multiply(x, weights.gate, weights.gate_bias))
-    inner = gated * multiply(x, weights.up, weights.up_bias)
-    return multiply(inner, weights.down, weights.down_bias)
+    by_gate, by_up, by_down = products
+    gated = functional.silu(multiply(by_gate, x, weights.gate, weights.gate_bias))
+    inner = gated * multiply(by_up, x, weights.up, weights.up_bias)
+    return multiply(by_down, inner, weights.down, weights.down_bias)
 
 
 def _find_owner(ends: Tensor, num_rows: int) -> Tensor:

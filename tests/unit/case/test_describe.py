@@ -36,6 +36,14 @@ from moeverify.validation.load import load_cases
             {"dp_shard": 2, "experts": "grouped_mm", "recompute": True, "optimizer": "fused"},
             "fsdp2 2 + grouped_mm + recompute + fused optimizer",
         ),
+        (
+            {"dp_shard": 2, "reshard": "step", "graphs": "micro_batch"},
+            "fsdp2 2 + reshard after step + a graph a micro-batch",
+        ),
+        (
+            {"dp_shard": 2, "experts": "grouped_mm", "micro_batches": 4, "joined_micro_batches": 2},
+            "fsdp2 2 + grouped_mm + 4 micro-batches + gradients of 2 joined",
+        ),
         ({"tp": 2, "pp": 2, "parallelize": "a.b:c"}, "pp 2 + tp 2 + a.b:c"),
     ],
 )

@@ -61,6 +61,14 @@ def test_torchs_context_parallel_is_for_gpus() -> None:
     assert find_obstacle(case, "cuda", LIMIT) is None
 
 
+def test_graphs_are_for_gpus() -> None:
+    case = load_cases([CASES / "ep2-graphs.yaml"])[0]
+    refused = find_obstacle(case, "cpu", LIMIT)
+    assert isinstance(refused, UnsupportedHere)
+    assert "need a GPU" in describe_obstacle(refused)
+    assert find_obstacle(case, "cuda", LIMIT) is None
+
+
 def test_a_layout_larger_than_the_limit() -> None:
     case = load_cases([CASES / "ep4.yaml"])[0]
     limit = RankLimit(most=2, by="option")

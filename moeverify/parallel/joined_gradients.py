@@ -1,0 +1,120 @@
+"""Weight gradients of experts by one product for the rows of several micro-batches.
+
+Where an expert has few rows in a micro-batch, the product that makes its weight gradient is bound by writing it, and
+so is the sum over micro-batches after it. Here the rows and their gradients are kept for some micro-batches, and the
+last of them makes the sum of all their weight gradients in one product: sums that were rounded for each micro-batch
+are rounded once.
+
+Letters: M rows of a micro-batch, sorted by expert, m micro-batches, E experts, F and H the sides of their matrices.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from moeverify.model.expert_backends.grouped_mm import multiply_grouped, swiglu_grouped
+from moeverify.model.experts import Experts
+from moeverify.parallel.ddp import Accumulate
+from moeverify.parallel.padded_dispatcher import order_by_expert
+from moeverify.seams import seam
+
+
+class Rows(NamedTuple):
+    """What a weight gradient is made of: rows (M, H), gradients (M, F) of their products, and ends (E) int32.
+
+    The rows of an expert end at its number among the ends; those after the last one are of none.
+    """
+
+    rows: Tensor
+    grads: Tensor
+    ends: Tensor
+
+
+@dataclass
+class JoinedGradients:
+    """Counts the micro-batches of a step: of every `joined` of them, the last makes the weight gradients of all."""
+
+    joined: int
+    is_last: bool = True
+    _number: int = 0
+
+    def surround(self, accumulate: Accumulate) -> Accumulate:
+        """Return the context of a micro-batch that also counts it."""
+
+        def micro_batch(last: bool) -> AbstractContextManager[object]:
+            self._number = (self._number + 1) % self.joined
+            self.is_last = last or self._number == 0
+            if last:
+                self._number = 0
+            return accumulate(last)
+
+        return micro_batch
+
+
+@dataclass
+class _Kept:
+    """The rows of the micro-batches whose weight gradients are not made yet, of one matrix for each expert."""
+
+    together: JoinedGradients
+    passes: list[Rows] = field(default_factory=list)
+
+
+@seam
+def join_gradients(model: nn.Module, joined: int) -> JoinedGradients:
+    """Let the experts of a model, which multiply by grouped products, make gradients of `joined` passes at once."""
+    together = JoinedGradients(joined)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            products = tuple(partial(_multiply, _Kept(together)) for _ in range(3))
+            module.core = partial(swiglu_grouped, products=products)
+    return together
+
+
+def _multiply(kept: _Kept, rows: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
+    # Without an edge to the matrix, nothing is passed on to it before its gradient is there.
+    used = matrix if kept.together.is_last else matrix.detach()
+    product: Tensor = _Product.apply(rows, used, ends, kept)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(Function):
+    """`multiply_grouped`, whose backward pass keeps what makes the matrix's gradient, or makes all that was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor, ends: Tensor, kept: _Kept) -> Tensor:
+        ctx.save_for_backward(rows, matrix, ends)
+        ctx.kept = kept
+        return multiply_grouped(rows, matrix, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        rows, matrix, ends = ctx.saved_tensors
+        grad, kept = grad.contiguous(), ctx.kept
+        kept.passes.append(Rows(rows, grad, ends))
+        of_matrix = None
+        if ctx.needs_input_grad[1]:
+            of_matrix = sum_gradients(kept.passes)
+            kept.passes = []
+        return functional.grouped_mm(grad, matrix, offs=ends), of_matrix, None, None
+
+
+@seam
+def sum_gradients(passes: list[Rows]) -> Tensor:
+    """Return the sum (E, F, H) of the weight gradients of passes, all of which have equally many rows."""
+    if len(passes) == 1:
+        ((rows, grads, ends),) = passes
+        return functional.grouped_mm(grads.t(), rows, offs=ends)
+    all_ends = torch.stack([each.ends for each in passes]).to(torch.int64)
+    counts = all_ends.diff(dim=1, prepend=all_ends.new_zeros(len(passes), 1))  # (m, E)
+    order, _ = order_by_expert(counts, len(passes[0].rows))
+    rows = torch.cat([each.rows for each in passes]).index_select(0, order)
+    grads = torch.cat([each.grads for each in passes]).index_select(0, order)
+    return functional.grouped_mm(grads.t(), rows, offs=all_ends.sum(dim=0).to(torch.int32))

@@ -1,0 +1,45 @@
+"""When the experts' weight gradients of several micro-batches can be made together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeverify.case.rule import blame, experts, reading
+from moeverify.case.schema import Case
+from moeverify.errors import Problem
+
+_PATH = "layout.joined_micro_batches"
+
+
+@reading(
+    _PATH,
+    *(f"layout.{name}" for name in ("micro_batches", "ep", "dispatch", "experts", "pp", "recompute")),
+    "layout.parallelize",
+    "recipe.model",
+    "recipe.model.moe",
+)
+def rows_of_equal_number(case: Case) -> Iterator[Problem]:
+    """One product joins micro-batches of equally many rows, which run one after the other."""
+    layout = case.layout
+    joined = layout.joined_micro_batches
+    if joined == 1:
+        return
+    if layout.parallelize is not None or experts(case) is None:
+        yield blame(_PATH, "only experts of the reference model have gradients to join", "remove it")
+        return
+    if layout.micro_batches % joined:
+        message = f"micro_batches {layout.micro_batches} is not divisible by joined_micro_batches {joined}"
+        yield blame(_PATH, message, f"set micro_batches to a multiple of {joined}")
+    if layout.experts != "grouped_mm":
+        yield blame(_PATH, "only `grouped_mm` joins gradients", "write `experts: grouped_mm`")
+    if layout.ep > 1 and layout.dispatch != "padded":
+        message = "joined micro-batches must have equally many rows"
+        yield blame(_PATH, message, "write `dispatch: padded`")
+    for name in ("pp", "recompute"):
+        if getattr(layout, name) > 1 or getattr(layout, name) is True:
+            yield blame(
+                _PATH, f"joined micro-batches together with {name} are not supported", f"remove {name}"
+            )
+
+
+JOINED_RULES = (rows_of_equal_number,)
