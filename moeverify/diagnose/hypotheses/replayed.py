@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.replay.language import find_variant
+from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Replay
-from moeverify.results.operation import Varied
+from moeverify.results.operation import Change, Varied
 from moeverify.results.trial import Reason
+
+_UNREDUCED = (("slices", "own"),)
 
 
 class Replayed(Hypothesis):
@@ -38,12 +41,21 @@ class Replayed(Hypothesis):
         if not found.variants:
             return self.refuse(Replay(formula=named.name, num_tried=found.num_tried))
         seen = Replay(formula=named.name, num_tried=found.num_tried, residual=found.residual)
-        operation = Varied(
-            formula=named.name, variants=found.variants, ranks=found.ranks, blocks=found.blocks
+        assert origin is not None
+        variants = tuple(
+            tuple(name_multiple(change, origin, inputs) for change in changes) for changes in found.variants
         )
-        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        operation = Varied(formula=named.name, variants=variants, ranks=found.ranks, blocks=found.blocks)
+        cause = _find_cause(found.variants[0], tensor)
         explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
         return self.accept(explanation, seen)
+
+
+def _find_cause(changes: Sequence[Change], tensor: WrongTensor) -> Cause:
+    """Return that a sum over slices is missing, where each rank has its own alone; else where it goes wrong."""
+    if any((change.part, change.way) in _UNREDUCED for change in changes):
+        return Cause.MISSING_REDUCTION
+    return Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
 
 
 HYPOTHESIS = Replayed()

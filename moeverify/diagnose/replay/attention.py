@@ -84,20 +84,28 @@ class AttentionFormula(Formula):
             if part != "rotation":
                 found += [Change(part=part, way="offset", number=number) for number in (1, -1)]
         for way in ("modulo", "restart", "clamped"):
-            found += [Change(part="rotation", way=way, number=number) for number in self._list_lengths()]
+            found += [
+                Change(part="rotation", way=way, number=number)
+                for number in self._list_lengths()
+                if number > 1 or way == "restart"
+            ]
         if self.yarn is not None:
             found.append(Change(part="rotation", way="unstretched"))
         found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
         count = self.q.shape[2]
         sizes = [size for size in range(2, count + 1) if count % size == 0]
-        found += [Change(part="outputs", way=way, number=size) for size in sizes for way in _HEAD_ORDERS]
+        found += [
+            Change(part="outputs", way=way, number=size)
+            for size in sizes
+            for way in (_HEAD_ORDERS if size > 2 else ("next", "transposed"))
+        ]
         for part in ("keys", "values", "keys-and-values"):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
             ]
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
-        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads"]
+        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
         ways += [way for way in _MERGES if way not in ways]
         return found + [Change(part="softmax", way=way) for way in ways]
 
@@ -115,16 +123,18 @@ class AttentionFormula(Formula):
         found = [
             Change(part="reach", way=way) for way in ("valid", "own", "not-own", "own-run", "not-own-run")
         ]
-        found += [Change(part="reach", way="earlier-runs")]
         for way, numbers in (
             ("without-rank", range(size)),
             ("without-run", range(int(self.chunks.run.max()) + 1)),
         ):
             found += [Change(part="reach", way=way, number=number) for number in numbers]
         found += [Change(part="reach", way="without-key", number=number) for number in (0, length - 1)]
-        found += [Change(part="reach", way="blocks", number=n) for n in range(1, length) if length % n == 0]
+        found += [Change(part="reach", way="blocks", number=n) for n in range(2, length) if length % n == 0]
         for way in ("window", "beyond", "boundary"):
-            found += [Change(part="reach", way=way, number=number) for number in self._list_lengths()]
+            # A mask that is off by a few positions hides the last few too.
+            least = _MOST_OFFSET + 1 if way == "beyond" else 1
+            numbers = [number for number in self._list_lengths() if number >= least]
+            found += [Change(part="reach", way=way, number=number) for number in numbers]
         return found
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -235,7 +245,6 @@ class AttentionFormula(Formula):
             "factor": right * float(change.number or 1.0),
             "none": 1.0,
             "width": 1.0 / width,
-            "twice": right * right,
             "value-width": math.pow(self.v.shape[-1], -0.5),
             "rotated-width": math.pow(self.num_rotated, -0.5),
             "all-heads": math.pow(width * self.q.shape[2], -0.5),
@@ -271,7 +280,6 @@ class AttentionFormula(Formula):
             "not-own": lambda: ~own,
             "own-run": lambda: run,
             "not-own-run": lambda: ~run,
-            "earlier-runs": lambda: chunks.run < chunks.run[place.numbers[_GLOBAL]].unsqueeze(-1),
             "without-rank": lambda: chunks.owner != number,
             "without-run": lambda: chunks.run != number,
             "without-key": lambda: key != number,
@@ -304,8 +312,6 @@ class AttentionFormula(Formula):
         total = share.sum(-1, keepdim=True)
         if way == "extra-one":
             total = total + (-top).exp()
-        elif way == "all-keys":
-            total = (scores - top).exp().sum(-1, keepdim=True)
         elif way == "not-normalized":
             total = (-top).exp()
         elif way == "of-heads":
@@ -399,7 +405,8 @@ _MERGES: Mapping[str, tuple[str, str]] = {
     },
 }
 _MOST_LENGTHS = 64
-_SCALES = ("none", "width", "twice", "value-width", "rotated-width", "all-heads", "multiplied")
+_MOST_OFFSET = 3
+_SCALES = ("none", "width", "value-width", "rotated-width", "all-heads", "multiplied")
 
 
 class _Queries:

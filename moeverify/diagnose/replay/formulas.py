@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.experts import (
+    ONE_DEVICE,
+    CombineGradientFormula,
+    ExpertLayout,
+    ExpertsFormula,
+    ExpertsGradientFormula,
+)
 from moeverify.diagnose.replay.language import NamedFormula
-from moeverify.diagnose.replay.routed import ExpertsFormula, RouterFormula
+from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
+from moeverify.diagnose.replay.routed import RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
     GatedFormula,
     HandedFormula,
@@ -43,19 +51,27 @@ _PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
 }
 
 
+_LATENT_PROJECTIONS: Mapping[str, Projection] = {
+    "q_proj": "queries",
+    "q_b_proj": "queries",
+    "kv_b_proj": "heads",
+    "kv_a_proj": "latent",
+}
+
+
 @dataclass(frozen=True)
 class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `expert_ranks` has for each rank its number among those that divide the experts.
+    and `experts` says where experts live.
     """
 
     model: nn.Module
     readings: Sequence[Reading]
     chunks: Chunks
     valid: Tensor | None
-    expert_ranks: Sequence[int] = (0,)
+    experts: ExpertLayout = ONE_DEVICE
 
     def find(self, name: str) -> nn.Module | None:
         """Return the module of a name; nothing for that of the whole model."""
@@ -111,15 +127,26 @@ def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
         return None
     if isinstance(culprit, Attention) and inner in _PROJECTIONS:
         return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    if isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
+        return _make_latent_gradient(culprit, name, inner, right)
+    if isinstance(culprit, MoE) and block == name and origin.module == f"{name}.router":
+        return _make_combine_gradient(culprit, name, right)
     if origin.end != "input" or gradient is None:
         return None
     if isinstance(culprit, MoE) and block != name:
         named = _make_experts(culprit, block, x, right)
     else:
         named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
-    if named is None or not isinstance(named.formula, TokenFormula):
-        return None
-    return NamedFormula(f"gradient:{named.name}", TokenGradientFormula(named.formula, gradient))
+    return None if named is None else _turn_back(named, gradient)
+
+
+def _turn_back(named: NamedFormula, gradient: Tensor) -> NamedFormula | None:
+    """Return the formula of what a module passes back from the gradient of its output."""
+    name, forward = f"gradient:{named.name}", named.formula
+    if isinstance(forward, ExpertsFormula):
+        return NamedFormula(name, ExpertsGradientFormula(forward, gradient))
+    is_known = isinstance(forward, TokenFormula)
+    return NamedFormula(name, TokenGradientFormula(forward, gradient)) if is_known else None
 
 
 def _make_attention_gradient(
@@ -133,11 +160,23 @@ def _make_attention_gradient(
     return NamedFormula("gradient:attention", formula)
 
 
+def _make_latent_gradient(
+    culprit: LatentAttention, name: str, inner: str, right: RightModules
+) -> NamedFormula | None:
+    x, gradient = right.read(name, "input"), right.read(f"{name}.o_proj", "input", BACKWARD)
+    given = right.read(f"{name}.{inner}", "output")
+    if x is None or gradient is None or given is None:
+        return None
+    forward = AttentionFormula(culprit, x, right.valid, right.chunks)
+    formula = LatentGradientFormula(culprit, forward, _LATENT_PROJECTIONS[inner], given, gradient)
+    return NamedFormula("gradient:latent-attention", formula)
+
+
 def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
     """Return the formula of a module that computes each token of its output from its input."""
     others = right.list_like(x, name)
     if isinstance(culprit, Router):
-        return NamedFormula("router", RouterFormula(culprit, x, others))
+        return NamedFormula("router", RouterFormula(culprit, x, others, right.experts.calls))
     if isinstance(culprit, RMSNorm | LayerNorm):
         return NamedFormula(
             "norm", NormFormula(culprit, x, others, _list_weights(culprit, name, right.model))
@@ -195,8 +234,18 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
         return None
     routing = block.router(came_in)
     others = right.list_like(x, name)
-    formula = ExpertsFormula(block.experts, x, routing, others, right.expert_ranks)
+    formula = ExpertsFormula(block.experts, x, routing, others, right.experts)
     return NamedFormula("routed-experts", formula)
+
+
+def _make_combine_gradient(block: MoE, name: str, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what comes back to a router's combine weights."""
+    x = right.read(f"{name}.{_DISPATCHER}", "input")
+    gradient = right.read(f"{name}.{_DISPATCHER}", "output", BACKWARD)
+    experts = None if x is None else _make_experts(block, name, x, right)
+    if gradient is None or experts is None or not isinstance(experts.formula, ExpertsFormula):
+        return None
+    return NamedFormula("gradient:combine-weights", CombineGradientFormula(experts.formula, gradient))
 
 
 def _list_weights(module: nn.Module, name: str, model: nn.Module) -> dict[str, Tensor]:

@@ -284,9 +284,9 @@ VALUES = [
             ),
             module="layers.1.moe.dispatcher",
         ),
-        "layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further over "
-        "ep in the place of each; or it computes from the input of layers.1.moe in place of the right input, which "
-        "gives the same here",
+        "either layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further "
+        "over ep in the place of each, or it computes from the input of layers.1.moe in place of the right input: "
+        "the outputs are equal here",
         "layers.1.moe.dispatcher",
     ),
     (
