@@ -18,7 +18,7 @@ from moeverify.model.mla import LatentAttention
 from moeverify.model.rope import compute_rotation
 from moeverify.results.operation import Change
 
-_GLOBAL, _IN_CHUNK, _ARRIVED = "position", "place", "arrival"
+_GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 _BASES = (1e2, 1e4, 1e6)
 
 
@@ -81,6 +81,8 @@ class AttentionFormula(Formula):
         for part in ("rotation", "query-rotation", "key-rotation"):
             found += [Change(part=part, way=way) for way in ("none", "place", "arrival", "opposite", "twice")]
             found += [Change(part=part, way=way) for way in ("neighbours", "halves", "first-half", "swapped")]
+            if len(self.chunks.positions) > 1:
+                found += [Change(part=part, way="gap", number=number) for number in (1, -1)]
             if part != "rotation":
                 found += [Change(part=part, way="offset", number=number) for number in (1, -1)]
         for way in ("modulo", "restart", "clamped"):
@@ -133,8 +135,8 @@ class AttentionFormula(Formula):
         for way in ("window", "beyond", "boundary"):
             # A mask that is off by a few positions hides the last few too.
             least = _MOST_OFFSET + 1 if way == "beyond" else 1
-            numbers = [number for number in self._list_lengths() if number >= least]
-            found += [Change(part="reach", way=way, number=number) for number in numbers]
+            lengths = [number for number in self._list_lengths() if number >= least]
+            found += [Change(part="reach", way=way, number=number) for number in lengths]
         return found
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -162,7 +164,12 @@ class AttentionFormula(Formula):
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""
         length = self.k.shape[1]
-        return {_GLOBAL: torch.arange(length), _IN_CHUNK: self.chunks.place, _ARRIVED: self.chunks.arrival}
+        return {
+            _GLOBAL: torch.arange(length),
+            _IN_CHUNK: self.chunks.place,
+            _ARRIVED: self.chunks.arrival,
+            _OWNER: self.chunks.owner,
+        }
 
     def _rotate(
         self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str
@@ -171,6 +178,7 @@ class AttentionFormula(Formula):
         change = changes.get(part) or changes.get("rotation")
         way, number = (change.way, change.number) if change is not None else ("", None)
         at = _renumber(numbers.get(way, numbers[_GLOBAL]).double(), way, number or 0.0)
+        at = at + (number or 0.0) * numbers[_OWNER] if way == "gap" else at
         theta = number if way == "base" and number is not None else self.theta
         yarn = None if way == "unstretched" else self.yarn
         cos, sin = (
@@ -418,6 +426,7 @@ class _Queries:
             _GLOBAL: cell.positions,
             _IN_CHUNK: chunks.place[cell.positions],
             _ARRIVED: chunks.arrival[cell.positions],
+            _OWNER: chunks.owner[cell.positions],
         }
         self._length = len(chunks.order)
         self._chunk = max(map(len, chunks.positions))

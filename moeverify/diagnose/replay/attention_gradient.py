@@ -87,7 +87,8 @@ class AttentionGradientFormula(Formula):
             return found[:, :, turned.flatten()]
         number = int(change.number or 0)
         kept = {"own": part == own, "not-own": part != own}.get(change.way, part != number)
-        return found * kept.to(found.dtype)[:, None]
+        lost: Tensor = found * kept.to(found.dtype)[:, None]
+        return lost
 
     def _weigh(self, change: Change | None, cell: Cell) -> Tensor:
         """Return how often each query (S) counts in the sums for the keys and values of a cell."""

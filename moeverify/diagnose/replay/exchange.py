@@ -97,6 +97,9 @@ class Exchanges:
             ways += [*self._list_turns(), "experts-reversed", "experts-rolled"]
             found += [Change(part=part, way=way) for way in ways]
         found += [Change(part="counts", way=way) for way in ("reversed", "rolled", "late", "early")]
+        found += [
+            Change(part="counts", way="merged", number=n) for n in range(self.num_experts // self._num_ranks)
+        ]
         found += [Change(part="copies", way=way) for way in ("unsorted", "inverse", "by-remainder")]
         return found + [Change(part="restored", way=way) for way in ("order", "skipped")]
 
@@ -242,6 +245,11 @@ class _Walk:
             if not len(own):
                 continue
             counts = torch.bincount(expert[own] % self.per_rank, minlength=self.per_rank)
+            if change.way == "merged":
+                local = expert[own] % self.per_rank
+                joined = torch.where(local == int(change.number or 0), (local + 1) % self.per_rank, local)
+                found[own] = rank * self.per_rank + joined
+                continue
             if change.way in ("late", "early"):
                 found[own] = expert[own].roll(1 if change.way == "late" else -1)
                 continue

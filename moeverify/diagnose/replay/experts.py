@@ -60,6 +60,7 @@ class ExpertsFormula(TokenFormula):
             biases = ("gate-bias", "up-bias", "down-bias")
             ways += [Change(part=part, way="none") for part in biases]
             ways.append(Change(part="down-bias", way="unweighted"))
+            ways.append(Change(part="gate", way="weights-exchanged"))
             self.fits = [Change(part=part, way="times", number=2.0) for part in biases]
         self.ways = [
             *ways,
@@ -67,7 +68,8 @@ class ExpertsFormula(TokenFormula):
             *self._list_capacities(),
             *self.exchanges.list_ways(),
         ]
-        self.alone = PARTS | {"input"}
+        # What a way of these gives in one place alone is no bug that is known of, and costs as much as all others.
+        self.alone = PARTS | {"input", "slices", *_UNITS}
         self._numbers: dict[str, Tensor] = {}
         self.places = [
             Change(part="where", way=way, number=number)
@@ -95,6 +97,8 @@ class ExpertsFormula(TokenFormula):
         if self.num_ranks > 1:
             ways += [Change(part="experts", way="of-rank", number=number) for number in (1, -1)]
             ways += [Change(part="experts", way=way) for way in ("first-rank", "across", "along")]
+            ways.append(Change(part="experts", way="reversed-in-rank"))
+            ways += [Change(part="experts", way="next-in-rank", number=number) for number in (1, -1)]
         return [*ways, Change(part="experts", way="reversed")]
 
     def _list_slices(self) -> list[Change]:
@@ -194,12 +198,15 @@ class ExpertsFormula(TokenFormula):
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of experts (b, s, k, H) without their last bias, and that bias; one expert at a time."""
         held = self.held
+        is_exchanged = "gate" in changes and changes["gate"].way == "weights-exchanged"
         orders = [self._order_units(changes.get(part)) for part in _UNITS]
         outputs = torch.zeros(*ids.shape, held.down.shape[1], dtype=x.dtype)
         biases = torch.zeros_like(outputs)
         for expert in sorted(set(ids.flatten().tolist())):
             chosen = ids == expert
             gate, up = x[chosen] @ held.gate[expert].T, x[chosen] @ held.up[expert].T
+            if is_exchanged:
+                gate, up = up, gate
             if held.gate_bias is not None and held.up_bias is not None and held.down_bias is not None:
                 gate = gate + held.gate_bias[expert] * times_of(changes.get("gate-bias"))
                 up = up + held.up_bias[expert] * times_of(changes.get("up-bias"))
@@ -296,6 +303,8 @@ class ExpertsFormula(TokenFormula):
             "of-rank": lambda: (ids + number * per_rank) % self.count,
             "reversed": lambda: self.count - 1 - ids,
             "first-rank": lambda: ids % per_rank,
+            "reversed-in-rank": lambda: ids // per_rank * per_rank + per_rank - 1 - ids % per_rank,
+            "next-in-rank": lambda: ids // per_rank * per_rank + (ids + number) % per_rank,
             "across": lambda: ids % self.num_ranks * per_rank + ids // self.num_ranks,
             "along": lambda: ids % per_rank * self.num_ranks + ids // per_rank,
         }
@@ -315,6 +324,8 @@ class ExpertsGradientFormula(Formula):
     In the backward pass alone a step of the way may be otherwise: of those after the experts it is what comes in, of
     those before them what goes out.
     """
+
+    has_pairs = False  # each is a backward pass
 
     def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
@@ -356,6 +367,8 @@ class ExpertsGradientFormula(Formula):
 
 class CombineGradientFormula(Formula):
     """What the routed experts pass back to their weights (b, s, k): the gradient times each choice's output."""
+
+    has_pairs = False
 
     def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient

@@ -114,7 +114,8 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     if origin.end == "input":
         return _make_inside(origin, culprit, x, right)
     if isinstance(culprit, Block | MoE):
-        return _make_sum(_list_branches(culprit, block, right))
+        others = _list_gated(culprit, block, right) if isinstance(culprit, MoE) else {}
+        return _make_sum(_list_branches(culprit, block, right), others)
     return _make_tokenwise(culprit, block, x, right)
 
 
@@ -145,8 +146,9 @@ def _turn_back(named: NamedFormula, gradient: Tensor) -> NamedFormula | None:
     name, forward = f"gradient:{named.name}", named.formula
     if isinstance(forward, ExpertsFormula):
         return NamedFormula(name, ExpertsGradientFormula(forward, gradient))
-    is_known = isinstance(forward, TokenFormula)
-    return NamedFormula(name, TokenGradientFormula(forward, gradient)) if is_known else None
+    if not isinstance(forward, TokenFormula):
+        return None
+    return NamedFormula(name, TokenGradientFormula(forward, gradient))
 
 
 def _make_attention_gradient(
@@ -222,9 +224,27 @@ def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict
     return branches if culprit.shared is None else {**branches, "shared expert": shared}
 
 
-def _make_sum(terms: Mapping[str, Tensor | None]) -> NamedFormula | None:
+def _list_gated(culprit: MoE, name: str, right: RightModules) -> dict[str, dict[str, Tensor]]:
+    """Return what a shared expert adds where its gate is otherwise, or scaled as the combine weights are."""
+    shared, gate = right.read(f"{name}.shared", "output"), right.read(f"{name}.shared_gate", "output")
+    if shared is None or gate is None or culprit.shared_gate is None:
+        return {}
+    gates = {
+        "ungated": torch.ones_like(gate),
+        "raw-gate": gate,
+        "tanh-gate": gate.tanh(),
+        "silu-gate": torch.nn.functional.silu(gate),
+        "gated-twice": gate.sigmoid().square(),
+        "opposite-gate": 1.0 - gate.sigmoid(),
+    }
+    return {"shared expert": {way: shared * value for way, value in gates.items()}}
+
+
+def _make_sum(
+    terms: Mapping[str, Tensor | None], others: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> NamedFormula | None:
     known = {name: value for name, value in terms.items() if value is not None}
-    return NamedFormula("branches", SumFormula(known)) if len(known) == len(terms) > 1 else None
+    return NamedFormula("branches", SumFormula(known, others)) if len(known) == len(terms) > 1 else None
 
 
 @torch.no_grad()

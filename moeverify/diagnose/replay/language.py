@@ -72,13 +72,14 @@ class Formula(ABC):
     `ways` are those in which one part may be otherwise, from simple to complex. `fits` are those with a number that
     is not known, at a start each. `places` are where alone a way may hold, such as the experts of one rank.
     `alone` are the parts whose ways are tried neither there nor with those of others. `block` is how many elements
-    of the last dim stand together, such as a head.
+    of the last dim stand together, such as a head. `has_pairs` says whether ways of two parts are tried together.
     """
 
     ways: Sequence[Change] = ()
     fits: Sequence[Change] = ()
     places: Sequence[Change] = ()
     alone: frozenset[str] = frozenset()
+    has_pairs: bool = True
     block: int = 0
 
     @abstractmethod
@@ -102,7 +103,8 @@ class Found:
     """What a search came to: the changes that explain, all others that explain as well, and where.
 
     `residual` is the share of the error that is left, `ranks` those that compute so where others do not, `blocks`
-    those that are wrong where others are right. `num_tried` counts the variants.
+    those that are wrong where others are right. With `tokens` it holds of so many of so many tokens of these ranks
+    alone, and the variants would change the others too. `num_tried` counts the variants.
     """
 
     variants: tuple[tuple[Change, ...], ...] = ()
@@ -110,6 +112,7 @@ class Found:
     ranks: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     num_tried: int = 0
+    tokens: tuple[int, int] | None = None
 
 
 Confirmed = dict[tuple[Change, ...], tuple[float, tuple[int, ...]]]
@@ -135,6 +138,7 @@ class _Search:
         self.right = [shard for shard in shards if _error(shard, tensor) <= bound]
         self.blocks = self._find_wrong_blocks(bound)
         self.num_tried = 0
+        self.of_some = False
 
     def is_known(self) -> bool:
         """Return whether the formula gives the golden's output where ranks have another."""
@@ -168,7 +172,13 @@ class _Search:
         found = self._confirm_all([(way,) for way in group] for group in groups)
         found = found or self._confirm_all([(fit,)] for fit in self._fit(self.formula.fits, ()))
         found = found or self._confirm_all(self._restrict())
-        found = found or self._confirm_all(self._pair(groups))
+        if self.formula.has_pairs:
+            found = found or self._confirm_all(self._pair(groups))
+        counts = [self._find_wrong_tokens(shard) for shard in self.wrong]
+        tokens = (sum(int(each.sum()) for each in counts), sum(each.numel() for each in counts))
+        if not found and tokens[0] < tokens[1]:
+            self._keep_wrong_tokens()
+            found = self._confirm_all([(way,) for way in group] for group in self._group_ways())
         if not found or len(found) > MOST_RIVALS:
             return Found(num_tried=self.num_tried)
         confirmed = {changes: how for group in found for changes, how in group.items()}
@@ -177,7 +187,25 @@ class _Search:
         confirmed = spared or confirmed
         residual, ranks = next(iter(confirmed.values()))
         blocks = self._list_spared_by(next(iter(confirmed)))
-        return Found(tuple(confirmed), residual, ranks, blocks, self.num_tried)
+        return Found(
+            tuple(confirmed), residual, ranks, blocks, self.num_tried, tokens if self.of_some else None
+        )
+
+    def _find_wrong_tokens(self, shard: RankShard) -> Tensor:
+        """Return which tokens (b, s) of a shard are wrong."""
+        expected, error = self.tensor.expected_of(shard), shard.values() - self.tensor.expected_of(shard)
+        size = float(expected.norm()) / math.sqrt(max(math.prod(expected.shape[:2]), 1))
+        wrong: Tensor = ~(error.flatten(2).norm(dim=-1) <= self.tensor.exact * size)
+        return wrong
+
+    def _keep_wrong_tokens(self) -> None:
+        """Look at tokens that are wrong alone from now on, of which the sample has some."""
+        self.of_some = True
+        error = (self.actual - self.expected).nan_to_num(nan=1.0).flatten(2).norm(dim=-1)[0]
+        places = (error > NO_EFFECT * float(error.max())).nonzero().flatten()
+        self.cell = self.cell.pick(torch.tensor([0]), places)
+        self.expected, self.actual = self.expected[:, places], self.actual[:, places]
+        self.base = self.base[:, places]
 
     def _restrict(self) -> Iterator[list[tuple[Change, ...]]]:
         """Yield each way in one place alone."""
@@ -279,6 +307,9 @@ class _Search:
             value = self._evaluate_all(cell, changes)
             actual = self._mask(cell, shard.values())
             expected = self._mask(cell, self.tensor.expected_of(shard))
+            if self.of_some:
+                wrong = self._find_wrong_tokens(shard)
+                value, actual, expected = value[wrong], actual[wrong], expected[wrong]
             left = self._compare(value, actual, expected)
             allowed = (
                 self.tensor.exact * float(expected.norm()) / float((actual - expected).nan_to_num().norm())

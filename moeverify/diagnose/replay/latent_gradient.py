@@ -68,7 +68,7 @@ class LatentGradientFormula(Formula):
         """Make queries, or keys and values, of what the projection put out."""
         sizes, heads = self.module.sizes, self.num_heads
         if self.of == "queries":
-            inner.q = self.module._scale(leaf.unflatten(-1, (heads, -1)))
+            inner.q = self.module._scale(leaf.view(*leaf.shape[:-1], heads, -1))
             return
         shared = inner.k[:, :, :1, sizes.qk_nope :]
         made = leaf
@@ -77,7 +77,9 @@ class LatentGradientFormula(Formula):
             norm = self.module.kv_a_norm
             made = self.module.kv_b_proj(_norm_of(norm, latent, changes))
             shared = rope.unsqueeze(-2)
-        nope, inner.v = torch.split(made.unflatten(-1, (heads, -1)), [sizes.qk_nope, sizes.v_head], dim=-1)
+        nope, inner.v = torch.split(
+            made.view(*made.shape[:-1], heads, -1), [sizes.qk_nope, sizes.v_head], dim=-1
+        )
         inner.k = torch.cat([nope, self._share(shared, changes.get("shared"))], dim=-1)
 
     def _share(self, shared: Tensor, change: Change | None) -> Tensor:

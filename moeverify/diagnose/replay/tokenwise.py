@@ -39,6 +39,11 @@ _ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 _MOST_PARTS = 16
 
 
+def _list_orders(size: int) -> list[str]:
+    """Return the orders of so many slices that differ: of two the next one is the other."""
+    return [way for way in _ORDERS if size > 2 or way != "next-slice"]
+
+
 class TokenFormula(Formula):
     """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module."""
 
@@ -97,7 +102,7 @@ class NormFormula(TokenFormula):
         sizes = [n for n in sizes if n <= _MOST_PARTS]
         ways += [Change(part="mean", way=way, number=n) for n in sizes for way in ("first-part", "last-part")]
         ways += [Change(part="statistics", way="own-part", number=n) for n in sizes]
-        ways += [Change(part="weight", way=way, number=n) for n in sizes for way in _ORDERS]
+        ways += [Change(part="weight", way=way, number=n) for n in sizes for way in _list_orders(n)]
         self.ways = [*ways, *self.ways]
         self.fits = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
         self.fits += [
@@ -187,7 +192,7 @@ class LinearFormula(TokenFormula):
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
         for part, width in zip(("rows", "columns"), self.weight.shape, strict=True):
             sizes = [n for n in range(2, _MOST_PARTS + 1) if width % n == 0]
-            ways += [Change(part=part, way=way, number=n) for n in sizes for way in _ORDERS]
+            ways += [Change(part=part, way=way, number=n) for n in sizes for way in _list_orders(n)]
         self.ways = [*ways, *self.ways]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -257,15 +262,23 @@ def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> 
 
 
 class SumFormula(TokenFormula):
-    """A sum of branches: of a residual and what a module adds to it, of routed and shared experts."""
+    """A sum of branches: of a residual and what a module adds to it, of routed and shared experts.
 
-    def __init__(self, terms: Named) -> None:
+    `others` are values that may stand in the place of a term, by its name and the way.
+    """
+
+    def __init__(self, terms: Named, others: Mapping[str, Named] | None = None) -> None:
         super().__init__(next(iter(terms.values())), {})
-        self.terms = terms
+        self.terms, self.by_name = terms, others or {}
         self.ways = [
             Change(part=f"term-{number}", way=way, name=name)
             for number, name in enumerate(terms)
             for way in ("none", "twice", "opposite")
+        ]
+        self.ways += [
+            Change(part=f"term-{number}", way=way, name=name)
+            for number, name in enumerate(terms)
+            for way in self.by_name.get(name, {})
         ]
         self.fits = [
             Change(part=f"term-{n}", way="times", number=2.0, name=name) for n, name in enumerate(terms)
@@ -274,8 +287,11 @@ class SumFormula(TokenFormula):
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the sum."""
         total = torch.zeros_like(x)
-        for number, value in enumerate(self.terms.values()):
+        for number, (name, right) in enumerate(self.terms.items()):
             change = changes.get(f"term-{number}")
+            value = right
+            if change is not None and change.way in self.by_name.get(name, {}):
+                value, change = self.by_name[name][change.way], None
             times = 2.0 if change is not None and change.way == "twice" else times_of(change)
             total = total + times * value[cell.rows][:, cell.positions]
         return total

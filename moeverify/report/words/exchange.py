@@ -13,7 +13,7 @@ _ROWS: Mapping[str, str] = {
     "returned": "the outputs that come back to a rank",
 }
 _MIXED: Mapping[str, str] = {
-    "rolled": "with {rows} {number} rows too far along",
+    "rolled": "with {rows} off by {number} rows",
     "reversed": "with {rows} in reverse order",
     "modulo": "with {rows} read at row numbers modulo {number}",
     "ranks-reversed": "with {rows} by rank in reverse order",
@@ -44,6 +44,7 @@ _OTHERS: Mapping[tuple[str, str], str] = {
     ("counts", "rolled"): "with the experts' counts of rows off by one expert",
     ("counts", "late"): "with each expert's rows beginning one row too late",
     ("counts", "early"): "with each expert's rows beginning one row too early",
+    ("counts", "merged"): "with the rows of each rank's expert {number} counted as those of the next expert",
     ("copies", "unsorted"): "with token copies that are sent without having been sorted by expert",
     ("copies", "inverse"): "with token copies that are sorted by the inverse of the order of experts",
     (
@@ -63,4 +64,4 @@ def describe_step(part: str, way: str, number: str) -> str:
     if part in _ORDERS:
         text = _ORDERED.get((part, way)) or _COUNTS[kind]
         return text.format(what=_ORDERS[part])
-    return _OTHERS.get((part, way), "")
+    return _OTHERS.get((part, way), "").format(number=number)

@@ -383,7 +383,7 @@ def _(operation: Offset, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Varied, explanation: Explanation) -> str:
     first, *others = (describe_variant(operation.formula, changes) for changes in operation.variants)
-    where = describe_restriction(operation.ranks, operation.blocks)
+    where = describe_restriction(operation.ranks, operation.blocks, operation.tokens)
     culprit = name_culprit(explanation.subject)
     if operation.factor is not None:
         all_of_it = f"all that it puts out is {describe_factor(operation.factor)}"

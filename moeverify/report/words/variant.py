@@ -115,6 +115,7 @@ _ROTATIONS: Mapping[str, str] = {
     "none": "without the rotary embedding{of}",
     "place": "with a rotary embedding{of} by local places in place of positions",
     "arrival": "with a rotary embedding{of} by the order in which ranks' parts stand in place of positions",
+    "gap": "with rotary positions{of} that are off by {number} more on each further rank over cp",
     "opposite": "with a rotary embedding{of} in the opposite direction",
     "twice": "with a rotary embedding{of} that is applied twice",
     "neighbours": "with a rotary embedding{of} of neighbouring elements in place of halves",
@@ -206,6 +207,7 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("activation", "tanh"): "with tanh",
     ("activation", "none"): "without an activation",
     ("gate", "exchanged"): "with gate and up exchanged",
+    ("gate", "weights-exchanged"): "with the weights of gate and up exchanged, and their biases not",
     ("gate", "none"): "without the gate: the activation of up alone",
     ("gate", "alone"): "without up: the activation of the gate alone",
     ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
@@ -284,6 +286,8 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("experts", "of-choice"): "with the expert of the choice {number} further in the place of each",
     ("experts", "of-expert"): "with the expert {number} further in the place of each",
     ("experts", "of-rank"): "with the experts of the rank {number} further over ep in the place of each",
+    ("experts", "reversed-in-rank"): "with each rank's experts in reverse order",
+    ("experts", "next-in-rank"): "with the expert {number} further on the same rank in the place of each",
     ("experts", "reversed"): "with the experts in reverse order",
     ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
     ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
@@ -291,7 +295,17 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("down-bias", "unweighted"): "with a down bias that is not weighted",
 }
 _BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
-_TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
+_TIMES = {
+    "none": "without {what}",
+    "twice": "with {what} twice",
+    "opposite": "with {what} subtracted",
+    "ungated": "with {what} not gated",
+    "raw-gate": "with {what} gated by its gate's logits, without the sigmoid",
+    "tanh-gate": "with {what} gated by a tanh and not by a sigmoid",
+    "silu-gate": "with {what} gated by a silu and not by a sigmoid",
+    "gated-twice": "with {what} gated twice",
+    "opposite-gate": "with {what} gated by what its gate leaves of 1",
+}
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
@@ -356,8 +370,11 @@ def _name(name: str) -> str:
     return f"{end} of {module}" if module else name
 
 
-def describe_restriction(ranks: Sequence[int], blocks: Sequence[int]) -> str:
-    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing for all."""
+def describe_restriction(
+    ranks: Sequence[int], blocks: Sequence[int], tokens: tuple[int, int] | None = None
+) -> str:
+    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` at 8 of 16 tokens alone`; nothing for all."""
     of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
     heads = f"head{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
-    return of_ranks + (f" in {heads} alone" if blocks else "")
+    some = "" if tokens is None else f" at {tokens[0]} of {tokens[1]} tokens alone"
+    return of_ranks + some + (f" in {heads} alone" if blocks else "")

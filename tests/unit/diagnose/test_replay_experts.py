@@ -191,6 +191,18 @@ def test_slices_of_experts_that_are_not_summed() -> None:
     assert name_changes(explain(experts, expected, 2.0 * first)) == [[("slices", "of")]]
 
 
+def test_tokens_that_alone_lack_something_are_counted() -> None:
+    experts = make_experts()
+    weights = experts.weights.detach().unsqueeze(-1)
+    first, second = ((each * weights).sum(2) for each in list_slices())
+    expected, actual = first + second, first + second
+    actual[:, 5:] = first[:, 5:]
+    found = explain(experts, expected, actual)
+    assert name_changes(found) == [[("slices", "without")]]
+    assert found is not None
+    assert found.tokens == (6, 16)
+
+
 def test_one_slice_of_experts_that_drops_what_the_other_keeps() -> None:
     experts = make_experts()
     weights = experts.weights.detach().unsqueeze(-1)

@@ -45,6 +45,25 @@ def _layer_norm_kept(self: LayerNorm, x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
 
+def _norm_of_first_half(self: RMSNorm, x: Tensor) -> Tensor:
+    mean = x[..., : x.shape[-1] // 2].square().mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean + self.eps) * self.weight
+
+
+def _norm_of_sums(self: RMSNorm, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(2.0 * x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def _other_slice(self: nn.Linear, x: Tensor) -> Tensor:
+    product = functional.linear(x, self.weight)
+    whole = product.roll(product.shape[-1] // 2, -1)
+    return whole if self.bias is None else whole + self.bias
+
+
+def _over_tokens(self: Router, chosen: Tensor) -> Tensor:
+    return chosen / chosen.sum(1, keepdim=True)
+
+
 def _exchanged(self: MLP, x: Tensor) -> Tensor:
     assert self.gate_proj is not None
     down: Tensor = self.down_proj(functional.silu(self.up_proj(x)) * self.gate_proj(x))
@@ -126,6 +145,10 @@ CASES: dict[str, tuple[str, Any, str, Any, tuple[str, str]]] = {
         ("choices", "without"),
     ),
     "softmax": ("stress", Router, "weigh", _in_weights, ("normalization", "softmax")),
+    "first half": ("stress", RMSNorm, "forward", _norm_of_first_half, ("mean", "first-part")),
+    "sums": ("stress", RMSNorm, "forward", _norm_of_sums, ("mean", "times")),
+    "slices": ("stress", nn.Linear, "forward", _other_slice, ("rows", "slices-reversed")),
+    "tokens": ("stress", Router, "weigh", _over_tokens, ("normalization", "over-tokens")),
     "bias": ("stress", nn.Linear, "forward", _no_bias, ("bias", "none")),
 }
 
