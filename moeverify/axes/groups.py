@@ -18,6 +18,8 @@ TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K = "uses of the tied weight", "top_k"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
+_EXPERTS = "experts"
+_OF_MODULES = {_EXPERTS: "*.moe*", "heads": "*attention*", "key-value heads": "*attention*"}
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
@@ -75,7 +77,19 @@ def list_loss_counts(case: Case) -> dict[str, int]:
     counts[TOKENS] = data.batch * data.seq_len
     if reference is not None and reference.moe is not None:
         counts["MoE layers"] = reference.num_layers - reference.num_dense_layers
-        counts["experts"], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k
+        counts[_EXPERTS], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k
+    return {name: size for name, size in counts.items() if size > 1}
+
+
+def list_module_counts(case: Case) -> dict[str, int]:
+    """Return the integers, beside the axes, that code inside a module may multiply with by mistake."""
+    reference = case.recipe.model.reference
+    if reference is None:
+        return {}
+    counts = {"layers": reference.num_layers, "heads": reference.num_heads}
+    counts["key-value heads"] = reference.num_kv_heads
+    if reference.moe is not None:
+        counts[_EXPERTS] = reference.moe.num_experts
     return {name: size for name, size in counts.items() if size > 1}
 
 
@@ -95,6 +109,8 @@ def axis_affects(case: Case, axis: str, tensor: str) -> bool:
         return False  # its ranks are those of tp
     if axis in _OF_TENSORS:
         return fnmatchcase(tensor, _OF_TENSORS[axis])
+    if axis in _OF_MODULES:
+        return fnmatchcase(tensor, _OF_MODULES[axis])
     found = AXIS_OF.get(axis)
     return found is None or case.recipe.model.reference is None or found.affects(tensor)
 

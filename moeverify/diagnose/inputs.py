@@ -10,7 +10,7 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.replay.language import NamedFormula
+from moeverify.diagnose.replay.language import Found, NamedFormula
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.collective import IssuedCollective
@@ -62,7 +62,7 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
-    known.
+    known; `searched` keeps what came of the search for variants of it, by the tensor's identity.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -80,6 +80,7 @@ class DiagnosisInputs:
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     formula: Callable[[Origin], NamedFormula | None] = lambda origin: None
+    searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
 
     @property
     def origins(self) -> Mapping[str, Origin]:

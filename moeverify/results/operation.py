@@ -194,20 +194,24 @@ class Offset(Record):
 class Change(Record):
     """One part of what a module computes, and the way in which it was computed otherwise.
 
-    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum.
+    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum. `factor`
+    says what a number comes from that something is multiplied by, and `is_summed` that ranks sum over it.
     """
 
     part: str
     way: str
     number: float | None = None
     name: str = ""
+    factor: Factor | None = None
+    is_summed: bool = False
 
 
 class Varied(Record):
     """A module has the very output that its formula gives on right inputs when some of its parts are otherwise.
 
     `formula` says what was replayed. `variants` are all that explain as well, the first is the simplest. With `ranks`
-    it holds of these alone, with `blocks` of these heads.
+    it holds of these alone, with `blocks` of these heads, with `tokens` of so many of so many tokens. `factor` is
+    there where all of the output is also that many times the right one, which has sources of its own.
     """
 
     kind: Literal["varied"] = "varied"
@@ -215,6 +219,8 @@ class Varied(Record):
     variants: tuple[tuple[Change, ...], ...]
     ranks: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    tokens: tuple[int, int] | None = None
+    factor: Factor | None = None
 
 
 class Altered(Record):

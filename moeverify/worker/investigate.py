@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeverify.axes.expert_placement import is_placed
 from moeverify.axes.groups import (
     VALID_TOKENS,
     axis_affects,
     list_degrees,
     list_groups,
     list_loss_counts,
+    list_module_counts,
     name_ranks,
 )
 from moeverify.axes.mesh import MeshPlan
@@ -33,6 +35,8 @@ from moeverify.diagnose.first_divergence import Known, Origin, RankReadings, Sea
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.exchange import list_calls
+from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.stale import explains_stale
@@ -325,8 +329,30 @@ def _find_formula(
     by_rank = {plan.coordinates(rank).get("cp", 0): each for rank, each in enumerate(evidence.by_rank)}
     chunks = Chunks([by_rank[number].readings.shares[0][1] for number in range(len(by_rank))])
     valid = _find_valid(case, evidence.step)
-    expert_ranks = [plan.coordinates(rank).get("ep", 0) for rank in range(len(evidence.by_rank))]
-    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, expert_ranks))
+    experts = _place_experts(case, plan, evidence)
+    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, experts))
+
+
+def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:
+    """Return where experts live and which tokens travel together; under a placement the latter is not known."""
+    layout, ranks = case.layout, range(len(evidence.by_rank))
+    places = [plan.sparse.coordinates(rank) for rank in ranks]
+    tp = [plan.data.coordinates(rank).get("tp", 0) if layout.slices_tokens else 0 for rank in ranks]
+    # Ranks that hold slices of one expert have each other's tokens, unless they are those of tp and route alike.
+    gathered = plan.sparse.groups("etp") if layout.expert_tp not in (1, layout.tp) else []
+    calls = list_calls(
+        [each.readings.shares for each in evidence.by_rank],
+        case.recipe.data.seq_len,
+        plan.sparse.groups("ep"),
+        slices=[(number, layout.tp if layout.slices_tokens else 1) for number in tp],
+        gathered={rank: group for group in gathered for rank in group},
+    )
+    return ExpertLayout(
+        ep_ranks=[place.get("ep", 0) for place in places],
+        slice_ranks=[place.get("etp", 0) for place in places],
+        num_slices=layout.expert_tp,
+        calls=() if is_placed(layout) else calls,
+    )
 
 
 def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
@@ -361,7 +387,10 @@ def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:
     counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
     if valid is not None and not bool(valid.all()):
         counts.append(Source(name=VALID_TOKENS, size=int(valid.sum())))
-    return Axes(list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts)
+    inside = [Source(name=name, size=size) for name, size in list_module_counts(case).items()]
+    return Axes(
+        list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts, inside
+    )
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:

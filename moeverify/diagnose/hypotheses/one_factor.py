@@ -11,12 +11,13 @@ from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
+from moeverify.diagnose.hypotheses.replayed import HYPOTHESIS as REPLAYED
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
-from moeverify.results.operation import Scaled
+from moeverify.results.operation import Scaled, Varied
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
@@ -28,6 +29,7 @@ _REDUCED = (
     Quantity.LOSS,
     Quantity.TENSOR,
 )
+_OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _CAUSES = {
     # The gradients were compared before, and are right: what is off is the number that is reported.
     Quantity.LOSS: Cause.METRIC,
@@ -90,6 +92,8 @@ class OneFactor(LinearFit):
         if outcome.explanation is not None and first.quantity is Quantity.OUTPUT:
             sources = self.sources(tensors, inputs)
             outcome = replace(outcome, explanation=_name_root(outcome.explanation, sources))
+        if outcome.explanation is not None and first.quantity in _OF_MODULES:
+            outcome = _replay(outcome, outcome.explanation, tensors, inputs)
         if outcome.explanation is not None:
             seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
             outcome = replace(outcome, observations=seen)
@@ -112,6 +116,30 @@ def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanati
         return explanation
     scaled = Scaled(contributions=(whole.model_copy(update={"factor": root}),))
     return explanation.model_copy(update={"operation": scaled})
+
+
+def _replay(
+    outcome: Outcome, explanation: Explanation, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
+) -> Outcome:
+    """Return what a module computes otherwise where that makes all of it the same number of times right.
+
+    A number that is that of an axis exactly stands beside it: which of the two it is cannot be told.
+    """
+    varied = REPLAYED.test(tensors, inputs)
+    operation, scaled = varied.explanation and varied.explanation.operation, explanation.operation
+    if varied.explanation is None or not isinstance(operation, Varied) or not isinstance(scaled, Scaled):
+        return outcome
+    (whole,) = scaled.contributions
+    is_axis = bool(whole.factor.equals) and whole.factor.power == 1
+    if is_axis and any(change.number is not None for change in operation.variants[0]):
+        return outcome
+    named = operation.model_copy(update={"factor": whole.factor if is_axis else None})
+    return replace(
+        varied,
+        explanation=varied.explanation.model_copy(update={"operation": named}),
+        trials=(*outcome.trials, *varied.trials),
+        observations=(*outcome.observations, *varied.observations),
+    )
 
 
 def _is_constant(tensor: WrongTensor) -> bool:

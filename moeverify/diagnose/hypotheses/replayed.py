@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.replay.language import find_variant
+from moeverify.diagnose.replay.language import Found, NamedFormula, find_variant
+from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Replay
-from moeverify.results.operation import Varied
+from moeverify.results.operation import Change, Varied
 from moeverify.results.trial import Reason
+
+_UNREDUCED = (("slices", "own"),)
 
 
 class Replayed(Hypothesis):
@@ -29,21 +32,42 @@ class Replayed(Hypothesis):
         """Search the variants of the culprit's formula."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
-        named = inputs.formula(origin) if origin is not None else None
-        if named is None or inputs.search is None:
+        # Hypotheses that only measure a factor ask too, and the log of trials does.
+        if id(tensor) not in inputs.searched:
+            inputs.searched[id(tensor)] = self._search(tensor, inputs)
+        searched = inputs.searched[id(tensor)]
+        if searched is None or searched[1] is None:
             return self.untried(Reason.NOT_COMPARABLE)
-        found = find_variant(named.formula, tensor, inputs.search.bound)
-        if found is None:
-            return self.untried(Reason.NOT_COMPARABLE)
+        named, found = searched[0], searched[1]
         if not found.variants:
             return self.refuse(Replay(formula=named.name, num_tried=found.num_tried))
         seen = Replay(formula=named.name, num_tried=found.num_tried, residual=found.residual)
-        operation = Varied(
-            formula=named.name, variants=found.variants, ranks=found.ranks, blocks=found.blocks
+        assert origin is not None
+        variants = tuple(
+            tuple(name_multiple(change, origin, inputs) for change in changes) for changes in found.variants
         )
-        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        operation = Varied(
+            formula=named.name, variants=variants, ranks=found.ranks, blocks=found.blocks, tokens=found.tokens
+        )
+        cause = _find_cause(found.variants[0], tensor)
         explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
         return self.accept(explanation, seen)
+
+    def _search(
+        self, tensor: WrongTensor, inputs: DiagnosisInputs
+    ) -> tuple[NamedFormula, Found | None] | None:
+        origin = inputs.origin_of(tensor)
+        named = inputs.formula(origin) if origin is not None else None
+        if named is None or inputs.search is None:
+            return None
+        return named, find_variant(named.formula, tensor, inputs.search.bound)
+
+
+def _find_cause(changes: Sequence[Change], tensor: WrongTensor) -> Cause:
+    """Return that a sum over slices is missing, where each rank has its own alone; else where it goes wrong."""
+    if any((change.part, change.way) in _UNREDUCED for change in changes):
+        return Cause.MISSING_REDUCTION
+    return Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
 
 
 HYPOTHESIS = Replayed()

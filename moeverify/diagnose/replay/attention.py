@@ -18,7 +18,7 @@ from moeverify.model.mla import LatentAttention
 from moeverify.model.rope import compute_rotation
 from moeverify.results.operation import Change
 
-_GLOBAL, _IN_CHUNK, _ARRIVED = "position", "place", "arrival"
+_GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 _BASES = (1e2, 1e4, 1e6)
 
 
@@ -81,23 +81,33 @@ class AttentionFormula(Formula):
         for part in ("rotation", "query-rotation", "key-rotation"):
             found += [Change(part=part, way=way) for way in ("none", "place", "arrival", "opposite", "twice")]
             found += [Change(part=part, way=way) for way in ("neighbours", "halves", "first-half", "swapped")]
+            if len(self.chunks.positions) > 1:
+                found += [Change(part=part, way="gap", number=number) for number in (1, -1)]
             if part != "rotation":
                 found += [Change(part=part, way="offset", number=number) for number in (1, -1)]
         for way in ("modulo", "restart", "clamped"):
-            found += [Change(part="rotation", way=way, number=number) for number in self._list_lengths()]
+            found += [
+                Change(part="rotation", way=way, number=number)
+                for number in self._list_lengths()
+                if number > 1 or way == "restart"
+            ]
         if self.yarn is not None:
             found.append(Change(part="rotation", way="unstretched"))
         found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
         count = self.q.shape[2]
         sizes = [size for size in range(2, count + 1) if count % size == 0]
-        found += [Change(part="outputs", way=way, number=size) for size in sizes for way in _HEAD_ORDERS]
+        found += [
+            Change(part="outputs", way=way, number=size)
+            for size in sizes
+            for way in (_HEAD_ORDERS if size > 2 else ("next", "transposed"))
+        ]
         for part in ("keys", "values", "keys-and-values"):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
             ]
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
-        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "all-keys", "not-normalized", "of-heads"]
+        ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
         ways += [way for way in _MERGES if way not in ways]
         return found + [Change(part="softmax", way=way) for way in ways]
 
@@ -115,16 +125,18 @@ class AttentionFormula(Formula):
         found = [
             Change(part="reach", way=way) for way in ("valid", "own", "not-own", "own-run", "not-own-run")
         ]
-        found += [Change(part="reach", way="earlier-runs")]
         for way, numbers in (
             ("without-rank", range(size)),
             ("without-run", range(int(self.chunks.run.max()) + 1)),
         ):
             found += [Change(part="reach", way=way, number=number) for number in numbers]
         found += [Change(part="reach", way="without-key", number=number) for number in (0, length - 1)]
-        found += [Change(part="reach", way="blocks", number=n) for n in range(1, length) if length % n == 0]
+        found += [Change(part="reach", way="blocks", number=n) for n in range(2, length) if length % n == 0]
         for way in ("window", "beyond", "boundary"):
-            found += [Change(part="reach", way=way, number=number) for number in self._list_lengths()]
+            # A mask that is off by a few positions hides the last few too.
+            least = _MOST_OFFSET + 1 if way == "beyond" else 1
+            lengths = [number for number in self._list_lengths() if number >= least]
+            found += [Change(part="reach", way=way, number=number) for number in lengths]
         return found
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -152,7 +164,12 @@ class AttentionFormula(Formula):
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""
         length = self.k.shape[1]
-        return {_GLOBAL: torch.arange(length), _IN_CHUNK: self.chunks.place, _ARRIVED: self.chunks.arrival}
+        return {
+            _GLOBAL: torch.arange(length),
+            _IN_CHUNK: self.chunks.place,
+            _ARRIVED: self.chunks.arrival,
+            _OWNER: self.chunks.owner,
+        }
 
     def _rotate(
         self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str
@@ -161,6 +178,7 @@ class AttentionFormula(Formula):
         change = changes.get(part) or changes.get("rotation")
         way, number = (change.way, change.number) if change is not None else ("", None)
         at = _renumber(numbers.get(way, numbers[_GLOBAL]).double(), way, number or 0.0)
+        at = at + (number or 0.0) * numbers[_OWNER] if way == "gap" else at
         theta = number if way == "base" and number is not None else self.theta
         yarn = None if way == "unstretched" else self.yarn
         cos, sin = (
@@ -235,7 +253,6 @@ class AttentionFormula(Formula):
             "factor": right * float(change.number or 1.0),
             "none": 1.0,
             "width": 1.0 / width,
-            "twice": right * right,
             "value-width": math.pow(self.v.shape[-1], -0.5),
             "rotated-width": math.pow(self.num_rotated, -0.5),
             "all-heads": math.pow(width * self.q.shape[2], -0.5),
@@ -271,7 +288,6 @@ class AttentionFormula(Formula):
             "not-own": lambda: ~own,
             "own-run": lambda: run,
             "not-own-run": lambda: ~run,
-            "earlier-runs": lambda: chunks.run < chunks.run[place.numbers[_GLOBAL]].unsqueeze(-1),
             "without-rank": lambda: chunks.owner != number,
             "without-run": lambda: chunks.run != number,
             "without-key": lambda: key != number,
@@ -304,8 +320,6 @@ class AttentionFormula(Formula):
         total = share.sum(-1, keepdim=True)
         if way == "extra-one":
             total = total + (-top).exp()
-        elif way == "all-keys":
-            total = (scores - top).exp().sum(-1, keepdim=True)
         elif way == "not-normalized":
             total = (-top).exp()
         elif way == "of-heads":
@@ -399,7 +413,8 @@ _MERGES: Mapping[str, tuple[str, str]] = {
     },
 }
 _MOST_LENGTHS = 64
-_SCALES = ("none", "width", "twice", "value-width", "rotated-width", "all-heads", "multiplied")
+_MOST_OFFSET = 3
+_SCALES = ("none", "width", "value-width", "rotated-width", "all-heads", "multiplied")
 
 
 class _Queries:
@@ -411,6 +426,7 @@ class _Queries:
             _GLOBAL: cell.positions,
             _IN_CHUNK: chunks.place[cell.positions],
             _ARRIVED: chunks.arrival[cell.positions],
+            _OWNER: chunks.owner[cell.positions],
         }
         self._length = len(chunks.order)
         self._chunk = max(map(len, chunks.positions))

@@ -5,6 +5,7 @@ Letters as in `moeverify.diagnose.replay.attention`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from typing import Literal
@@ -35,7 +36,14 @@ class AttentionGradientFormula(Formula):
         ways += [Change(part="queries", way="without-rank", number=number) for number in range(size)]
         moves = [Change(part="sums", way=way) for way in ("arrival", "position")]
         moves += [Change(part="sums", way="of-rank", number=number) for number in (1, -1)]
-        self.ways = [*([] if of == "q" or size == 1 else ways + moves), *forward.ways]
+        heads = [Change(part="heads-of", way=way) for way in ("own", "not-own", "next", "reversed")]
+        heads += [Change(part="heads-of", way="without-rank", number=number) for number in range(size)]
+        is_cut = len(self.shape) == 2 or not math.prod(self.shape) % (size * forward.block)
+        self.ways = [
+            *([] if of == "q" or size == 1 else ways + moves),
+            *(heads if size > 1 and is_cut else []),
+            *forward.ways,
+        ]
         self.fits = forward.fits
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -59,10 +67,28 @@ class AttentionGradientFormula(Formula):
             orders = {"arrival": chunks.order, "position": chunks.arrival}
             order = chunks.shift(int(change.number or 0)) if change.way == "of-rank" else orders[change.way]
             at = order[at]
+        if "heads-of" in changes:
+            found = self._move_heads(found, changes["heads-of"], cell)
         picked: Tensor = found[:, at].reshape(len(rows), len(at), *self.shape)
         for dim, indices in enumerate(cell.dims, 2):
             picked = picked.index_select(dim, indices)
         return picked
+
+    def _move_heads(self, found: Tensor, change: Change, cell: Cell) -> Tensor:
+        """Return a gradient (b, S, N, D) whose heads came back from the ranks that each computed some of them."""
+        size, width = len(self.forward.chunks.positions), found.shape[2]
+        owners = set(self.forward.chunks.owner[cell.positions].tolist())
+        if width % size or len(owners) > 1:
+            return found * torch.nan
+        part, own = torch.arange(width) // (width // size), min(owners)
+        if change.way in ("next", "reversed"):
+            slices = torch.arange(width).view(size, -1)
+            turned = slices.roll(-1, 0) if change.way == "next" else slices.flip(0)
+            return found[:, :, turned.flatten()]
+        number = int(change.number or 0)
+        kept = {"own": part == own, "not-own": part != own}.get(change.way, part != number)
+        lost: Tensor = found * kept.to(found.dtype)[:, None]
+        return lost
 
     def _weigh(self, change: Change | None, cell: Cell) -> Tensor:
         """Return how often each query (S) counts in the sums for the keys and values of a cell."""

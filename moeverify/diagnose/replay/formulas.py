@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.experts import (
+    ONE_DEVICE,
+    CombineGradientFormula,
+    ExpertLayout,
+    ExpertsFormula,
+    ExpertsGradientFormula,
+)
 from moeverify.diagnose.replay.language import NamedFormula
-from moeverify.diagnose.replay.routed import ExpertsFormula, RouterFormula
+from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
+from moeverify.diagnose.replay.routed import RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
     GatedFormula,
     HandedFormula,
@@ -43,19 +51,27 @@ _PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
 }
 
 
+_LATENT_PROJECTIONS: Mapping[str, Projection] = {
+    "q_proj": "queries",
+    "q_b_proj": "queries",
+    "kv_b_proj": "heads",
+    "kv_a_proj": "latent",
+}
+
+
 @dataclass(frozen=True)
 class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `expert_ranks` has for each rank its number among those that divide the experts.
+    and `experts` says where experts live.
     """
 
     model: nn.Module
     readings: Sequence[Reading]
     chunks: Chunks
     valid: Tensor | None
-    expert_ranks: Sequence[int] = (0,)
+    experts: ExpertLayout = ONE_DEVICE
 
     def find(self, name: str) -> nn.Module | None:
         """Return the module of a name; nothing for that of the whole model."""
@@ -98,7 +114,8 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     if origin.end == "input":
         return _make_inside(origin, culprit, x, right)
     if isinstance(culprit, Block | MoE):
-        return _make_sum(_list_branches(culprit, block, right))
+        others = _list_gated(culprit, block, right) if isinstance(culprit, MoE) else {}
+        return _make_sum(_list_branches(culprit, block, right), others)
     return _make_tokenwise(culprit, block, x, right)
 
 
@@ -111,15 +128,27 @@ def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
         return None
     if isinstance(culprit, Attention) and inner in _PROJECTIONS:
         return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    if isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
+        return _make_latent_gradient(culprit, name, inner, right)
+    if isinstance(culprit, MoE) and block == name and origin.module == f"{name}.router":
+        return _make_combine_gradient(culprit, name, right)
     if origin.end != "input" or gradient is None:
         return None
     if isinstance(culprit, MoE) and block != name:
         named = _make_experts(culprit, block, x, right)
     else:
         named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
-    if named is None or not isinstance(named.formula, TokenFormula):
+    return None if named is None else _turn_back(named, gradient)
+
+
+def _turn_back(named: NamedFormula, gradient: Tensor) -> NamedFormula | None:
+    """Return the formula of what a module passes back from the gradient of its output."""
+    name, forward = f"gradient:{named.name}", named.formula
+    if isinstance(forward, ExpertsFormula):
+        return NamedFormula(name, ExpertsGradientFormula(forward, gradient))
+    if not isinstance(forward, TokenFormula):
         return None
-    return NamedFormula(f"gradient:{named.name}", TokenGradientFormula(named.formula, gradient))
+    return NamedFormula(name, TokenGradientFormula(forward, gradient))
 
 
 def _make_attention_gradient(
@@ -133,11 +162,23 @@ def _make_attention_gradient(
     return NamedFormula("gradient:attention", formula)
 
 
+def _make_latent_gradient(
+    culprit: LatentAttention, name: str, inner: str, right: RightModules
+) -> NamedFormula | None:
+    x, gradient = right.read(name, "input"), right.read(f"{name}.o_proj", "input", BACKWARD)
+    given = right.read(f"{name}.{inner}", "output")
+    if x is None or gradient is None or given is None:
+        return None
+    forward = AttentionFormula(culprit, x, right.valid, right.chunks)
+    formula = LatentGradientFormula(culprit, forward, _LATENT_PROJECTIONS[inner], given, gradient)
+    return NamedFormula("gradient:latent-attention", formula)
+
+
 def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
     """Return the formula of a module that computes each token of its output from its input."""
     others = right.list_like(x, name)
     if isinstance(culprit, Router):
-        return NamedFormula("router", RouterFormula(culprit, x, others))
+        return NamedFormula("router", RouterFormula(culprit, x, others, right.experts.calls))
     if isinstance(culprit, RMSNorm | LayerNorm):
         return NamedFormula(
             "norm", NormFormula(culprit, x, others, _list_weights(culprit, name, right.model))
@@ -183,9 +224,27 @@ def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict
     return branches if culprit.shared is None else {**branches, "shared expert": shared}
 
 
-def _make_sum(terms: Mapping[str, Tensor | None]) -> NamedFormula | None:
+def _list_gated(culprit: MoE, name: str, right: RightModules) -> dict[str, dict[str, Tensor]]:
+    """Return what a shared expert adds where its gate is otherwise, or scaled as the combine weights are."""
+    shared, gate = right.read(f"{name}.shared", "output"), right.read(f"{name}.shared_gate", "output")
+    if shared is None or gate is None or culprit.shared_gate is None:
+        return {}
+    gates = {
+        "ungated": torch.ones_like(gate),
+        "raw-gate": gate,
+        "tanh-gate": gate.tanh(),
+        "silu-gate": torch.nn.functional.silu(gate),
+        "gated-twice": gate.sigmoid().square(),
+        "opposite-gate": 1.0 - gate.sigmoid(),
+    }
+    return {"shared expert": {way: shared * value for way, value in gates.items()}}
+
+
+def _make_sum(
+    terms: Mapping[str, Tensor | None], others: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> NamedFormula | None:
     known = {name: value for name, value in terms.items() if value is not None}
-    return NamedFormula("branches", SumFormula(known)) if len(known) == len(terms) > 1 else None
+    return NamedFormula("branches", SumFormula(known, others)) if len(known) == len(terms) > 1 else None
 
 
 @torch.no_grad()
@@ -195,8 +254,18 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
         return None
     routing = block.router(came_in)
     others = right.list_like(x, name)
-    formula = ExpertsFormula(block.experts, x, routing, others, right.expert_ranks)
+    formula = ExpertsFormula(block.experts, x, routing, others, right.experts)
     return NamedFormula("routed-experts", formula)
+
+
+def _make_combine_gradient(block: MoE, name: str, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what comes back to a router's combine weights."""
+    x = right.read(f"{name}.{_DISPATCHER}", "input")
+    gradient = right.read(f"{name}.{_DISPATCHER}", "output", BACKWARD)
+    experts = None if x is None else _make_experts(block, name, x, right)
+    if gradient is None or experts is None or not isinstance(experts.formula, ExpertsFormula):
+        return None
+    return NamedFormula("gradient:combine-weights", CombineGradientFormula(experts.formula, gradient))
 
 
 def _list_weights(module: nn.Module, name: str, model: nn.Module) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice, product
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ NO_EFFECT = 1e-6
 MOST_TOKENS = 24  # that are looked at first: a way that fails there is not evaluated any further
 MOST_ELEMENTS = 1 << 24  # of all that a variant is confirmed on
 MOST_PAIRED = 4  # ways of a part that are tried together with those of others
-MOST_RIVALS = 3  # more variants than these say nothing
+MOST_RIVALS = 3  # more variants than these, of different outputs on the sample, say nothing
+MOST_TWINS = 16  # of those that give one output on the sample: pairs of ways may have many
 _TOKENS_AT_ONCE = 128
 _STEPS = 12  # of a fit of one number
 _DIFFERENCE = 1e-5
@@ -69,11 +70,16 @@ class Formula(ABC):
     """What a module computes on right inputs.
 
     `ways` are those in which one part may be otherwise, from simple to complex. `fits` are those with a number that
-    is not known, at a start each. `block` is how many elements of the last dim stand together, such as a head.
+    is not known, at a start each. `places` are where alone a way may hold, such as the experts of one rank.
+    `alone` are the parts whose ways are tried neither there nor with those of others. `block` is how many elements
+    of the last dim stand together, such as a head. `has_pairs` says whether ways of two parts are tried together.
     """
 
     ways: Sequence[Change] = ()
     fits: Sequence[Change] = ()
+    places: Sequence[Change] = ()
+    alone: frozenset[str] = frozenset()
+    has_pairs: bool = True
     block: int = 0
 
     @abstractmethod
@@ -94,10 +100,11 @@ class NamedFormula:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to: the changes that explain, others that explain as well, and where.
+    """What a search came to: the changes that explain, all others that explain as well, and where.
 
     `residual` is the share of the error that is left, `ranks` those that compute so where others do not, `blocks`
-    those that are wrong where others are right. `num_tried` counts the variants.
+    those that are wrong where others are right. With `tokens` it holds of so many of so many tokens of these ranks
+    alone, and the variants would change the others too. `num_tried` counts the variants.
     """
 
     variants: tuple[tuple[Change, ...], ...] = ()
@@ -105,6 +112,11 @@ class Found:
     ranks: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     num_tried: int = 0
+    tokens: tuple[int, int] | None = None
+
+
+Confirmed = dict[tuple[Change, ...], tuple[float, tuple[int, ...]]]
+"""Variants, with the share of the error that each leaves, and the ranks that compute so where others do not."""
 
 
 def find_variant(formula: Formula, tensor: WrongTensor, bound: float) -> Found | None:
@@ -126,6 +138,7 @@ class _Search:
         self.right = [shard for shard in shards if _error(shard, tensor) <= bound]
         self.blocks = self._find_wrong_blocks(bound)
         self.num_tried = 0
+        self.of_some = False
 
     def is_known(self) -> bool:
         """Return whether the formula gives the golden's output where ranks have another."""
@@ -155,21 +168,63 @@ class _Search:
         self.base = self._evaluate(self.cell, ())
 
     def run(self) -> Found:
-        ways = list(self._list_ways())
-        found = self._confirm_all((way,) for way in ways)
-        found = found or self._confirm_all((fit,) for fit in self._fit(self.formula.fits, ()))
-        if not found:
-            parts = dict.fromkeys(way.part for way in ways)
-            simple = [
-                way for part in parts for way in [each for each in ways if each.part == part][:MOST_PAIRED]
-            ]
-            pairs = (pair for pair in combinations(simple, 2) if pair[0].part != pair[1].part)
-            found = self._confirm_all(pairs)
+        groups = self._group_ways()
+        found = self._confirm_all([(way,) for way in group] for group in groups)
+        found = found or self._confirm_all([(fit,)] for fit in self._fit(self.formula.fits, ()))
+        found = found or self._confirm_all(self._restrict())
+        if self.formula.has_pairs:
+            found = found or self._confirm_all(self._pair(groups))
+        counts = [self._find_wrong_tokens(shard) for shard in self.wrong]
+        tokens = (sum(int(each.sum()) for each in counts), sum(each.numel() for each in counts))
+        if not found and tokens[0] < tokens[1]:
+            self._keep_wrong_tokens()
+            found = self._confirm_all([(way,) for way in group] for group in self._group_ways())
         if not found or len(found) > MOST_RIVALS:
             return Found(num_tried=self.num_tried)
-        residual, ranks = next(iter(found.values()))
-        blocks = self._list_spared_by(next(iter(found)))
-        return Found(tuple(found), residual, ranks, blocks, self.num_tried)
+        confirmed = {changes: how for group in found for changes, how in group.items()}
+        # What holds on all ranks needs no restriction to some: it is simpler than what does.
+        spared = {changes: how for changes, how in confirmed.items() if not how[1]}
+        confirmed = spared or confirmed
+        residual, ranks = next(iter(confirmed.values()))
+        blocks = self._list_spared_by(next(iter(confirmed)))
+        return Found(
+            tuple(confirmed), residual, ranks, blocks, self.num_tried, tokens if self.of_some else None
+        )
+
+    def _find_wrong_tokens(self, shard: RankShard) -> Tensor:
+        """Return which tokens (b, s) of a shard are wrong."""
+        expected, error = self.tensor.expected_of(shard), shard.values() - self.tensor.expected_of(shard)
+        size = float(expected.norm()) / math.sqrt(max(math.prod(expected.shape[:2]), 1))
+        wrong: Tensor = ~(error.flatten(2).norm(dim=-1) <= self.tensor.exact * size)
+        return wrong
+
+    def _keep_wrong_tokens(self) -> None:
+        """Look at tokens that are wrong alone from now on, of which the sample has some."""
+        self.of_some = True
+        error = (self.actual - self.expected).nan_to_num(nan=1.0).flatten(2).norm(dim=-1)[0]
+        places = (error > NO_EFFECT * float(error.max())).nonzero().flatten()
+        self.cell = self.cell.pick(torch.tensor([0]), places)
+        self.expected, self.actual = self.expected[:, places], self.actual[:, places]
+        self.base = self.base[:, places]
+
+    def _restrict(self) -> Iterator[list[tuple[Change, ...]]]:
+        """Yield each way in one place alone."""
+        for place in self.formula.places:
+            for way in self.formula.ways:
+                if way.part not in self.formula.alone:
+                    yield [(way, place)]
+
+    def _pair(self, groups: Sequence[Sequence[Change]]) -> Iterator[list[tuple[Change, ...]]]:
+        """Yield the pairs of ways of two parts, with all that give the same output one by one."""
+        parts: dict[str, list[Sequence[Change]]] = {}
+        for group in groups:
+            if group[0].part not in self.formula.alone:
+                parts.setdefault(group[0].part, []).append(group)
+        simple = [group for members in parts.values() for group in members[:MOST_PAIRED]]
+        for first, second in combinations(simple, 2):
+            if first[0].part != second[0].part:
+                pairs = (pair for pair in product(first, second) if pair[0].part != pair[1].part)
+                yield list(islice(pairs, MOST_TWINS))
 
     def _list_spared_by(self, changes: Sequence[Change]) -> tuple[int, ...]:
         """Return the wrong blocks, where a variant would change those that are right too; else none."""
@@ -182,15 +237,25 @@ class _Search:
         moved = float((value - base)[..., right].nan_to_num().norm())
         return tuple(self.blocks.tolist()) if moved > NO_EFFECT * float(base.norm()) else ()
 
-    def _list_ways(self) -> Iterator[Change]:
-        """Yield the ways, of those that give the same output on the sample the first alone."""
-        seen: list[Tensor] = [self.base]
+    def _group_ways(self) -> list[list[Change]]:
+        """Return the ways that change the sample, those of one output there together.
+
+        Of a shift by so many ranks or rows and that by as many in the other direction one stands for both.
+        """
+        scale = NO_EFFECT * float((self.actual - self.base).nan_to_num().norm())
+        outputs: list[Tensor] = []
+        groups: list[list[Change]] = []
         for way in self.formula.ways:
             value = torch.nan_to_num(self._evaluate(self.cell, (way,)), nan=0.0)
-            scale = NO_EFFECT * float((self.actual - self.base).nan_to_num().norm())
-            if all(float((value - other).norm()) > scale for other in seen):
-                seen.append(value)
-                yield way
+            if float((value - self.base.nan_to_num()).norm()) <= scale:
+                continue
+            at = next((n for n, each in enumerate(outputs) if float((value - each).norm()) <= scale), None)
+            if at is None:
+                outputs.append(value)
+                groups.append([way])
+            elif not any(_is_turned(way, other) for other in groups[at]):
+                groups[at].append(way)
+        return groups
 
     def _fit(self, starts: Sequence[Change], others: tuple[Change, ...]) -> Iterator[Change]:
         """Yield each way with the number that fits the sample best, found by Gauss-Newton steps in its logarithm."""
@@ -223,17 +288,15 @@ class _Search:
         changed = way.model_copy(update={"number": math.exp(at)})
         return (self._evaluate(self.cell, (*others, changed)) - self.actual).nan_to_num()
 
-    def _confirm_all(
-        self, variants: Iterator[tuple[Change, ...]]
-    ) -> dict[tuple[Change, ...], tuple[float, tuple[int, ...]]]:
-        found = {}
-        for changes in variants:
+    def _confirm_all(self, groups: Iterable[Sequence[tuple[Change, ...]]]) -> list[Confirmed]:
+        """Return of each group that explains the sample the variants that explain all, where there are some."""
+        found = []
+        for group in groups:
             self.num_tried += 1
-            if self._compare(self._evaluate(self.cell, changes), self.actual, self.base) > SHARE:
+            if self._compare(self._evaluate(self.cell, group[0]), self.actual, self.base) > SHARE:
                 continue
-            confirmed = self._confirm(changes)
-            if confirmed is not None:
-                found[changes] = confirmed
+            confirmed = {changes: how for changes in group if (how := self._confirm(changes)) is not None}
+            found += [confirmed] if confirmed else []
         return found
 
     def _confirm(self, changes: tuple[Change, ...]) -> tuple[float, tuple[int, ...]] | None:
@@ -244,6 +307,9 @@ class _Search:
             value = self._evaluate_all(cell, changes)
             actual = self._mask(cell, shard.values())
             expected = self._mask(cell, self.tensor.expected_of(shard))
+            if self.of_some:
+                wrong = self._find_wrong_tokens(shard)
+                value, actual, expected = value[wrong], actual[wrong], expected[wrong]
             left = self._compare(value, actual, expected)
             allowed = (
                 self.tensor.exact * float(expected.norm()) / float((actual - expected).nan_to_num().norm())
@@ -305,6 +371,13 @@ class _Search:
             return value
         inside = torch.isin(cell.dims[-1] // self.formula.block, self.blocks)
         return torch.where(inside, value, torch.zeros_like(value))
+
+
+def _is_turned(way: Change, other: Change) -> bool:
+    """Return whether two ways are one shift in both directions."""
+    return (way.part, way.way, way.name) == (other.part, other.way, other.name) and way.number == -(
+        other.number or 0.0
+    )
 
 
 def _error(shard: RankShard, tensor: WrongTensor) -> float:

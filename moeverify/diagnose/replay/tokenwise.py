@@ -29,6 +29,20 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 Named = Mapping[str, Tensor]
 
+# Other orders of what ranks hold slices of, by what stands at each of so many places: (width), number of slices.
+_ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+    "next-slice": lambda at, size: at.view(size, -1).roll(-1, 0).flatten(),
+    "slices-reversed": lambda at, size: at.view(size, -1).flip(0).flatten(),
+    "first-slice": lambda at, size: at.view(size, -1)[:1].expand(size, -1).flatten(),
+    "in-turn": lambda at, size: at.view(-1, size).T.flatten(),
+}
+_MOST_PARTS = 16
+
+
+def _list_orders(size: int) -> list[str]:
+    """Return the orders of so many slices that differ: of two the next one is the other."""
+    return [way for way in _ORDERS if size > 2 or way != "next-slice"]
+
 
 class TokenFormula(Formula):
     """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module."""
@@ -55,8 +69,14 @@ class TokenFormula(Formula):
             rows = (rows + int(change.number or 0)) % num_rows
         elif change is not None:
             positions = (positions + int(change.number or 0)) % length
-        whole = self.compute(x[rows][:, positions], cell, changes)
-        return whole[..., cell.dims[-1]] if whole.shape[-1] != len(cell.dims[-1]) else whole
+        return pick_dims(self.compute(x[rows][:, positions], cell, changes), cell)
+
+
+def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
+    """Return what a cell has of the dims after rows and positions, such as the heads of a rank."""
+    for dim, indices in enumerate(cell.dims, 2):
+        whole = whole if whole.shape[dim] == len(indices) else whole.index_select(dim, indices)
+    return whole
 
 
 class NormFormula(TokenFormula):
@@ -77,9 +97,19 @@ class NormFormula(TokenFormula):
         ways += [
             Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
         ]
-        ways += [Change(part="mean", way="parts", number=n) for n in range(2, width + 1) if width % n == 0]
+        sizes = [n for n in range(2, width + 1) if width % n == 0]
+        ways += [Change(part="mean", way="parts", number=n) for n in sizes]
+        sizes = [n for n in sizes if n <= _MOST_PARTS]
+        ways += [Change(part="mean", way=way, number=n) for n in sizes for way in ("first-part", "last-part")]
+        ways += [Change(part="statistics", way="own-part", number=n) for n in sizes]
+        ways += [Change(part="weight", way=way, number=n) for n in sizes for way in _list_orders(n)]
         self.ways = [*ways, *self.ways]
         self.fits = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
+        self.fits += [
+            Change(part=part, way="times", number=number)
+            for part in ("mean", "statistics")
+            for number in (2.0, 0.5)
+        ]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the normalized tokens."""
@@ -90,15 +120,33 @@ class NormFormula(TokenFormula):
         is_centred = self.is_centred != ("centre" in changes)
         x = x - x.mean(-1, keepdim=True) if is_centred else x
         add = self.eps if eps is None else float(eps.number or 0.0)
-        root = self._average(x.detach() if "statistics" in changes else x, mean)
+        root = self._average(x, mean)
+        root = root if "statistics" not in changes else self._detach(x, root, mean, changes["statistics"])
         root = root.sqrt() + self.eps if eps is not None and eps.way == "outside" else (root + add).sqrt()
         normed = x / root
         normed = normed if weight is not None and weight.way == "before" else normed * scale
         return normed if self.bias is None or "bias" in changes else normed + self.bias
 
+    def _detach(self, x: Tensor, root: Tensor, mean: Change | None, change: Change) -> Tensor:
+        """Return the mean of squares with a part of its gradient, or a multiple of it."""
+        if change.way == "own-part":
+            size = int(change.number or 1)
+            parts = x.view(*x.shape[:-1], size, -1)
+            # Of what divides a part, that part alone has a gradient.
+            found = [
+                self._average(torch.where(own, parts, parts.detach()).flatten(-2), mean).expand_as(x)
+                for own in torch.eye(size, dtype=torch.bool).unsqueeze(-1)
+            ]
+            width = x.shape[-1] // size
+            return torch.cat([each[..., n * width : (n + 1) * width] for n, each in enumerate(found)], dim=-1)
+        times = float(change.number or 0.0)
+        return root.detach() + times * (root - root.detach())
+
     def _find_weight(self, change: Change | None) -> Tensor:
         if change is not None and change.way == "of-module":
             return self.weights[change.name]
+        if change is not None and change.way in _ORDERS:
+            return self.weight[_ORDERS[change.way](torch.arange(len(self.weight)), int(change.number or 1))]
         ways = {
             "none": torch.ones_like(self.weight),
             "plus-one": self.weight + 1.0,
@@ -114,7 +162,11 @@ class NormFormula(TokenFormula):
             parts = square.view(*square.shape[:-1], int(change.number or 1), -1)
             return parts.mean(-1, keepdim=True).expand_as(parts).flatten(-2)
         whole = square.mean(-1, keepdim=True)
+        count = width // int(change.number or 1) if way.endswith("-part") and change is not None else width
         ways = {
+            "times": lambda: whole * (1.0 if change is None else float(change.number or 1.0)),
+            "first-part": lambda: square[..., :count].mean(-1, keepdim=True),
+            "last-part": lambda: square[..., -count:].mean(-1, keepdim=True),
             "sum": lambda: whole * width,
             "unbiased": lambda: whole * width / max(width - 1, 1),
             "absolute": lambda: x.abs().mean(-1, keepdim=True).square(),
@@ -138,6 +190,9 @@ class LinearFormula(TokenFormula):
         if self.weight.shape[0] == self.weight.shape[1]:
             ways.append(Change(part="weight", way="transposed"))
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
+        for part, width in zip(("rows", "columns"), self.weight.shape, strict=True):
+            sizes = [n for n in range(2, _MOST_PARTS + 1) if width % n == 0]
+            ways += [Change(part=part, way=way, number=n) for n in sizes for way in _list_orders(n)]
         self.ways = [*ways, *self.ways]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -146,6 +201,12 @@ class LinearFormula(TokenFormula):
         change, weight = changes.get("weight"), self.weight
         if change is not None:
             weight = self.weights[change.name] if change.name else weight.T
+        for dim, part in enumerate(("rows", "columns")):
+            if part in changes:
+                order = _ORDERS[changes[part].way](
+                    torch.arange(weight.shape[dim]), int(changes[part].number or 1)
+                )
+                weight = weight.index_select(dim, order)
         product = x @ weight.T
         return product if self.bias is None else product + self.bias * times_of(changes.get("bias"))
 
@@ -201,15 +262,23 @@ def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> 
 
 
 class SumFormula(TokenFormula):
-    """A sum of branches: of a residual and what a module adds to it, of routed and shared experts."""
+    """A sum of branches: of a residual and what a module adds to it, of routed and shared experts.
 
-    def __init__(self, terms: Named) -> None:
+    `others` are values that may stand in the place of a term, by its name and the way.
+    """
+
+    def __init__(self, terms: Named, others: Mapping[str, Named] | None = None) -> None:
         super().__init__(next(iter(terms.values())), {})
-        self.terms = terms
+        self.terms, self.by_name = terms, others or {}
         self.ways = [
             Change(part=f"term-{number}", way=way, name=name)
             for number, name in enumerate(terms)
             for way in ("none", "twice", "opposite")
+        ]
+        self.ways += [
+            Change(part=f"term-{number}", way=way, name=name)
+            for number, name in enumerate(terms)
+            for way in self.by_name.get(name, {})
         ]
         self.fits = [
             Change(part=f"term-{n}", way="times", number=2.0, name=name) for n, name in enumerate(terms)
@@ -218,8 +287,11 @@ class SumFormula(TokenFormula):
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the sum."""
         total = torch.zeros_like(x)
-        for number, value in enumerate(self.terms.values()):
+        for number, (name, right) in enumerate(self.terms.items()):
             change = changes.get(f"term-{number}")
+            value = right
+            if change is not None and change.way in self.by_name.get(name, {}):
+                value, change = self.by_name[name][change.way], None
             times = 2.0 if change is not None and change.way == "twice" else times_of(change)
             total = total + times * value[cell.rows][:, cell.positions]
         return total
@@ -249,5 +321,4 @@ class TokenGradientFormula(Formula):
             leaf = x.clone().requires_grad_()
             output = self.forward.compute(leaf, cell, changes)
             (found,) = torch.autograd.grad(output, leaf, given)
-        whole: Tensor = found
-        return whole[..., cell.dims[-1]]
+        return pick_dims(found, cell)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from moeverify.results.factor import Factor, Product
 
 AMBIGUOUS = "(ambiguous in this layout)"
+NO_COUNT = "which is no count of this layout"
 _MOST_DIGITS = 17
 
 # What a factor may come from and is no mesh axis: groups of ranks, and counts of what the ranks compute.
@@ -25,7 +26,10 @@ _NO_AXES: Mapping[str, str] = {
             "tokens of the batch",
             "valid tokens of the batch",
             "MoE layers",
+            "layers",
             "experts",
+            "heads",
+            "key-value heads",
         )
     },
 }

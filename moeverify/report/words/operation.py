@@ -8,6 +8,7 @@ from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import (
+    NO_COUNT,
     describe_amount,
     describe_factor,
     describe_sources,
@@ -44,6 +45,8 @@ from moeverify.results.operation import (
 from moeverify.results.part import WHOLE, Contribution
 
 _MOST_MOVES = 4
+_OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
+MOST_RIVALS = 3
 
 
 @singledispatch
@@ -123,8 +126,11 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     subject, factor = name_subject(explanation.subject), contribution.factor
     amount = "zero" if factor.is_zero else describe_amount(factor)
     sources = describe_sources(factor)
-    text = f"{subject} {subject.be} {amount}" + (f"; {sources}" if sources else "")
     quantity = explanation.subject.quantity
+    is_fact = quantity in _OF_MODULES and not sources and not factor.is_zero
+    text = f"{subject} {subject.be} {amount}" + (
+        f"; {sources}" if sources else f", {NO_COUNT}" if is_fact else ""
+    )
     if explanation.cause is Cause.METRIC:
         right = "the gradients match" if quantity is Quantity.LOSS else "the choice of experts matches"
         return f"only a reported number is wrong: {text}; {right}"
@@ -377,9 +383,18 @@ def _(operation: Offset, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Varied, explanation: Explanation) -> str:
     first, *others = (describe_variant(operation.formula, changes) for changes in operation.variants)
-    where = describe_restriction(operation.ranks, operation.blocks)
-    rivals = f"; or it {'; or '.join(others)}, which gives the same here" if others else ""
-    return f"{name_culprit(explanation.subject)} {first}{where}{rivals}"
+    where = describe_restriction(operation.ranks, operation.blocks, operation.tokens)
+    culprit = name_culprit(explanation.subject)
+    if operation.factor is not None:
+        all_of_it = f"all that it puts out is {describe_factor(operation.factor)}"
+        others = [*others, all_of_it]
+    if not others:
+        return f"{culprit} {first}{where}"
+    named = others[:MOST_RIVALS]
+    left_out = len(others) - len(named)
+    named += [f"does one of {left_out} other things"] if left_out else []
+    rivals = ", or ".join(each if each.startswith("all ") else f"it {each}" for each in named)
+    return f"either {culprit} {first}, or {rivals}{where}: the outputs are equal here"
 
 
 @describe_operation.register

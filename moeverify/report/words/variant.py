@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_ranks
-from moeverify.report.words.factor import format_factor
+from moeverify.report.words.exchange import describe_step
+from moeverify.report.words.factor import AMBIGUOUS, NO_COUNT, describe_sources, format_factor, name_product
 from moeverify.results.operation import Change
 
 # By part and way; `{number}` is what the way leaves open.
@@ -37,10 +38,9 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
         "of-rank",
     ): "with a mask of the positions that another rank's keys have, {number} further over cp",
     ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
-    ("hidden", "after-softmax"): "with a mask after the softmax, whose weights are not normalized again",
+    ("hidden", "after-softmax"): "with a mask after the softmax, whose denominator still counts hidden keys",
     ("scale", "none"): "without the scale of the scores",
-    ("scale", "width"): "with scores divided by the width of a head and not by its root",
-    ("scale", "twice"): "with scores that are scaled twice",
+    ("scale", "width"): "with scores divided by the width of a head and not by its root, as if scaled twice",
     ("scale", "value-width"): "with scores divided by the root of the width of the values",
     ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
     ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
@@ -61,7 +61,6 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
-    ("softmax", "all-keys"): "with hidden keys in the softmax's denominator",
     ("softmax", "not-normalized"): "without the softmax's denominator",
     ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
     (
@@ -71,6 +70,21 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("queries", "not-own"): "without the queries of each rank's own chunk",
     ("queries", "own-twice"): "with the queries of each rank's own chunk counted twice",
     ("queries", "without-rank"): "without the queries of rank {number} over cp",
+    (
+        "heads-of",
+        "own",
+    ): "with the heads that the rank itself computed alone, and none from other ranks over cp",
+    ("heads-of", "not-own"): "without the heads that the rank itself computed",
+    ("heads-of", "next"): "with the heads of the next rank over cp in the place of each rank's",
+    ("heads-of", "reversed"): "with the heads of the ranks over cp in reverse order",
+    ("heads-of", "without-rank"): "without the heads that rank {number} over cp computed",
+    ("shared", "none"): "without the part that all heads share",
+    (
+        "shared",
+        "first-heads",
+    ): "with the part that all heads share from the first of {number} groups of heads alone",
+    ("norm", "detached"): "with the statistics of the latent's norm taken for constants",
+    ("shared", "twice"): "with the part that all heads share twice",
     ("sums", "of-rank"): "with the sums for the keys or values of the rank {number} further over cp",
     (
         "sums",
@@ -85,7 +99,6 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("reach", "not-own"): "without the keys of the rank's own chunk",
     ("reach", "own-run"): "to the keys of the query's own run of positions alone",
     ("reach", "not-own-run"): "without the keys of the query's own run of positions",
-    ("reach", "earlier-runs"): "to the keys of earlier runs of positions alone",
     ("reach", "without-rank"): "without the keys of rank {number} over cp",
     ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
     ("reach", "without-key"): "without the key of position {number}",
@@ -102,6 +115,7 @@ _ROTATIONS: Mapping[str, str] = {
     "none": "without the rotary embedding{of}",
     "place": "with a rotary embedding{of} by local places in place of positions",
     "arrival": "with a rotary embedding{of} by the order in which ranks' parts stand in place of positions",
+    "gap": "with rotary positions{of} that are off by {number} more on each further rank over cp",
     "opposite": "with a rotary embedding{of} in the opposite direction",
     "twice": "with a rotary embedding{of} that is applied twice",
     "neighbours": "with a rotary embedding{of} of neighbouring elements in place of halves",
@@ -150,6 +164,39 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
     ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
     ("mean", "none"): "without dividing by the root of the mean square",
+    ("mean", "times"): "with {number} times the mean of squares",
+    (
+        "mean",
+        "first-part",
+    ): "with the mean of squares over the first of {number} parts of the width for all of it",
+    (
+        "mean",
+        "last-part",
+    ): "with the mean of squares over the last of {number} parts of the width for all of it",
+    (
+        "statistics",
+        "own-part",
+    ): "with statistics whose gradient comes from each of {number} parts of the width alone",
+    ("statistics", "times"): "with statistics whose gradient counts {number} times",
+    (
+        "normalization",
+        "over-tokens",
+    ): "with weights that are normalized over the tokens of a rank, not over choices",
+    ("normalization", "over-rank"): "with weights that are normalized over all tokens and choices of a rank",
+    **{
+        (part, way): words.replace("WHAT", what)
+        for part, what in (
+            ("weight", "weight"),
+            ("rows", "rows of its weight"),
+            ("columns", "columns of its weight"),
+        )
+        for way, words in (
+            ("next-slice", "with the next of {number} slices of the WHAT in the place of each"),
+            ("slices-reversed", "with {number} slices of the WHAT in reverse order"),
+            ("first-slice", "with the first of {number} slices of the WHAT in the place of each"),
+            ("in-turn", "with the WHAT dealt in turn to {number} slices, not slice by slice"),
+        )
+    },
     ("mean", "parts"): "with the mean over each of {number} parts of the width in place of all of it",
     ("activation", "gelu"): "with gelu",
     ("activation", "gelu-tanh"): "with the tanh approximation of gelu",
@@ -160,6 +207,7 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("activation", "tanh"): "with tanh",
     ("activation", "none"): "without an activation",
     ("gate", "exchanged"): "with gate and up exchanged",
+    ("gate", "weights-exchanged"): "with the weights of gate and up exchanged, and their biases not",
     ("gate", "none"): "without the gate: the activation of up alone",
     ("gate", "alone"): "without up: the activation of the gate alone",
     ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
@@ -190,6 +238,36 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("weights", "squared"): "with the combine weights applied twice",
     ("weights", "reversed"): "with the combine weights of a token's choices in reverse order",
     ("weights", "of-position"): "with the combine weights of the position {number} further",
+    ("weights", "of-choice"): "with the combine weight of the choice {number} further in the place of each",
+    ("weights", "sorted"): "with combine weights by expert that are taken for those in the order of tokens",
+    ("weights", "unsorted"): "with combine weights in the order of tokens that are taken for those by expert",
+    ("all", "times"): "with {number} times what it should be",
+    ("where", "slice"): "in slice {number} of each expert's hidden units alone",
+    ("where", "expert-rank"): "at the experts of rank {number} over ep alone",
+    (
+        "slices",
+        "own",
+    ): "with each rank's own slice of the experts' hidden units alone: the sum over slices is missing",
+    ("slices", "not-own"): "without each rank's own slice of the experts' hidden units",
+    ("slices", "own-times"): "with each rank's own slice of the experts' hidden units in the place of all",
+    ("slices", "without"): "without slice {number} of the experts' hidden units",
+    ("slices", "of"): "with slice {number} of the experts' hidden units in the place of all",
+    **{
+        (f"{weight}-units", way): words.replace("WEIGHT", weight)
+        for weight in ("gate", "up", "down")
+        for way, words in (
+            (
+                "of-rank",
+                "with the slice of the WEIGHT weights of the rank {number} further in the place of each",
+            ),
+            ("reversed", "with the slices of the WEIGHT weights in reverse order of ranks"),
+            ("first", "with the first rank's slice of the WEIGHT weights on all ranks"),
+            (
+                "in-turn",
+                "with the hidden units of the WEIGHT weights dealt in turn to ranks, not slice by slice",
+            ),
+        )
+    },
     ("choices", "without"): "without choice {number} of each token",
     ("choices", "only"): "with choice {number} of each token alone",
     ("choices", "without-rank"): "without the experts of rank {number} over ep",
@@ -197,8 +275,19 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("choices", "own-rank"): "with the experts of each rank's own part over ep alone",
     ("choices", "not-own-rank"): "without the experts of each rank's own part over ep",
     ("choices", "capacity"): "without what comes to an expert after its first {number} copies",
+    (
+        "choices",
+        "capacity-of-call",
+    ): "without what comes to an expert after its first {number} copies of an exchange",
+    (
+        "choices",
+        "capacity-of-rank",
+    ): "without what each rank sends to an expert after its first {number} copies",
+    ("experts", "of-choice"): "with the expert of the choice {number} further in the place of each",
     ("experts", "of-expert"): "with the expert {number} further in the place of each",
     ("experts", "of-rank"): "with the experts of the rank {number} further over ep in the place of each",
+    ("experts", "reversed-in-rank"): "with each rank's experts in reverse order",
+    ("experts", "next-in-rank"): "with the expert {number} further on the same rank in the place of each",
     ("experts", "reversed"): "with the experts in reverse order",
     ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
     ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
@@ -206,7 +295,17 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("down-bias", "unweighted"): "with a down bias that is not weighted",
 }
 _BIASES = {"gate-bias": "gate bias", "up-bias": "up bias", "down-bias": "down bias"}
-_TIMES = {"none": "without {what}", "twice": "with {what} twice", "opposite": "with {what} subtracted"}
+_TIMES = {
+    "none": "without {what}",
+    "twice": "with {what} twice",
+    "opposite": "with {what} subtracted",
+    "ungated": "with {what} not gated",
+    "raw-gate": "with {what} gated by its gate's logits, without the sigmoid",
+    "tanh-gate": "with {what} gated by a tanh and not by a sigmoid",
+    "silu-gate": "with {what} gated by a silu and not by a sigmoid",
+    "gated-twice": "with {what} gated twice",
+    "opposite-gate": "with {what} gated by what its gate leaves of 1",
+}
 
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
@@ -226,6 +325,28 @@ def name_formula(formula: str) -> str:
 
 
 def _describe_change(change: Change) -> str:
+    return _describe_way(change) + _describe_multiple(change)
+
+
+def _describe_multiple(change: Change) -> str:
+    """Return what a number comes from by which something is multiplied; nothing where it is no such number.
+
+    What is there twice may be there once on each of two ranks, or for each of two micro-batches.
+    """
+    factor = change.factor
+    if factor is None or factor.is_zero:
+        return ""
+    names = " or ".join(name_product(each) for each in factor.equals)
+    if factor.equals and change.is_summed:
+        return f", once on each rank of {names} before the sum"
+    if factor.equals and change.way == "twice":
+        return f" (2 is also {names})"
+    if factor.equals:
+        return f" ({describe_sources(factor)})".replace(f" {AMBIGUOUS}", ", ambiguous in this layout")
+    return "" if change.way == "twice" else f", {NO_COUNT}"
+
+
+def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
     if change.part in _ROTATED and change.way in _ROTATIONS:
         return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
@@ -237,6 +358,8 @@ def _describe_change(change: Change) -> str:
     if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
         what = _RESCALED[change.way.partition("-")[2]]
         return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
+    if step := describe_step(change.part, change.way, number):
+        return step
     words = _ATTENTION.get((change.part, change.way)) or _TOKENWISE[change.part, change.way]
     return words.format(number=number, name=_name(change.name))
 
@@ -247,8 +370,11 @@ def _name(name: str) -> str:
     return f"{end} of {module}" if module else name
 
 
-def describe_restriction(ranks: Sequence[int], blocks: Sequence[int]) -> str:
-    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` in heads 2, 3 alone`; nothing for all."""
+def describe_restriction(
+    ranks: Sequence[int], blocks: Sequence[int], tokens: tuple[int, int] | None = None
+) -> str:
+    """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` at 8 of 16 tokens alone`; nothing for all."""
     of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
     heads = f"head{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
-    return of_ranks + (f" in {heads} alone" if blocks else "")
+    some = "" if tokens is None else f" at {tokens[0]} of {tokens[1]} tokens alone"
+    return of_ranks + some + (f" in {heads} alone" if blocks else "")

@@ -15,6 +15,7 @@ from moeverify.case.schema import ReferenceModel
 from moeverify.diagnose.first_divergence import Origin, RankReadings, find_origins
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules
 from moeverify.diagnose.replay.language import Found, find_variant
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
@@ -26,6 +27,9 @@ from moeverify.model.transformer import Transformer
 from moeverify.train.module_taps import Reading, Tap
 
 ROWS, LENGTH = 2, 8
+# Two ranks that divide the experts, each with one row, and the slices of each expert.
+CALL = (torch.arange(LENGTH), torch.arange(LENGTH, 2 * LENGTH))
+EXPERTS = ExpertLayout((0, 1), (0, 1), 2, (CALL,))
 ZIGZAG = ((0, 1, 6, 7), (2, 3, 4, 5))
 
 
@@ -59,7 +63,7 @@ def break_model(
         within.setattr(target, name, wrong)
         readings = RankReadings(read(model), [(range(ROWS), range(LENGTH))])
     search = find_origins(right, [readings], {0: {}}, 1, torch.float64)
-    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, (0, 1))
+    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, EXPERTS)
     return search.origins["forward"], modules
 
 

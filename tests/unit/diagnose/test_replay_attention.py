@@ -84,11 +84,18 @@ VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
 }
 
 
+# What gives the same numbers, always or under two ranks: a mask against the order of keys, and that order of both.
+RIVALS = {
+    "arrival": [("keys-and-values", "arrival")],
+    "scale": [("scale", "all-heads")],
+}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_both_ranks_compute_is_named(name: str) -> None:
     heads, (compute, change) = make_heads(), VARIANTS[name]
     found = heads.explain(lambda rank, own: compute(heads, own))
-    assert name_changes(found) == [[change]]
+    assert name_changes(found) == [[change], *([rival] for rival in RIVALS.get(name, []))]
     assert found is not None
     assert (found.ranks, found.blocks, found.residual < 1e-10) == ((), (), True)
 
@@ -96,7 +103,9 @@ def test_what_both_ranks_compute_is_named(name: str) -> None:
 def test_two_parts_may_be_otherwise_at_once() -> None:
     heads = make_heads()
     found = heads.explain(lambda rank, own: heads.attend(own, q=heads.turn(heads.q) * 8**-0.5, k=heads.k))
-    assert name_changes(found) == [[("scale", "width"), ("key-rotation", "none")]]
+    assert name_changes(found) == [
+        [("scale", way), ("key-rotation", "none")] for way in ("width", "all-heads")
+    ]
 
 
 def test_a_variant_of_one_rank_or_one_head_is_said_of_these_alone() -> None:
@@ -111,7 +120,10 @@ def test_a_variant_of_one_rank_or_one_head_is_said_of_these_alone() -> None:
         return right
 
     found = heads.explain(on_one_rank)
-    assert (name_changes(found), found and found.ranks) == ([[("mask", "none")]], (1,))
+    # The other rank has the last positions: what a mask of whole chunks hides there is nothing.
+    assert name_changes(found) == [[("mask", "none")], [("mask", "ranks")]]
+    assert found is not None
+    assert found.ranks == (1,)
     found = heads.explain(in_one_head)
     assert (name_changes(found), found and found.blocks) == ([[("mask", "none")]], (5,))
 
@@ -170,7 +182,8 @@ def test_queries_that_are_left_out_of_what_is_passed_back(of: Literal["k", "v"])
     found = heads.explain_gradient(
         of, lambda rank, own, right, gradient: right[:, torch.tensor(ZIGZAG[1 - rank])]
     )
-    assert name_changes(found) == [[("sums", "of-rank")]]
+    # Of values it is the same to read those of the other rank.
+    assert name_changes(found) == [[("sums", "of-rank")], *([[("values", "of-rank")]] if of == "v" else [])]
 
 
 def test_a_mask_that_the_backward_pass_alone_lacks() -> None:

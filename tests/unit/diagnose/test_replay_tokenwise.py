@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from replays import break_model, make_model, name_changes, read_right
+from replays import EXPERTS, break_model, make_model, name_changes, read_right
 from torch import Tensor, nn
 from torch.nn import functional
 from wrong_tensors import make_tensor
 
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.experts import ExpertsFormula, ExpertsGradientFormula
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import Cell, find_variant
-from moeverify.diagnose.replay.tokenwise import TokenFormula, TokenGradientFormula
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.model import transformer
@@ -43,6 +43,25 @@ def _norm_of_halves(self: RMSNorm, x: Tensor) -> Tensor:
 
 def _layer_norm_kept(self: LayerNorm, x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
+def _norm_of_first_half(self: RMSNorm, x: Tensor) -> Tensor:
+    mean = x[..., : x.shape[-1] // 2].square().mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean + self.eps) * self.weight
+
+
+def _norm_of_sums(self: RMSNorm, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(2.0 * x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def _other_slice(self: nn.Linear, x: Tensor) -> Tensor:
+    product = functional.linear(x, self.weight)
+    whole = product.roll(product.shape[-1] // 2, -1)
+    return whole if self.bias is None else whole + self.bias
+
+
+def _over_tokens(self: Router, chosen: Tensor) -> Tensor:
+    return chosen / chosen.sum(1, keepdim=True)
 
 
 def _exchanged(self: MLP, x: Tensor) -> Tensor:
@@ -126,6 +145,10 @@ CASES: dict[str, tuple[str, Any, str, Any, tuple[str, str]]] = {
         ("choices", "without"),
     ),
     "softmax": ("stress", Router, "weigh", _in_weights, ("normalization", "softmax")),
+    "first half": ("stress", RMSNorm, "forward", _norm_of_first_half, ("mean", "first-part")),
+    "sums": ("stress", RMSNorm, "forward", _norm_of_sums, ("mean", "times")),
+    "slices": ("stress", nn.Linear, "forward", _other_slice, ("rows", "slices-reversed")),
+    "tokens": ("stress", Router, "weigh", _over_tokens, ("normalization", "over-tokens")),
     "bias": ("stress", nn.Linear, "forward", _no_bias, ("bias", "none")),
 }
 
@@ -166,7 +189,7 @@ def test_noise_is_no_variant(preset: str, target: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("preset", ["stress", "stress-tied", "tiny-deepseek-v3"])
 def test_all_ways_of_all_formulas_have_words_of_their_own(preset: str) -> None:
     model, right = make_model(preset), read_right(preset)
-    modules = RightModules(model, right, Chunks([(0, 1, 6, 7), (2, 3, 4, 5)]), None, (0, 1))
+    modules = RightModules(model, right, Chunks([(0, 1, 6, 7), (2, 3, 4, 5)]), None, EXPERTS)
     names = set()
     for reading in right:
         around = reading.module.rpartition(".")[0] if reading.end == "input" else ""
@@ -192,15 +215,15 @@ _ALIKE = range(6)
 @pytest.mark.parametrize("wrong", ["own experts", "noise"])
 def test_what_a_block_of_experts_passes_back(wrong: str) -> None:
     model, right = make_model("stress"), read_right("stress")
-    modules = RightModules(model, right, Chunks([range(8)]), None, (0, 1))
+    modules = RightModules(model, right, Chunks([range(8)]), None, EXPERTS)
     came_in = modules.read("layers.1.moe.dispatcher", "input")
     assert came_in is not None
     named = make_formula(
         Origin("forward", "layers.1.moe.dispatcher", "output", 1.0, (0,), make_tensor(came_in)), modules
     )
     assert named is not None
-    assert isinstance(named.formula, TokenFormula)
-    formula = TokenGradientFormula(named.formula, torch.ones_like(came_in))
+    assert isinstance(named.formula, ExpertsFormula)
+    formula = ExpertsGradientFormula(named.formula, torch.ones_like(came_in))
     region = Region.whole(came_in.shape)
     cell = Cell.of(RankShard(0, region, came_in))
     expected = formula.evaluate(cell, {})
@@ -210,4 +233,5 @@ def test_what_a_block_of_experts_passes_back(wrong: str) -> None:
     found = find_variant(formula, tensor, 1e-9)
     names = {each for changes in name_changes(found) or [] for each in changes}
     # On one rank alone its own experts, those of rank 0 and all but those of rank 1 are the same.
-    assert names == ({("choices", "without-rank")} if wrong == "own experts" else set())
+    rivals = {("choices", way) for way in ("own-rank", "only-rank", "without-rank")}
+    assert names == (rivals if wrong == "own experts" else set())

@@ -15,6 +15,7 @@ from explanations import (
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
     Change,
@@ -24,13 +25,14 @@ from moeverify.results.operation import (
     RepeatedShard,
     Replaced,
     Rounded,
+    Scaled,
     Shifted,
     Unclipped,
     Unmasked,
     Unmoved,
     Varied,
 )
-from moeverify.results.part import Tokens
+from moeverify.results.part import WHOLE, Contribution, Tokens
 
 VALUES = [
     # other places
@@ -284,9 +286,9 @@ VALUES = [
             ),
             module="layers.1.moe.dispatcher",
         ),
-        "layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further over "
-        "ep in the place of each; or it computes from the input of layers.1.moe in place of the right input, which "
-        "gives the same here",
+        "either layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further "
+        "over ep in the place of each, or it computes from the input of layers.1.moe in place of the right input: "
+        "the outputs are equal here",
         "layers.1.moe.dispatcher",
     ),
     (
@@ -303,6 +305,93 @@ VALUES = [
         "layers.0.attention passes back the gradient of the attention without the queries of rank 1 over cp in heads "
         "2, 3 alone",
         "layers.0.attention",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(
+                formula="routed-experts",
+                variants=(
+                    (
+                        Change(
+                            part="down-bias",
+                            way="times",
+                            number=2.0,
+                            factor=Factor(value=2.0, equals=(Product(times=("tp",)),)),
+                            is_summed=True,
+                        ),
+                    ),
+                ),
+                tokens=(6, 16),
+            ),
+            module="layers.1.moe.dispatcher",
+        ),
+        "layers.1.moe.dispatcher computes with 2 times the down bias, once on each rank of tp before the sum at 6 of "
+        "16 tokens alone",
+        "layers.1.moe.dispatcher",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(
+                formula="linear-layer",
+                variants=((Change(part="bias", way="times", number=1.37, factor=Factor(value=1.37)),),),
+            ),
+            module="layers.0.mlp.up_proj",
+        ),
+        "layers.0.mlp.up_proj computes with its bias added 1.37 times, which is no count of this layout",
+        "layers.0.mlp.up_proj",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(
+                formula="branches",
+                variants=(
+                    (
+                        Change(
+                            part="term-1",
+                            way="twice",
+                            name="shared expert",
+                            factor=Factor(
+                                value=2.0, equals=(Product(times=("ep",)), Product(times=("top_k",)))
+                            ),
+                        ),
+                    ),
+                ),
+            ),
+            module="layers.1.moe",
+        ),
+        "layers.1.moe computes with the shared expert twice (2 is also ep or top_k)",
+        "layers.1.moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Varied(
+                formula="router",
+                variants=((Change(part="route-scale", way="none"),),),
+                factor=Factor(value=0.5, equals=(Product(over=("tp",)),)),
+            ),
+            module="layers.1.moe.router",
+        ),
+        "either layers.1.moe.router computes without the scale of the weights, or all that it puts out is 0.5x the "
+        "expected value; 0.5 = 1/tp: the outputs are equal here",
+        "layers.1.moe.router",
+    ),
+    (
+        explain(
+            Cause.SCALE,
+            OUTPUT,
+            Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=1.37)),)),
+            module="layers.1.moe",
+        ),
+        "the output of layers.1.moe is 1.37x too large, which is no count of this layout",
+        "layers.1.moe",
     ),
     # nothing is known but the place
     (

@@ -1,0 +1,401 @@
+"""The routed experts that a token's choices combine, forward and backward.
+
+Letters: b rows and s tokens of what is asked for, B and S of the batch, E experts, k choices, H hidden, F hidden
+of an expert, n ranks that hold slices of F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
+from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, activate, list_activations, times_of
+from moeverify.model.experts import Experts
+from moeverify.model.router import Routing
+from moeverify.results.operation import Change
+
+_UNITS = ("gate-units", "up-units", "down-units")
+_MOST_CAPACITY = 64
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Where experts live, and which tokens travel together.
+
+    `ep_ranks` has for each rank its number among those that divide the experts, `slice_ranks` that among the
+    `num_slices` that divide each expert's hidden units. `calls` are the exchanges of the step, none where these
+    are not known.
+    """
+
+    ep_ranks: Sequence[int] = (0,)
+    slice_ranks: Sequence[int] = ()
+    num_slices: int = 1
+    calls: Sequence[Call] = field(default=())
+
+
+ONE_DEVICE = ExpertLayout()
+
+
+class ExpertsFormula(TokenFormula):
+    """The sum over a token's choices of weight * expert(x): (b, s, H). `routing` is the golden's."""
+
+    def __init__(
+        self, experts: Experts, x: Tensor, routing: Routing, others: Named, layout: ExpertLayout
+    ) -> None:
+        super().__init__(x, others)
+        self.held, self.layout = experts.collect_weights(), layout
+        self.ids, self.weights = routing.ids, routing.weights
+        self.num_ranks = max(layout.ep_ranks) + 1
+        self.count, self.num_choices = self.held.gate.shape[0], self.ids.shape[-1]
+        self.exchanges = Exchanges(layout.calls, self.ids.flatten(0, 1), self.count)
+        ways = [*self._list_weights(), *self._list_choices(), *list_activations(has_gate=True)]
+        ways += self._list_slices() if layout.num_slices > 1 else []
+        if self.held.down_bias is not None:
+            biases = ("gate-bias", "up-bias", "down-bias")
+            ways += [Change(part=part, way="none") for part in biases]
+            ways.append(Change(part="down-bias", way="unweighted"))
+            ways.append(Change(part="gate", way="weights-exchanged"))
+            self.fits = [Change(part=part, way="times", number=2.0) for part in biases]
+        self.ways = [
+            *ways,
+            *(way for way in self.ways if way.way != "of-row"),
+            *self._list_capacities(),
+            *self.exchanges.list_ways(),
+        ]
+        # What a way of these gives in one place alone is no bug that is known of, and costs as much as all others.
+        self.alone = PARTS | {"input", "slices", *_UNITS}
+        self._numbers: dict[str, Tensor] = {}
+        self.places = [
+            Change(part="where", way=way, number=number)
+            for way, size in (("slice", layout.num_slices), ("expert-rank", self.num_ranks))
+            for number in range(size if size > 1 else 0)
+        ]
+
+    def _list_weights(self) -> list[Change]:
+        ways = [Change(part="weights", way=way) for way in ("none", "equal", "before", "squared", "reversed")]
+        ways += [Change(part="weights", way="of-choice", number=n) for n in range(1, self.num_choices)]
+        ways += [Change(part="weights", way="of-position", number=number) for number in (1, -1)]
+        if self.exchanges.calls:
+            ways += [Change(part="weights", way=way) for way in ("sorted", "unsorted")]
+        return ways
+
+    def _list_choices(self) -> list[Change]:
+        ways = [Change(part="choices", way="without", number=number) for number in range(self.num_choices)]
+        ways += [Change(part="choices", way="only", number=number) for number in range(self.num_choices)]
+        if self.num_ranks > 1:
+            for way in ("without-rank", "only-rank"):
+                ways += [Change(part="choices", way=way, number=number) for number in range(self.num_ranks)]
+            ways += [Change(part="choices", way=way) for way in ("own-rank", "not-own-rank")]
+        ways += [Change(part="experts", way="of-expert", number=number) for number in (1, -1)]
+        ways += [Change(part="experts", way="of-choice", number=n) for n in range(1, self.num_choices)]
+        if self.num_ranks > 1:
+            ways += [Change(part="experts", way="of-rank", number=number) for number in (1, -1)]
+            ways += [Change(part="experts", way=way) for way in ("first-rank", "across", "along")]
+            ways.append(Change(part="experts", way="reversed-in-rank"))
+            ways += [Change(part="experts", way="next-in-rank", number=number) for number in (1, -1)]
+        return [*ways, Change(part="experts", way="reversed")]
+
+    def _list_slices(self) -> list[Change]:
+        """Return what ranks that hold slices of each expert may have otherwise."""
+        size = self.layout.num_slices
+        ways = [Change(part="slices", way=way) for way in ("own", "not-own", "own-times")]
+        ways += [Change(part="slices", way=way, number=n) for n in range(size) for way in ("without", "of")]
+        for part in _UNITS:
+            ways += [Change(part=part, way="of-rank", number=number) for number in (1, -1)]
+            ways += [Change(part=part, way=way) for way in ("reversed", "first", "in-turn")]
+        return ways
+
+    def _list_capacities(self) -> Sequence[Change]:
+        """Return how many copies an expert may take before it drops those that come later.
+
+        Of all that come to it, or of those that each rank sends where ranks do not know of each other.
+        """
+        counts = torch.bincount(self.ids.flatten(), minlength=self.count)
+        most = min(int(counts.max()), _MOST_CAPACITY)
+        calls = self.exchanges.calls
+        ways = ["capacity", *(["capacity-of-call"] if len(calls) > 1 else [])]
+        ways += ["capacity-of-rank"] if any(len(call) > 1 for call in calls) else []
+        return [Change(part="choices", way=way, number=number) for way in ways for number in range(1, most)]
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the combined outputs."""
+        where = changes.get("where")
+        inner = {part: change for part, change in changes.items() if part != "where"}
+        if where is None:
+            return self._combine(x, cell, inner, *self._keep_units(inner.get("slices"), cell))
+        number = int(where.number or 0)
+        if where.way == "slice":
+            own = self._slice(number)
+            bias = float(number == 0)
+            varied = self._combine(x, cell, inner, own, bias)
+            return varied + self._combine(x, cell, {}, 1.0 - own, 1.0 - bias)
+        ids = self.ids[cell.rows][:, cell.positions]
+        is_there = (ids // max(self.count // self.num_ranks, 1) == number).unsqueeze(-1)
+        one = torch.ones(self.held.gate.shape[1], dtype=x.dtype)
+        terms = [self._list_terms(x, cell, each, one) for each in (inner, {})]
+        return torch.where(is_there, terms[0], terms[1]).sum(2)
+
+    def _combine(
+        self, x: Tensor, cell: Cell, changes: Mapping[str, Change], units: Tensor, bias: float = 1.0
+    ) -> Tensor:
+        return self._list_terms(x, cell, changes, units, bias).sum(2)
+
+    def _list_terms(
+        self, x: Tensor, cell: Cell, changes: Mapping[str, Change], units: Tensor, bias: float = 1.0
+    ) -> Tensor:
+        """Return what each choice adds (b, s, k, H), of some hidden units (F) and so many times the last bias."""
+        ids, weights = self._pick(cell, changes)
+        rows = x.unsqueeze(2).expand(*ids.shape, x.shape[-1])
+        ids, copies = self._travel(ids, cell, changes)
+        if copies is not None:
+            rows = self.x.flatten(0, 1)[copies // self.num_choices]
+        is_before = "weights" in changes and changes["weights"].way == "before"
+        is_apart = "down-bias" in changes and changes["down-bias"].way == "unweighted"
+        weight = weights.unsqueeze(-1)
+        out, last = self._run(rows * weight if is_before else rows, ids, changes, units)
+        last = last * bias
+        added = last if is_apart else 0.0
+        out = out if is_apart else out + last
+        return (out * (weight != 0) if is_before else out * weight) + added
+
+    def _travel(self, ids: Tensor, cell: Cell, changes: Mapping[str, Change]) -> tuple[Tensor, Tensor | None]:
+        """Return the experts (b, s, k) that compute for a cell, and the copies whose rows they get, if others."""
+        change = next(iterate_parts(changes), None)
+        if change is None:
+            return ids, None
+        found = self.exchanges.travel(change)
+        copies, experts = (
+            each.view(self.ids.shape)[cell.rows][:, cell.positions] for each in (found.copies, found.experts)
+        )
+        return experts, copies
+
+    def _slice(self, number: int) -> Tensor:
+        """Return ones at the hidden units (F) of a slice, zeros elsewhere."""
+        width = self.held.gate.shape[1]
+        part = torch.arange(width) // (width // self.layout.num_slices)
+        return (part == number).to(self.held.gate.dtype)
+
+    def _keep_units(self, change: Change | None, cell: Cell) -> tuple[Tensor, float]:
+        """Return how often each hidden unit (F) counts, and how often the last bias, which the first slice adds."""
+        if change is None:
+            return torch.ones(self.held.gate.shape[1], dtype=self.held.gate.dtype), 1.0
+        size, own = self.layout.num_slices, self.layout.slice_ranks[cell.rank]
+        number = own if change.way.endswith(("own", "own-times")) else int(change.number or 0)
+        units, bias = self._slice(number), float(number == 0)
+        if change.way in ("not-own", "without"):
+            return 1.0 - units, 1.0 - bias
+        times = size if change.way in ("own-times", "of") else 1
+        return units * times, bias * times
+
+    def _run(
+        self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of experts (b, s, k, H) without their last bias, and that bias; one expert at a time."""
+        held = self.held
+        is_exchanged = "gate" in changes and changes["gate"].way == "weights-exchanged"
+        orders = [self._order_units(changes.get(part)) for part in _UNITS]
+        outputs = torch.zeros(*ids.shape, held.down.shape[1], dtype=x.dtype)
+        biases = torch.zeros_like(outputs)
+        for expert in sorted(set(ids.flatten().tolist())):
+            chosen = ids == expert
+            gate, up = x[chosen] @ held.gate[expert].T, x[chosen] @ held.up[expert].T
+            if is_exchanged:
+                gate, up = up, gate
+            if held.gate_bias is not None and held.up_bias is not None and held.down_bias is not None:
+                gate = gate + held.gate_bias[expert] * times_of(changes.get("gate-bias"))
+                up = up + held.up_bias[expert] * times_of(changes.get("up-bias"))
+                change = changes.get("down-bias")
+                is_whole = change is None or change.way == "unweighted"
+                biases[chosen] = held.down_bias[expert] * (1.0 if is_whole else times_of(change))
+            inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
+            outputs[chosen] = inside @ held.down[expert].T[orders[2]]
+        return outputs, biases
+
+    def _order_units(self, change: Change | None) -> Tensor:
+        """Return which hidden unit stands at each place (F) of a weight."""
+        width, size = self.held.gate.shape[1], self.layout.num_slices
+        units = torch.arange(width)
+        if change is None:
+            return units
+        slices = units.view(size, -1)
+        ways = {
+            "of-rank": lambda: slices.roll(-int(change.number or 0), 0),
+            "reversed": lambda: slices.flip(0),
+            "first": lambda: slices[:1].expand(size, -1),
+            "in-turn": lambda: units.view(-1, size).T,
+        }
+        return ways[change.way]().flatten()
+
+    def _pick(self, cell: Cell, changes: Mapping[str, Change]) -> tuple[Tensor, Tensor]:
+        """Return the experts (b, s, k) of the cell's tokens, and the weights of their outputs."""
+        ids, weights = (each[cell.rows][:, cell.positions] for each in (self.ids, self.weights))
+        weight, choice, expert = (changes.get(part) for part in ("weights", "choices", "experts"))
+        if weight is not None:
+            weights = self._weigh(weights, weight, cell)
+        if choice is not None:
+            weights = weights * self._keep(choice, ids, cell)
+        return ids if expert is None else self._renumber(ids, expert), weights
+
+    def _weigh(self, weights: Tensor, change: Change, cell: Cell) -> Tensor:
+        """Return the combine weights (b, s, k) in place of the right ones."""
+        number = int(change.number or 0)
+        ways: dict[str, Callable[[], Tensor]] = {
+            "none": lambda: torch.ones_like(weights),
+            "equal": lambda: torch.full_like(weights, 1.0 / self.num_choices),
+            "squared": weights.square,
+            "reversed": lambda: weights.flip(-1),
+            "of-choice": lambda: weights.roll(-number, -1),
+            "of-position": lambda: self.weights.roll(-number, 1)[cell.rows][:, cell.positions],
+        }
+        if change.way in ("sorted", "unsorted"):
+            step = ("restored", "skipped") if change.way == "sorted" else ("copies", "unsorted")
+            copies = self.exchanges.travel(Change(part=step[0], way=step[1])).copies
+            whole = self.weights.flatten()[copies].view(self.weights.shape)
+            return whole[cell.rows][:, cell.positions]
+        return ways[change.way]() if change.way in ways else weights
+
+    def _keep(self, choice: Change, ids: Tensor, cell: Cell) -> Tensor:
+        """Return which choices (b, s, k) of a cell count."""
+        number, place = int(choice.number or 0), torch.arange(self.num_choices)
+        owner = ids // max(self.count // self.num_ranks, 1)
+        ways = {
+            "without": lambda: (place != number).expand_as(ids),
+            "only": lambda: (place == number).expand_as(ids),
+            "without-rank": lambda: owner != number,
+            "only-rank": lambda: owner == number,
+            "own-rank": lambda: owner == self.layout.ep_ranks[cell.rank],
+            "not-own-rank": lambda: owner != self.layout.ep_ranks[cell.rank],
+        }
+        if choice.way in ways:
+            return ways[choice.way]()
+        return (self._number_copies(choice.way) <= number)[cell.rows][:, cell.positions]
+
+    def _number_copies(self, way: str) -> Tensor:
+        """Return for each choice (B, S, k) which copy of its expert it is, counted from 1 in the order of tokens."""
+        if way in self._numbers:
+            return self._numbers[way]
+        flat = self.ids.flatten()
+        found = torch.empty_like(flat)
+        everything = torch.arange(flat.numel() // self.num_choices)
+        groups = {
+            "capacity-of-call": [torch.cat(call) for call in self.exchanges.calls],
+            "capacity-of-rank": [tokens for call in self.exchanges.calls for tokens in call],
+        }.get(way, [everything])
+        for tokens in groups:
+            copies = (tokens.unsqueeze(1) * self.num_choices + torch.arange(self.num_choices)).flatten()
+            chosen = torch.nn.functional.one_hot(flat[copies], self.count)
+            found[copies] = (chosen.cumsum(0) * chosen).sum(-1)
+        self._numbers[way] = found.view_as(self.ids)
+        return self._numbers[way]
+
+    def _renumber(self, ids: Tensor, change: Change) -> Tensor:
+        """Return the experts that compute in the place of others."""
+        number, per_rank = int(change.number or 0), max(self.count // self.num_ranks, 1)
+        ways = {
+            "of-expert": lambda: (ids + number) % self.count,
+            "of-choice": lambda: ids.roll(-number, -1),
+            "of-rank": lambda: (ids + number * per_rank) % self.count,
+            "reversed": lambda: self.count - 1 - ids,
+            "first-rank": lambda: ids % per_rank,
+            "reversed-in-rank": lambda: ids // per_rank * per_rank + per_rank - 1 - ids % per_rank,
+            "next-in-rank": lambda: ids // per_rank * per_rank + (ids + number) % per_rank,
+            "across": lambda: ids % self.num_ranks * per_rank + ids // self.num_ranks,
+            "along": lambda: ids % per_rank * self.num_ranks + ids // per_rank,
+        }
+        return ways[change.way]()
+
+    def list_outputs(self) -> Tensor:
+        """Return the output of each choice (B, S, k, H), not weighted."""
+        ones = torch.ones(self.held.gate.shape[1], dtype=self.x.dtype)
+        rows = self.x.unsqueeze(2).expand(*self.ids.shape, self.x.shape[-1])
+        out, bias = self._run(rows, self.ids, {}, ones)
+        return out + bias
+
+
+class ExpertsGradientFormula(Formula):
+    """What the routed experts pass back to their tokens (b, s, H), from the gradient (B, S, H) of their sum.
+
+    In the backward pass alone a step of the way may be otherwise: of those after the experts it is what comes in, of
+    those before them what goes out.
+    """
+
+    has_pairs = False  # each is a backward pass
+
+    def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
+        self.forward, self.gradient = forward, gradient
+        self.ways = [way for way in forward.ways if way.part != "input"]
+        self.fits, self.places, self.alone = forward.fits, forward.places, forward.alone
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        step = next(iterate_parts(changes), None)
+        if step is not None:
+            whole = self._travel_back(step)[cell.rows][:, cell.positions]
+            return whole[..., cell.dims[-1]]
+        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
+        with torch.enable_grad():
+            leaf = x.clone().requires_grad_()
+            output = self.forward.compute(leaf, cell, changes)
+            found = _pull_back(output, leaf, given)
+        return found[..., cell.dims[-1]]
+
+    def _travel_back(self, step: Change) -> Tensor:
+        """Return the gradient of all tokens (B, S, H) where rows of gradients stand in the places of others."""
+        forward = self.forward
+        found = forward.exchanges.travel(step)
+        given = forward.weights.unsqueeze(-1) * self.gradient.unsqueeze(2)
+        flat = given.flatten(0, 2)
+        is_after = step.part in (*AFTER, "back", "restored")
+        if is_after:
+            flat = torch.zeros_like(flat).index_add(0, found.copies, flat)
+        ones = torch.ones(forward.held.gate.shape[1], dtype=forward.x.dtype)
+        with torch.enable_grad():
+            rows = forward.x.unsqueeze(2).expand(*forward.ids.shape, forward.x.shape[-1])
+            leaf = rows.clone().requires_grad_()
+            output, _ = forward._run(leaf, forward.ids, {}, ones)
+            (passed,) = torch.autograd.grad(output, leaf, flat.view_as(output))
+        tokens = torch.arange(forward.ids.numel()) if is_after else found.copies
+        whole = torch.zeros_like(forward.x).flatten(0, 1)
+        return whole.index_add(0, tokens // forward.num_choices, passed.flatten(0, 2)).view_as(forward.x)
+
+
+class CombineGradientFormula(Formula):
+    """What the routed experts pass back to their weights (b, s, k): the gradient times each choice's output."""
+
+    has_pairs = False
+
+    def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
+        self.forward, self.gradient = forward, gradient
+        self.ways = [
+            way for way in forward.ways if way.part not in ("input", "weights", "activation", "gate")
+        ]
+        self.ways.append(Change(part="weights", way="reversed"))
+        self.fits = [Change(part="all", way="times", number=number) for number in (0.5, 2.0)]
+        self.places, self.alone = forward.places, forward.alone
+
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
+        with torch.enable_grad():
+            inner = copy(self.forward)
+            inner.weights = self.forward.weights.detach().clone().requires_grad_()
+            forward = {part: change for part, change in changes.items() if part not in ("weights", "all")}
+            output = inner.compute(x, cell, forward)
+            found = _pull_back(output, inner.weights, given)
+        weights = found.flip(-1) if "weights" in changes else found
+        whole = weights * (changes["all"].number or 1.0) if "all" in changes else weights
+        return whole[cell.rows][:, cell.positions][..., cell.dims[-1]]
+
+
+def _pull_back(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of a leaf, zeros where the output does not depend on it."""
+    if not output.requires_grad:
+        return torch.zeros_like(leaf)
+    (found,) = torch.autograd.grad(output, leaf, gradient, allow_unused=True)
+    return torch.zeros_like(leaf) if found is None else found

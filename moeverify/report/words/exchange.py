@@ -1,0 +1,67 @@
+"""Steps of token copies on their way to the experts and back that are otherwise, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ROWS: Mapping[str, str] = {
+    "sent": "the token copies that a rank sends to the experts",
+    "arrived": "the token copies that come in at a rank with experts",
+    "sorted": "the token copies that experts are given, sorted by expert",
+    "computed": "what the experts put out, sorted by expert",
+    "unsorted": "the outputs that a rank with experts sends back",
+    "returned": "the outputs that come back to a rank",
+}
+_MIXED: Mapping[str, str] = {
+    "rolled": "with {rows} off by {number} rows",
+    "reversed": "with {rows} in reverse order",
+    "modulo": "with {rows} read at row numbers modulo {number}",
+    "ranks-reversed": "with {rows} by rank in reverse order",
+    "ranks-rolled": "with {rows} by rank beginning with another rank",
+    "transposed": "with {rows} by rank in turn, as if two axes of ranks were exchanged",
+}
+_ORDERS: Mapping[str, str] = {
+    "there": "with token copies that come in",
+    "back": "with outputs",
+    "there-and-back": "with token copies, and then with their outputs,",
+}
+_ORDERED: Mapping[tuple[str, str], str] = {
+    ("there", "skipped"): "{what} not sorted by expert",
+    ("back", "skipped"): "{what} not sorted by rank again",
+    ("there-and-back", "skipped"): "{what} not sorted by expert",
+    ("there", "inverse"): "{what} sorted by the inverse of the order of experts",
+    ("back", "inverse"): "{what} sorted by expert once more and not by rank again",
+}
+_COUNTS: Mapping[str, str] = {
+    "ranks-reversed": "{what} sorted by counts of the ranks in reverse order",
+    "ranks-rolled": "{what} sorted by counts of the ranks beginning with another rank",
+    "transposed": "{what} sorted by counts of the ranks in turn, as if two axes of ranks were exchanged",
+    "experts-reversed": "{what} sorted by counts of the experts in reverse order",
+    "experts-rolled": "{what} sorted by counts of the experts that are off by one expert",
+}
+_OTHERS: Mapping[tuple[str, str], str] = {
+    ("counts", "reversed"): "with the experts' counts of rows in reverse order",
+    ("counts", "rolled"): "with the experts' counts of rows off by one expert",
+    ("counts", "late"): "with each expert's rows beginning one row too late",
+    ("counts", "early"): "with each expert's rows beginning one row too early",
+    ("counts", "merged"): "with the rows of each rank's expert {number} counted as those of the next expert",
+    ("copies", "unsorted"): "with token copies that are sent without having been sorted by expert",
+    ("copies", "inverse"): "with token copies that are sorted by the inverse of the order of experts",
+    (
+        "copies",
+        "by-remainder",
+    ): "with the copy's number modulo that of tokens, not divided by top_k, for its token",
+    ("restored", "order"): "with outputs sorted by expert once more and not back into the order of tokens",
+    ("restored", "skipped"): "with outputs by expert that are taken for outputs in the order of tokens",
+}
+
+
+def describe_step(part: str, way: str, number: str) -> str:
+    """Return what is otherwise in a step of the exchange; nothing for what is no such step."""
+    kind = way.partition("-")[0] if way.startswith("transposed") else way
+    if part in _ROWS:
+        return _MIXED[kind].format(rows=_ROWS[part], number=number)
+    if part in _ORDERS:
+        text = _ORDERED.get((part, way)) or _COUNTS[kind]
+        return text.format(what=_ORDERS[part])
+    return _OTHERS.get((part, way), "").format(number=number)
