@@ -142,9 +142,8 @@ def _make_settings(
     from moeverify.report.files import check_writable
 
     problems: list[Problem] = []
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if match is None or last < first:
+    first, last = _read_range(steps)
+    if last < first:
         problems.append(Problem(f"`{steps}` is no range of steps", path="--steps", remedy="write 0-3, or 5"))
     if out is None:
         problems.append(
@@ -183,3 +182,9 @@ def _make_settings(
         nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
         outputs=outputs,
     )
+
+
+def _read_range(steps: str) -> tuple[int, int]:
+    """Return first and last step; the last is below the first where this is no range."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
+    return (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
