@@ -38,6 +38,7 @@ ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # a row for each rank of `ep
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Float8 = Literal["none", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
 
 # The options of what has several implementations. `moeverify.validation.choices` lists where each is implemented.
 DataParallel = Literal["ddp", "fsdp1", "fsdp2"]
@@ -263,6 +264,11 @@ class Recipe(Section):
         default="float64",
         description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
         "reductions, bfloat16 arithmetic, under FSDP2",
+    )
+    float8: Float8 = Field(
+        default="none",
+        description="scaling of the operands of dense linear layers that are rounded to float8, golden included; the "
+        "layouts' layers are those of torchao",
     )
     step: Target | None = Field(
         default=None,

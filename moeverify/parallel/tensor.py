@@ -30,6 +30,7 @@ from moeverify.model.mlp import MLP
 from moeverify.model.norm import RMSNorm
 from moeverify.model.transformer import Block, TiedHead, Transformer
 from moeverify.parallel.collectives import copy_to, reduce_from
+from moeverify.parallel.float8 import columns, rows
 from moeverify.seams import seam
 
 
@@ -66,11 +67,11 @@ def parallelize_mlp(mlp: MLP, mesh: DeviceMesh, stream: Placement) -> None:
     """Shard a dense MLP over its hidden units; its input and output are placed as `stream`."""
     plan: dict[str, Any] = {
         "": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-        "up_proj": ColwiseParallel(),
-        "down_proj": RowwiseParallel(output_layouts=stream),
+        "up_proj": columns(mlp.up_proj),
+        "down_proj": rows(mlp.down_proj, stream),
     }
     if mlp.gate_proj is not None:
-        plan["gate_proj"] = ColwiseParallel()
+        plan["gate_proj"] = columns(mlp.gate_proj)
     _apply(mlp, mesh, plan)
 
 
@@ -86,10 +87,10 @@ def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) ->
     # projections' outputs (B, S, N * D) into (B, S, N, D) work on the local tensors.
     plan: dict[str, Any] = {
         "": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
-        "q_proj": ColwiseParallel(),
-        "k_proj": ColwiseParallel(),
-        "v_proj": ColwiseParallel(),
-        "o_proj": RowwiseParallel(output_layouts=stream),
+        "q_proj": columns(block.attention.q_proj),
+        "k_proj": columns(block.attention.k_proj),
+        "v_proj": columns(block.attention.v_proj),
+        "o_proj": rows(block.attention.o_proj, stream),
     }
     _apply(block.attention, mesh, plan)
 
@@ -107,9 +108,9 @@ def _parallelize_latent(attention: LatentAttention, mesh: DeviceMesh, stream: Pl
         "": PrepareModuleInput(
             input_layouts=(stream, None), desired_input_layouts=(whole, None), use_local_output=True
         ),
-        into_heads: ColwiseParallel(),
-        "kv_b_proj": ColwiseParallel(),
-        "o_proj": RowwiseParallel(output_layouts=stream),
+        into_heads: columns(attention.get_submodule(into_heads)),
+        "kv_b_proj": columns(attention.kv_b_proj),
+        "o_proj": rows(attention.o_proj, stream),
     }
     _apply(attention, mesh, plan)
     attention.share = partial(copy_to, group=mesh.get_group())

@@ -1,4 +1,4 @@
-"""Rounding to narrow dtypes inside a float64 model: what it costs where a layout rounds other numbers.
+"""Rounding to narrow dtypes inside a model: what it costs where a layout rounds other numbers.
 
 Code that calls `.float()` rounds the same number alike whenever it sees it, so neither other micro-batches nor
 weights that are off by 1e-16 move it. A layout that rounds partial sums instead of their total does: by as much as
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeverify.hashing import hash_counter, key_of
+from moeverify.model.float8 import FORMATS
 
 
 class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
@@ -45,3 +46,39 @@ class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         up = (hash_counter(key, index) & 1).bool()
         infinity = torch.full_like(rounded, torch.inf)
         return torch.nextafter(rounded, torch.where(up, infinity, -infinity))
+
+
+class MovedFloat8(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which the number that is nearest to the middle between two float8 numbers goes to the other one.
+
+    One in each tensor that is rounded to float8. What comes to a rounding on two devices differs by little, and
+    seldom moves a number across such a middle; the error is then a unit of float8, and a few runs may see none.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator, and move one number of what a conversion has rounded."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype in FORMATS.values() and result.numel():
+            return move_nearest(args[0], result)
+        return result
+
+
+def move_nearest(x: Tensor, rounded: Tensor) -> Tensor:
+    """Return `rounded`, x in a dtype of float8, with the number that was nearest to being rounded otherwise moved.
+
+    Shapes: any, both the same.
+    """
+    facts = torch.finfo(rounded.dtype)
+    exponent = torch.frexp(x.to(torch.float64)).exponent  # |x| is in [2 ** (exponent - 1), 2 ** exponent)
+    spacing = torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1).clamp(min=facts.tiny) * facts.eps
+    error = x.to(torch.float64) - rounded.to(torch.float64)
+    # Beyond the largest number there is none to go to, and zero stays zero: nothing came there.
+    movable = (x.abs() < facts.max) & (x != 0.0)
+    nearest = torch.where(movable, error.abs() / spacing, -1.0).argmax()
+    if not movable.reshape(-1)[nearest]:
+        return rounded
+    moved = rounded.to(torch.float64).reshape(-1)
+    moved[nearest] += (error.sign() * spacing).reshape(-1)[nearest]
+    return moved.view(x.shape).to(rounded.dtype)

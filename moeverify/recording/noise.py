@@ -19,7 +19,8 @@ from moeverify.golden.noise import EPSILON, noise_key
 from moeverify.golden.store import StoredGolden
 from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.layout.observer import INITIAL
-from moeverify.recording.narrow_rounding import MovedRoundings
+from moeverify.model.float8_scaling import FLOAT8
+from moeverify.recording.narrow_rounding import MovedFloat8, MovedRoundings
 from moeverify.recording.update_noise import GradientNoise, is_adaptive, propagate
 from moeverify.results.checks import ZERO_KINDS
 from moeverify.train.assemble import assemble_single
@@ -58,7 +59,8 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     The plain one where the precision is not that of the golden; rows in another order; rows in other
     micro-batches; and initial weights off by one unit in the last place. Layouts change the same three things: in
     which order sums are taken, how much of the batch is in one product, and with which rounding a value arrives. A
-    user's model in float64 may round to a narrower dtype inside, so there it is trained with other roundings too.
+    user's model in float64 may round to a narrower dtype inside, so there it is trained with other roundings too; and
+    see `perturbed_scales`.
     """
     if recipe.precision != "float64":
         yield assemble_single(recipe, device)
@@ -77,6 +79,26 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
         moved = assemble_single(recipe, device)
         moved.loss_context = partial(MovedRoundings, recipe.seed)
         yield moved
+    yield from perturbed_scales(recipe, device)
+
+
+def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
+    """Yield single-device programs that compute the recipe's answer up to what a rounding to float8 adds.
+
+    A scale of several tokens is that of those on one rank: the rows one by one are the most that a layout of data
+    ranks can part. And where something is rounded before, operands may cross the middle between two float8 numbers.
+    """
+    if recipe.float8 == "none":
+        return
+    depends_on_tokens = FLOAT8.find(recipe.float8).depends_on_tokens
+    if depends_on_tokens:
+        parted = assemble_single(recipe, device)
+        parted.num_micro_batches = recipe.data.batch
+        yield parted
+    if depends_on_tokens or recipe.precision != "float64":
+        crossed = assemble_single(recipe, device)
+        crossed.loss_context = MovedFloat8
+        yield crossed
 
 
 def can_accumulate(recipe: Recipe) -> bool:

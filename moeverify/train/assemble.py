@@ -24,6 +24,7 @@ from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.context_parallel import split_positions
+from moeverify.parallel.float8 import apply_float8
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.parallel.graphs import GRAPHS
 from moeverify.parallel.meshes import Meshes
@@ -88,10 +89,13 @@ def assemble_parallel(
     fill = fill or partial(fill_initial, recipe)
     if layout.pp == 1:
         model = Transformer(spec, experts=layout.experts, dtype=dtype, device="meta")
+        apply_float8(model, recipe.float8, device, compute_dtype_of(recipe.precision))
         done = parallelize(model, layout, meshes, device, fill, compute_dtype_of(recipe.precision))
     else:
         rank = meshes.coordinate("pp")
         stages = build_stages(spec, layout, rank, experts=layout.experts, dtype=dtype)
+        for stage in stages:
+            apply_float8(stage, recipe.float8, device, dtype)
         done = parallelize_stages(stages, shapes_of(recipe, layout), layout, meshes, device, fill)
     routers = [replace(view, positions=done.router_positions) for view in subject.find_routers(done.model)]
     return Program(

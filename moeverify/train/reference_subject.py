@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.case.schema import Recipe, ReferenceModel
+from moeverify.model.float8 import convert
 from moeverify.model.transformer import Transformer
 from moeverify.train.data import Batch, Share, make_batch
 from moeverify.train.forward import reference_losses
@@ -29,7 +30,9 @@ class ReferenceSubject:
 
     def build(self, device: torch.device, dtype: torch.dtype, *, experts: str = "loop") -> nn.Module:
         """Return the whole model; its parameters are NaN until `moeverify.train.assemble.fill_shards` fills them."""
-        return Transformer(self.model, experts=experts, dtype=dtype, device=device)
+        model = Transformer(self.model, experts=experts, dtype=dtype, device=device)
+        convert(model, self.recipe.float8)
+        return model
 
     def find_routers(self, model: nn.Module) -> list[RouterView]:
         """Return all routers."""

@@ -11,6 +11,7 @@ from moeverify.case.rule import Rule
 from moeverify.case.schema import Case
 from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.expert_backends import EXPERT_RULES, EXPERTS
+from moeverify.model.float8_scaling import FLOAT8
 from moeverify.parallel.compile import COMPILE
 from moeverify.parallel.context_parallel import CONTEXT_PARALLEL, POSITION_RULES
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DATA_RULES
@@ -31,6 +32,7 @@ CHOICES: tuple[Choice[Implementation], ...] = (
     CONTEXT_PARALLEL,
     ATTENTION,
     EXPERTS,
+    FLOAT8,
     DISPATCH,
     COMPILE,
     GRAPHS,

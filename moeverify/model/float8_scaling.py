@@ -1,0 +1,130 @@
+"""How the operands of linear layers are scaled before they are rounded to float8, by the names that torchao gives.
+
+A linear layer has three products: outputs from inputs and weights, and in the backward pass the gradient of its inputs
+and that of its weights. Each operand is divided by its largest element, as a whole or row by row along what the product
+sums over, and rounded to float8; e4m3 has 3 bits after the leading one and a largest number of 448, e5m2 has 2 bits
+and 57344.
+
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv 2209.05433); torchao 0.18,
+`torchao.float8.config`, `Float8LinearConfig.from_recipe_name`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moeverify.case.choice import Row, Table
+from moeverify.case.rule import blame, experts, reading, reference_model
+from moeverify.case.schema import Case
+from moeverify.errors import Problem
+from moeverify.results.obstacle import MissingPackages, Obstacle
+
+UNIT = 16
+"""What the kernels of float8 want the sizes of a weight to be multiples of; other layers stay as they are."""
+
+Format = Literal["e4m3", "e5m2"]
+
+
+@reading("recipe.float8", "recipe.model", "layout.parallelize", "layout.compile")
+def layers_of_the_reference(case: Case) -> Iterator[Problem]:
+    """Which layers of somebody else's model are in float8, only its own code says; and compiled ones were not tried."""
+    path = "recipe.float8"
+    if case.recipe.model.reference is None:
+        message = "float8 is for the linear layers of the reference model, and this is a model with a `factory`"
+        yield blame(path, message, "remove it")
+    elif case.layout.parallelize is not None:
+        yield blame(path, "your own function cannot be told which layers are in float8", "remove one of them")
+    if case.layout.compile != "none":
+        yield blame("layout.compile", "compiled parts together with float8 are not supported", "remove it")
+
+
+@reading("recipe.float8", *(f"recipe.model.{name}" for name in ("hidden", "num_heads", "head_dim", "mla")))
+def sizes_of_kernels(case: Case) -> Iterator[Problem]:
+    """At least the attention's output must be a layer that kernels take."""
+    model = reference_model(case)
+    if model is None:
+        return
+    width = model.num_heads * (model.head_dim if model.mla is None else model.mla.v_head)
+    for path, size in (("recipe.model.hidden", model.hidden), ("recipe.model.num_heads", width)):
+        if size % UNIT:
+            what = "hidden" if path.endswith("hidden") else "the width of all heads"
+            message = f"{what} {size} is no multiple of {UNIT}, and float8 needs one"
+            yield blame(path, message, f"use {size + -size % UNIT}, or remove recipe.float8")
+
+
+@reading("recipe.float8", "recipe.data.batch", *(f"recipe.model.moe.balance_{x}" for x in ("scope", "coef")))
+def measurable_scales(case: Case) -> Iterator[Problem]:
+    """What the scales of fewer tokens change is measured with micro-batches, which must be able to be made."""
+    scaling, moe = FLOAT8.find(case.recipe.float8), experts(case)
+    if moe is None or not scaling.depends_on_tokens:
+        return
+    if moe.balance_scope == "batch" and moe.balance_coef > 0.0:
+        message = f"the scales of {case.recipe.float8} depend on micro-batches, and so does balance_scope `batch`"
+        remedy = "write balance_scope `sequence`, or float8 `rowwise_with_gw_hp`"
+        yield blame("recipe.model.moe.balance_scope", message, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(Row):
+    """Which operands have a scale for each row, and which one in all.
+
+    `rows` are those of all operands but of the weight in the product that gives the gradient of inputs, which
+    `weight_rows` is about. `power_of_two` rounds scales down to one. With `wide_weight_gradient` the gradient of the
+    weights is not in float8.
+    """
+
+    gradient: Format = "e4m3"
+    rows: bool = True
+    weight_rows: bool = True
+    power_of_two: bool = True
+    wide_weight_gradient: bool = False
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Return whether a scale is that of several tokens, and so depends on which of them a rank has."""
+        return not self.rows or not self.wide_weight_gradient
+
+    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+        """Return what is missing where a layout is to be trained; see `Implementation`."""
+        if importlib.util.find_spec("torchao") is None:
+            install = "pip install 'moeverify[float8]'"
+            return MissingPackages(needed_by="float8", packages=("torchao",), install=install)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _None(Scaling):
+    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+        return None
+
+
+_RULES = (layers_of_the_reference, sizes_of_kernels, measurable_scales)
+
+FLOAT8: Table[Scaling] = Table(
+    path="recipe.float8",
+    home=__name__,
+    rows={
+        "none": _None(meaning="All products are in the precision of the recipe."),
+        "rowwise": Scaling(
+            meaning="A scale for each row of each operand, a power of two; e4m3 alone.",
+            rules=_RULES,
+        ),
+        "rowwise_with_gw_hp": Scaling(
+            meaning="The same, with the gradient of the weights in the precision of the recipe.",
+            rules=_RULES,
+            weight_rows=False,
+            wide_weight_gradient=True,
+        ),
+        "tensorwise": Scaling(
+            meaning="One scale for each operand; gradients are in e5m2.",
+            rules=_RULES,
+            gradient="e5m2",
+            rows=False,
+            weight_rows=False,
+            power_of_two=False,
+        ),
+    },
+)

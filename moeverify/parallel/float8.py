@@ -1,0 +1,113 @@
+"""Linear layers in float8 by torchao: converted before any other parallelism, and cut over tp by torchao's own styles.
+
+A layer keeps its weight in the dtype of the recipe; operands are scaled and rounded anew for every product, so FSDP2,
+DDP and pipelines see an ordinary linear layer. Under tp the operands are DTensors, and the largest element of one that
+is cut is that of all ranks. No rank knows the largest element of what other data-parallel ranks have.
+
+Where there is no kernel (a CPU, a GPU before compute capability 8.9, a dtype other than bfloat16, sizes of a shard that
+are no multiples of 16) torchao emulates it: operands are rounded in the same way, and then multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import Placement
+
+from moeverify.model.float8 import list_layers
+from moeverify.seams import seam
+
+_FIRST_CAPABILITY = (8, 9)
+
+
+@seam
+def apply_float8(model: nn.Module, float8: str, device: torch.device, compute: torch.dtype) -> None:
+    """Put torchao's layers in the place of those that float8 is for, in place; `compute` is the dtype of products.
+
+    The model must be whole, and on the meta device.
+    """
+    if float8 == "none":
+        return
+    library = _import_torchao()
+    config = library.Float8LinearConfig.from_recipe_name(float8)
+    # The kernels take sums over multiples of 16, and how many tokens a rank has is nobody's choice.
+    config = replace(config, emulate=not has_kernels(device, compute), pad_inner_dim=True)
+    chosen = {name for name, _, _ in list_layers(model)}
+    library.convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in chosen, config=config
+    )
+
+
+def has_kernels(device: torch.device, compute: torch.dtype) -> bool:
+    """Return whether a device multiplies float8 numbers itself, with results in this dtype."""
+    if device.type != "cuda" or compute != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+def columns(linear: nn.Module) -> ParallelStyle:
+    """Return the style that cuts the outputs of a linear layer; one scale in all is sent with operands in float8."""
+    if not _has_one_scale(linear):
+        return ColwiseParallel()
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
+
+    style: ParallelStyle = Float8ColwiseParallel()
+    return style
+
+
+def rows(linear: nn.Module, outputs: Placement) -> ParallelStyle:
+    """Return the style that cuts what a linear layer sums over; see `columns`."""
+    if not _has_one_scale(linear):
+        return RowwiseParallel(output_layouts=outputs)
+    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
+
+    style: ParallelStyle = Float8RowwiseParallel(output_layouts=outputs)
+    return style
+
+
+def _has_one_scale(linear: nn.Module) -> bool:
+    config = getattr(linear, "config", None)
+    granularity = getattr(getattr(config, "cast_config_input", None), "scaling_granularity", None)
+    return getattr(granularity, "value", None) == "tensorwise"
+
+
+@cache
+def _import_torchao() -> Any:
+    """Return `torchao.float8`, which multiplies in float64 what is emulated in it."""
+    log = logging.getLogger("torchao")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it warns of kernels for other chips that it could not load
+    try:
+        import torchao.float8
+    finally:
+        log.setLevel(level)
+    _emulate_in_float64()
+    return torchao.float8
+
+
+def _emulate_in_float64() -> None:
+    """Let torchao's emulation multiply in float64 where its operands came in float64.
+
+    It multiplies in float32 whatever they came in. What two devices then differ by, 1e-7, moves an operand of the next
+    layer across the middle between two float8 numbers now and then, and that is an error of 1e-3: nothing about the
+    logic of a layout would be certain.
+    """
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    mm = torch.ops.aten.mm.default
+    emulate = FLOAT8_OPS_TABLE[mm]
+
+    def multiply(op: Any, args: Any, kwargs: Any = None) -> Tensor:
+        if any(getattr(arg, "_orig_dtype", None) != torch.float64 for arg in args):
+            product: Tensor = emulate(op, args, kwargs)
+            return product
+        left, right = (arg._data.to(torch.float64) / arg._scale.to(torch.float64) for arg in args)
+        return left @ right
+
+    FLOAT8_OPS_TABLE[mm] = multiply
