@@ -25,9 +25,9 @@ LEAST = 1e-12
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """Return what operands with these largest elements are multiplied by, in float32: their largest becomes the dtype's.
+    """Return what operands with these largest elements are multiplied by, in float32, to fill the range of a dtype.
 
-    With `power_of_two` the largest power of two that is not above. Shape: any, that of `largest`.
+    With `power_of_two` the largest power of two that is not above it. Shape: any, that of `largest`.
     """
     scale = (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
     if not power_of_two:
@@ -97,8 +97,8 @@ class Float8Linear(nn.Linear):
 def list_layers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return (name, parent, attribute) of the layers that float8 is for: projections of attention and of dense MLPs.
 
-    Shared experts are dense; routers, routed experts, gates, embedding and head are not among them, nor is a layer with
-    a size that is no multiple of `UNIT`.
+    Shared experts are dense; routers, routed experts, gates, embedding and head are not among them, nor is a layer
+    with a size that is no multiple of `UNIT`.
     """
     from moeverify.model.attention import Attention
     from moeverify.model.mla import LatentAttention
@@ -108,7 +108,7 @@ def list_layers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
         for prefix, module in model.named_modules()
         if isinstance(module, Attention | LatentAttention | MLP)
         for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and not any(size % UNIT for size in child.weight.shape)
+        if isinstance(child, nn.Linear) and not (child.in_features % UNIT or child.out_features % UNIT)
     ]
 
 

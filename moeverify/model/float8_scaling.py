@@ -1,9 +1,9 @@
 """How the operands of linear layers are scaled before they are rounded to float8, by the names that torchao gives.
 
-A linear layer has three products: outputs from inputs and weights, and in the backward pass the gradient of its inputs
-and that of its weights. Each operand is divided by its largest element, as a whole or row by row along what the product
-sums over, and rounded to float8; e4m3 has 3 bits after the leading one and a largest number of 448, e5m2 has 2 bits
-and 57344.
+A linear layer has three products: outputs from inputs and weights, and in the backward pass the gradient of its
+inputs and that of its weights. Each operand is divided by its largest element, as a whole or row by row along what
+the product sums over, and rounded to float8: e4m3 has 3 bits after the leading one and a largest number of 448, e5m2
+has 2 bits and 57344.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv 2209.05433); torchao 0.18,
 `torchao.float8.config`, `Float8LinearConfig.from_recipe_name`.
@@ -20,7 +20,7 @@ from moeverify.case.choice import Row, Table
 from moeverify.case.rule import blame, experts, reading, reference_model
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
-from moeverify.results.obstacle import MissingPackages, Obstacle
+from moeverify.results.obstacle import MissingPackages, Obstacle, UnsupportedHere
 
 UNIT = 16
 """What the kernels of float8 want the sizes of a weight to be multiples of; other layers stay as they are."""
@@ -30,10 +30,12 @@ Format = Literal["e4m3", "e5m2"]
 
 @reading("recipe.float8", "recipe.model", "layout.parallelize", "layout.compile")
 def layers_of_the_reference(case: Case) -> Iterator[Problem]:
-    """Which layers of somebody else's model are in float8, only its own code says; and compiled ones were not tried."""
+    """Which layers of somebody else's model are in float8, only its own code says."""
     path = "recipe.float8"
     if case.recipe.model.reference is None:
-        message = "float8 is for the linear layers of the reference model, and this is a model with a `factory`"
+        message = (
+            "float8 is for the linear layers of the reference model, and this is a model with a `factory`"
+        )
         yield blame(path, message, "remove it")
     elif case.layout.parallelize is not None:
         yield blame(path, "your own function cannot be told which layers are in float8", "remove one of them")
@@ -55,14 +57,27 @@ def sizes_of_kernels(case: Case) -> Iterator[Problem]:
             yield blame(path, message, f"use {size + -size % UNIT}, or remove recipe.float8")
 
 
-@reading("recipe.float8", "recipe.data.batch", *(f"recipe.model.moe.balance_{x}" for x in ("scope", "coef")))
+@reading("recipe.float8", "recipe.precision")
+def rounded_differently(case: Case) -> Iterator[Problem]:
+    """In float64 nothing but bugs may differ, and a scale of several tokens differs between layouts."""
+    if case.recipe.precision == "float64" and FLOAT8.find(case.recipe.float8).depends_on_tokens:
+        message = (
+            f"the scales of {case.recipe.float8} depend on the tokens of a rank, and float64 on no rounding"
+        )
+        remedy = "write float8 `rowwise_with_gw_hp`, whose scales do not, or another precision"
+        yield blame("recipe.precision", message, remedy)
+
+
+@reading("recipe.float8", *(f"recipe.model.moe.balance_{x}" for x in ("scope", "coef")))
 def measurable_scales(case: Case) -> Iterator[Problem]:
     """What the scales of fewer tokens change is measured with micro-batches, which must be able to be made."""
     scaling, moe = FLOAT8.find(case.recipe.float8), experts(case)
     if moe is None or not scaling.depends_on_tokens:
         return
     if moe.balance_scope == "batch" and moe.balance_coef > 0.0:
-        message = f"the scales of {case.recipe.float8} depend on micro-batches, and so does balance_scope `batch`"
+        message = (
+            f"the scales of {case.recipe.float8} depend on micro-batches, and so does balance_scope `batch`"
+        )
         remedy = "write balance_scope `sequence`, or float8 `rowwise_with_gw_hp`"
         yield blame("recipe.model.moe.balance_scope", message, remedy)
 
@@ -92,6 +107,9 @@ class Scaling(Row):
         if importlib.util.find_spec("torchao") is None:
             install = "pip install 'moeverify[float8]'"
             return MissingPackages(needed_by="float8", packages=("torchao",), install=install)
+        gathers = case.layout.sequence_parallel or case.layout.slices_tokens
+        if device == "cpu" and not self.rows and case.layout.tp > 1 and gathers:
+            return UnsupportedHere(why="torchao gathers operands in float8, and gloo cannot send float8")
         return None
 
 
@@ -101,7 +119,7 @@ class _None(Scaling):
         return None
 
 
-_RULES = (layers_of_the_reference, sizes_of_kernels, measurable_scales)
+_RULES = (layers_of_the_reference, sizes_of_kernels, rounded_differently, measurable_scales)
 
 FLOAT8: Table[Scaling] = Table(
     path="recipe.float8",

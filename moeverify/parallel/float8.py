@@ -1,11 +1,11 @@
-"""Linear layers in float8 by torchao: converted before any other parallelism, and cut over tp by torchao's own styles.
+"""Linear layers in float8 by torchao: converted before any other parallelism, and cut over tp by its own styles.
 
 A layer keeps its weight in the dtype of the recipe; operands are scaled and rounded anew for every product, so FSDP2,
-DDP and pipelines see an ordinary linear layer. Under tp the operands are DTensors, and the largest element of one that
-is cut is that of all ranks. No rank knows the largest element of what other data-parallel ranks have.
+DDP and pipelines see an ordinary linear layer. Under tp the operands are DTensors, and the largest element of one
+that is cut is that of all ranks. No rank knows the largest element of what other data-parallel ranks have.
 
-Where there is no kernel (a CPU, a GPU before compute capability 8.9, a dtype other than bfloat16, sizes of a shard that
-are no multiples of 16) torchao emulates it: operands are rounded in the same way, and then multiplied in float32.
+Where there is no kernel (a CPU, a GPU before compute capability 8.9, a dtype other than bfloat16) torchao emulates
+it: operands are rounded in the same way, and then multiplied in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
@@ -39,9 +40,7 @@ def apply_float8(model: nn.Module, float8: str, device: torch.device, compute: t
     # The kernels take sums over multiples of 16, and how many tokens a rank has is nobody's choice.
     config = replace(config, emulate=not has_kernels(device, compute), pad_inner_dim=True)
     chosen = {name for name, _, _ in list_layers(model)}
-    library.convert_to_float8_training(
-        model, module_filter_fn=lambda _, name: name in chosen, config=config
-    )
+    library.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
 
 
 def has_kernels(device: torch.device, compute: torch.dtype) -> bool:
@@ -71,6 +70,26 @@ def rows(linear: nn.Module, outputs: Placement) -> ParallelStyle:
     return style
 
 
+def unpack(tensor: Tensor) -> Tensor:
+    """Return the numbers that an operand in float8 stands for, in its own dtype; any other tensor as it is.
+
+    Shape: that of the tensor. Placements: those of a DTensor.
+    """
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        numbers = unpack(local)
+        if numbers is local:
+            return tensor
+        shape, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(
+            numbers, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        )
+    widen_operand = getattr(tensor, "to_original_precision", None)
+    numbers = tensor if widen_operand is None else widen_operand()
+    assert isinstance(numbers, Tensor)
+    return numbers
+
+
 def _has_one_scale(linear: nn.Module) -> bool:
     config = getattr(linear, "config", None)
     granularity = getattr(getattr(config, "cast_config_input", None), "scaling_granularity", None)
@@ -94,9 +113,9 @@ def _import_torchao() -> Any:
 def _emulate_in_float64() -> None:
     """Let torchao's emulation multiply in float64 where its operands came in float64.
 
-    It multiplies in float32 whatever they came in. What two devices then differ by, 1e-7, moves an operand of the next
-    layer across the middle between two float8 numbers now and then, and that is an error of 1e-3: nothing about the
-    logic of a layout would be certain.
+    It multiplies in float32 whatever they came in. What two devices then differ by, 1e-7, moves an operand of the
+    next layer across the middle between two float8 numbers now and then, and that is an error of 1e-3: nothing about
+    the logic of a layout would be certain.
     """
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 

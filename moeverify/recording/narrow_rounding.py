@@ -72,7 +72,9 @@ def move_nearest(x: Tensor, rounded: Tensor) -> Tensor:
     """
     facts = torch.finfo(rounded.dtype)
     exponent = torch.frexp(x.to(torch.float64)).exponent  # |x| is in [2 ** (exponent - 1), 2 ** exponent)
-    spacing = torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1).clamp(min=facts.tiny) * facts.eps
+    spacing = (
+        torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1).clamp(min=facts.tiny) * facts.eps
+    )
     error = x.to(torch.float64) - rounded.to(torch.float64)
     # Beyond the largest number there is none to go to, and zero stays zero: nothing came there.
     movable = (x.abs() < facts.max) & (x != 0.0)

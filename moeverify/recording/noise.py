@@ -90,12 +90,11 @@ def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
     """
     if recipe.float8 == "none":
         return
-    depends_on_tokens = FLOAT8.find(recipe.float8).depends_on_tokens
-    if depends_on_tokens:
+    if FLOAT8.find(recipe.float8).depends_on_tokens:
         parted = assemble_single(recipe, device)
         parted.num_micro_batches = recipe.data.batch
         yield parted
-    if depends_on_tokens or recipe.precision != "float64":
+    if recipe.precision != "float64":
         crossed = assemble_single(recipe, device)
         crossed.loss_context = MovedFloat8
         yield crossed

@@ -118,6 +118,32 @@ class GatheredFacts(Record):
     is_stale: bool
 
 
+ScaleSource = Literal["", "none", "own-rank", "step-before", "another"]
+
+
+class Float8Facts(Record):
+    """Layers of a module whose `operand` has other scales than its largest elements ask for; `layer` is the first.
+
+    `source` is where the scales come from: the largest elements of the rank's own part of what is cut over `axis`,
+    those of the step before, those of `other`; empty where nobody knows, and `none` where nothing was rounded to
+    float8. The first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`.
+    """
+
+    about: Literal["float8"] = "float8"
+    layer: str
+    operand: str = ""
+    source: ScaleSource = ""
+    other: str = ""
+    axis: str = ""
+    module: str = ""
+    num_layers: int = 1
+    num_known: int = 1
+    num_wrong: int = 0
+    num_compared: int = 0
+    used: float = 0.0
+    wanted: float = 1.0
+
+
 class PatternFacts(Record):
     """A pattern of `layout.in_float32` that names no module which was seen to compute."""
 
@@ -278,6 +304,7 @@ Facts = Annotated[
     | DtypeFacts
     | PatternFacts
     | GatheredFacts
+    | Float8Facts
     | ExpertFacts
     | CollectiveFacts
     | BatchFacts

@@ -20,6 +20,7 @@ from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
 from moeverify.model.moe import MoE
+from moeverify.parallel.float8 import unpack
 from moeverify.parallel.pipeline import Stage
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -148,7 +149,7 @@ class Tap:
             if key in self._seen or not (tensor.ndim > 2 or self._is_flat(tensor)):
                 continue  # a second visit is a recomputation
             self._seen.add(key)
-            self._keep(FORWARD, key, tensor)
+            self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
 
@@ -160,7 +161,7 @@ class Tap:
         def on_gradient(gradient: Tensor) -> None:
             if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
-            self._keep(BACKWARD, key, gradient / self._scale)
+            self._keep(BACKWARD, key, unpack(gradient) / self._scale)
 
         return on_gradient
 

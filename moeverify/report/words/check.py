@@ -21,6 +21,7 @@ from moeverify.results.facts import (
     DtypeFacts,
     Dtypes,
     ExpertFacts,
+    Float8Facts,
     GatheredFacts,
     Issue,
     NumCollectives,
@@ -179,6 +180,23 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
             f"{facts.num_wrong} of {facts.num_compared} compared elements of {facts.parameter} in {facts.dtype}",
         ),
     )
+
+
+@describe_facts.register
+def _(facts: Float8Facts, finding: Finding) -> Words:
+    module = facts.module or "the model"
+    layers = f"{facts.num_layers} of {facts.num_known} layers in float8"
+    if facts.source == "none":
+        return Words(f"{module} computes without float8", "", (layers,))
+    cause = {
+        "": f"{module} rounds its {facts.operand} to float8 with scales that are not those of its largest elements",
+        "own-rank": f"{module} scales its {facts.operand} by the largest element of one rank: it is not reduced over "
+        f"{facts.axis}",
+        "step-before": f"{module} scales its {facts.operand} by the largest elements of the step before",
+        "another": f"{module} scales its {facts.operand} by the largest elements of {facts.other}",
+    }[facts.source]
+    scales = f"{facts.num_wrong} of {facts.num_compared} compared scales of {facts.layer}"
+    return Words(cause, "", (layers, f"{scales}: {facts.used:.6g} in place of {facts.wanted:.6g}"))
 
 
 @describe_facts.register

@@ -1,0 +1,337 @@
+"""Whether the operands of products in float8 have the scales that their own largest elements ask for.
+
+A wrong scale is no wrong factor: it is divided by again. What it does is to round otherwise, or to cut off what is
+too large, and in the comparison with the golden that is lost in the rounding of float8 itself. Here neither golden
+nor noise plays a part: where torchao has rounded an operand, its largest elements are looked for again.
+
+An operand that is cut over tp along what has one scale has that of the largest element on all ranks of tp. What other
+data-parallel ranks have plays no part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.checks.precision import WHOLE, join_by_module
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import local_part
+from moeverify.model.float8 import FORMATS, list_layers, scale_of
+from moeverify.model.float8_scaling import FLOAT8
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import Float8Facts, ScaleSource
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
+from moeverify.train.program import Program
+
+MOST_SCALES = 16
+"""Of an operand with more scales, so many in equal distances are computed again."""
+
+BOUND = 2.0**-20
+"""Relative: scales are computed in float64 and kept in float32."""
+
+_CODES: Mapping[ScaleSource, Cause] = {
+    "own-rank": Cause.MISSING_REDUCTION,
+    "step-before": Cause.STALE,
+    "none": Cause.PRECISION,
+}
+
+Key = tuple[str, str, int]  # the layer, which operand, and how many of its kind came before it in the step
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Scales of an operand as they were `used`, and the largest elements that they are of, on one rank.
+
+    Where it is cut over `axis`, `ranks` have the other parts. `before` are the largest elements of the same operand
+    in the step before, and `other` is an operand of this rank that has the scales that were used.
+    """
+
+    step: int
+    key: Key
+    dtype: str
+    largest: tuple[float, ...]
+    used: tuple[float, ...]
+    ranks: tuple[int, ...] = ()
+    axis: str = ""
+    before: tuple[float, ...] = ()
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Float8Report:
+    """The layers of a rank that are to be in float8, those that were, and the operands that rank 0 must judge.
+
+    These are all that are cut, and of the others those with a wrong scale.
+    """
+
+    layers: tuple[str, ...]
+    seen: frozenset[str]
+    num_operands: int
+    operands: tuple[Operand, ...]
+
+
+class Float8Watch(Watch[Float8Report]):
+    """Looks at every operand that torchao rounds to float8; a step is judged when it is over."""
+
+    def __init__(self, model: nn.Module, *, power_of_two: bool) -> None:
+        from torchao.float8 import float8_scaling_utils as library
+
+        self._power_of_two = power_of_two
+        self._layers: dict[int, str] = {}  # by the options of its products, of which every layer has its own
+        names = []
+        for name, parent, attribute in list_layers(model):
+            names.append(logical_name(f"{name}.weight").removesuffix(".weight"))
+            options = getattr(getattr(parent, attribute), "linear_mm_config", None)
+            if options is not None:
+                self._layers[id(options)] = names[-1]
+        self._names = tuple(names)
+        self._library = library
+        self._original: Any = library.hp_tensor_and_scale_to_float8
+        self._signature = inspect.signature(self._original)
+        library.hp_tensor_and_scale_to_float8 = self._round
+        self._step, self._num_operands = -1, 0
+        self._looked: dict[Key, tuple[Tensor, Tensor, Operand]] = {}
+        self._visits: Counter[tuple[str, str]] = Counter()
+        self._before: dict[Key, tuple[float, ...]] = {}
+        self._seen: set[str] = set()
+        self._found: list[Operand] = []
+
+    def begin_step(self, step: int) -> None:
+        """Judge the step before; see `Watch`."""
+        self._finish()
+        self._step = step
+
+    def close(self) -> None:
+        """Judge the last step, and look no longer; see `Watch`."""
+        self._finish()
+        if self._library.hp_tensor_and_scale_to_float8 == self._round:
+            self._library.hp_tensor_and_scale_to_float8 = self._original
+
+    def report(self) -> Float8Report:
+        """Return what was seen; see `Watch`."""
+        return Float8Report(self._names, frozenset(self._seen), self._num_operands, tuple(self._found))
+
+    def _round(self, *arguments: Any, **named: Any) -> Any:
+        rounded = self._original(*arguments, **named)
+        given = self._signature.bind(*arguments, **named)
+        given.apply_defaults()
+        with torch.no_grad():
+            self._look(given.arguments, local_part(rounded)._scale)
+        return rounded
+
+    def _look(self, given: Mapping[str, Any], scale: Tensor) -> None:
+        layer = self._layers.get(id(given["linear_mm_config"]))
+        operand, dim = given["hp_tensor"].detach(), given["axiswise_dim"]
+        local = local_part(operand)
+        if layer is None or not local.numel():
+            return
+        self._seen.add(layer)
+        largest, used = find_largest(local, dim), _choose(scale.reshape(-1))
+        ranks, axis = _list_ranks(operand, dim)
+        # One scale in all, or one for each row or column: these are operands of their own.
+        name = f"{given['gemm_input_role'].value}{'' if dim is None else f' along dim {dim % 2}'}"
+        key = (layer, name, self._visits[layer, name])
+        self._visits[layer, name] += 1
+        found = Operand(self._step, key, _name(given["float8_dtype"]), (), (), ranks, axis)
+        self._looked[key] = (largest, used, found)
+
+    def _finish(self) -> None:
+        looked, self._looked = self._looked, {}
+        self._visits.clear()
+        operands = {
+            key: replace(
+                found,
+                largest=tuple(largest.to(torch.float64).tolist()),
+                used=tuple(used.to(torch.float64).tolist()),
+                before=self._before.get(key, ()),
+            )
+            for key, (largest, used, found) in looked.items()
+        }
+        self._num_operands += len(operands)
+        for operand in operands.values():
+            if operand.ranks:
+                self._found.append(operand)
+            elif find_wrong(operand.largest, operand, power_of_two=self._power_of_two):
+                other = self._find_other(operand, operands.values())
+                self._found.append(replace(operand, other=other))
+        self._before = {key: operand.largest for key, operand in operands.items()}
+
+    def _find_other(self, operand: Operand, operands: Collection[Operand]) -> str:
+        """Return the name of the one other operand whose scales were used, or nothing."""
+        names = {
+            f"{other.key[0]} {other.key[1]}"
+            for other in operands
+            if other.key != operand.key
+            and len(other.largest) == len(operand.used)
+            and not find_wrong(other.largest, operand, power_of_two=self._power_of_two)
+        }
+        return names.pop() if len(names) == 1 else ""
+
+
+def find_largest(operand: Tensor, dim: int | None) -> Tensor:
+    """Return the largest elements of an operand that some of its scales are of: of slices along `dim`, or of all.
+
+    Shape: (at most `MOST_SCALES`,).
+    """
+    if dim is None:
+        return operand.abs().amax().reshape(1)
+    return _choose(operand.movedim(dim, -1).flatten(0, -2)).abs().amax(dim=-1)
+
+
+def _choose(rows: Tensor) -> Tensor:
+    """Return at most `MOST_SCALES` rows in equal distances."""
+    return rows[:: max(1, -(-len(rows) // MOST_SCALES))]
+
+
+def _list_ranks(operand: Tensor, dim: int | None) -> tuple[tuple[int, ...], str]:
+    """Return the ranks, and the axis, over which an operand is cut along what has one scale; else nothing."""
+    if not isinstance(operand, DTensor):
+        return (), ""
+    is_cut = any(
+        isinstance(placement, Shard) and (dim is None or placement.dim == dim % operand.ndim)
+        for placement in operand.placements
+    )
+    mesh = operand.device_mesh
+    return (tuple(mesh.mesh.flatten().tolist()), "-".join(mesh.mesh_dim_names or ())) if is_cut else ((), "")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _find_dtype(name: str) -> torch.dtype:
+    return next(dtype for dtype in FORMATS.values() if _name(dtype) == name)
+
+
+def find_wrong(largest: Sequence[float], operand: Operand, *, power_of_two: bool) -> list[int]:
+    """Return which of the scales of an operand are not those of these largest elements."""
+    dtype = _find_dtype(operand.dtype)
+    sizes = torch.tensor(largest, dtype=torch.float64)
+    used = torch.tensor(operand.used, dtype=torch.float64)
+    # A scale that is nearly a power of two may be rounded to it, or down to the next.
+    wanted = [
+        scale_of(sizes * (1.0 + step), dtype, power_of_two=power_of_two) for step in (-BOUND, 0.0, BOUND)
+    ]
+    right = torch.stack([(used / each - 1.0).abs() <= BOUND for each in wanted]).any(dim=0)
+    return (~right).nonzero().flatten().tolist()
+
+
+class Float8(Check[Float8Report]):
+    """Scales of operands in float8, against those that their own largest elements ask for."""
+
+    name = CheckName.FLOAT8
+    role = Role.ORIGIN
+
+    def watch(self, run: RankRun, program: Program) -> Watch[Float8Report] | None:
+        """Return what looks at the operands; see `Check`."""
+        scaling = run.case.recipe.float8
+        if scaling == "none":
+            return None
+        return Float8Watch(program.model, power_of_two=FLOAT8.find(scaling).power_of_two)
+
+    def judge(self, shown: Shown, reports: Sequence[Float8Report]) -> Outcome | None:
+        """Return whether all scales were right, with a finding for each largest part of the model; see `Check`."""
+        if not reports:
+            return None
+        power_of_two = FLOAT8.find(shown.case.recipe.float8).power_of_two
+        known = sorted({name for report in reports for name in report.layers})
+        wrong: dict[tuple[ScaleSource, str], dict[str, dict[int, Float8Facts]]] = {}
+        steps: dict[tuple[ScaleSource, str], int] = {}
+        for rank, step, facts in _list_wrong(reports, power_of_two=power_of_two):
+            kind = (facts.source, facts.operand)
+            if steps.setdefault(kind, step) == step:
+                wrong.setdefault(kind, {}).setdefault(facts.layer, {}).setdefault(rank, facts)
+        findings = [
+            _make_finding(shown, steps[kind], module, members, len(known))
+            for kind, by_layer in wrong.items()
+            for module, members in join_by_module(by_layer, known).items()
+        ]
+        return make_outcome(self.name, findings, sum(report.num_operands for report in reports))
+
+
+def _list_wrong(
+    reports: Sequence[Float8Report], *, power_of_two: bool
+) -> Iterator[tuple[int, int, Float8Facts]]:
+    """Yield (rank, step, what is wrong) of each operand with a wrong scale, step after step."""
+    cut: dict[tuple[int, Key, tuple[int, ...]], list[Operand]] = {}
+    for report in reports:
+        for operand in report.operands:
+            cut.setdefault((operand.step, operand.key, operand.ranks), []).append(operand)
+    for rank, report in enumerate(reports):
+        for layer in report.layers:
+            if layer not in report.seen:
+                yield rank, 0, Float8Facts(layer=layer, source="none")
+    found = [(operand.step, rank, operand) for rank, each in enumerate(reports) for operand in each.operands]
+    for step, rank, operand in sorted(found, key=lambda each: each[:2]):
+        parts = cut[step, operand.key, operand.ranks] if operand.ranks else [operand]
+        largest = [max(sizes) for sizes in zip(*(part.largest for part in parts), strict=True)]
+        wrong = find_wrong(largest, operand, power_of_two=power_of_two)
+        if wrong:
+            yield rank, step, _describe(operand, largest, parts, wrong, power_of_two=power_of_two)
+
+
+def _describe(
+    operand: Operand,
+    largest: Sequence[float],
+    parts: Sequence[Operand],
+    wrong: Sequence[int],
+    *,
+    power_of_two: bool,
+) -> Float8Facts:
+    dtype = _find_dtype(operand.dtype)
+    before = [max(sizes) for sizes in zip(*(part.before for part in parts), strict=True)]
+    source: ScaleSource = ""
+    if operand.ranks and not find_wrong(operand.largest, operand, power_of_two=power_of_two):
+        source = "own-rank"
+    elif before and not find_wrong(before, operand, power_of_two=power_of_two):
+        source = "step-before"
+    elif operand.other:
+        source = "another"
+    wanted = scale_of(torch.tensor(largest, dtype=torch.float64), dtype, power_of_two=power_of_two)
+    return Float8Facts(
+        layer=operand.key[0],
+        operand=operand.key[1],
+        source=source,
+        other=operand.other,
+        axis=operand.axis,
+        num_wrong=len(wrong),
+        num_compared=len(largest),
+        used=operand.used[wrong[0]],
+        wanted=float(wanted[wrong[0]]),
+    )
+
+
+def _make_finding(
+    shown: Shown, step: int, module: str, members: Mapping[str, Mapping[int, Float8Facts]], num_known: int
+) -> Finding:
+    ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
+    (_, by_rank), *_ = members.items()
+    rank, facts = min(by_rank.items(), key=lambda each: each[0])
+    facts = facts.model_copy(update={"module": module, "num_layers": len(members), "num_known": num_known})
+    return Finding(
+        check=CheckName.FLOAT8,
+        tensor=module or WHOLE,
+        step=step,
+        rank=rank,
+        ranks=ranks,
+        coordinates=shown.place(rank),
+        error=1.0 if facts.source == "none" else abs(facts.used / facts.wanted - 1.0),
+        bound=0.0 if facts.source == "none" else BOUND,
+        code=_CODES.get(facts.source, Cause.PRECISION),
+        facts=facts,
+        place=Place(module=module, ranks=ranks, axes=(facts.axis,) if facts.source == "own-rank" else ()),
+    )
+
+
+CHECKS = (Float8(),)

@@ -1,0 +1,111 @@
+"""Layers in float8 under real layouts: clean ones agree with the definition, and bugs of scales are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from moeverify.case.schema import Case
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.faults.setting import make_case
+from moeverify.results.run import CaseResult
+
+SHARP = {"float8": "rowwise_with_gw_hp"}
+MIXED = {"float8": "rowwise", "precision": "mixed"}
+ONE_SCALE = {"float8": "tensorwise", "precision": "bfloat16"}
+
+CLEAN: Mapping[str, Case] = {
+    "tp-sp": make_case("tp-sp", recipe=SHARP, tp=2, sequence_parallel=True, loss_parallel=True),
+    "ddp": make_case("ddp", recipe=SHARP, dp_replicate=2, data_parallel="ddp", micro_batches=2),
+    "fsdp1": make_case("fsdp1", recipe=SHARP, dp_shard=2, data_parallel="fsdp1", recompute=True),
+    "pp": make_case("pp", recipe=SHARP, pp=2, micro_batches=4, stage_layers=(2, 1)),
+    "latent": make_case("latent", preset="tiny-deepseek-v3", recipe=SHARP, tp=2, ep=2),
+    "float32": make_case("float32", recipe={**SHARP, "precision": "float32"}, cp=2),
+    "mixed": make_case("mixed", recipe=MIXED, dp_shard=2, ep=2, micro_batches=2),
+    "one-scale": make_case("one-scale", recipe=ONE_SCALE, tp=2),
+}
+BROKEN: Mapping[str, tuple[Case, str]] = {
+    "own-part": (make_case("own-part", recipe=ONE_SCALE, tp=2), "keep_to_own_part"),
+    "stale": (make_case("stale", recipe=MIXED, dp_shard=2), "use_last_step"),
+    "another": (
+        make_case(
+            "another", recipe={**ONE_SCALE, "precision": "float32"}, dp_replicate=2, data_parallel="ddp"
+        ),
+        "use_layer_before",
+    ),
+    "left-out": (make_case("left-out", recipe=MIXED, dp_shard=2), "forget_feed_forward"),
+    "sharp": (make_case("sharp", recipe=SHARP, dp_shard=2), "use_last_step"),
+}
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult]:
+    """Return the results of the cases, all run in one launch of two ranks."""
+    pytest.importorskip("torchao")
+    folder = tmp_path_factory.mktemp("float8")
+    options = RunOptions(
+        device="cpu",
+        golden_folder=folder / "golden",
+        cache_folder=folder / "cache",
+        require_goldens=False,
+        case_faults={name: f"float8_faults:{fault}" for name, (_, fault) in BROKEN.items()},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        result = run_cases(
+            [*CLEAN.values(), *(case for case, _ in BROKEN.values())], options, lambda event: None
+        )
+    assert result is not None
+    return {case.name: case for case in result.cases}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_layout_passes(results: Mapping[str, CaseResult], name: str) -> None:
+    case = results[name]
+    assert (case.verdict, case.findings) == ("pass", ())
+    (check,) = [check for check in case.checks if check.name == "float8"]
+    assert check.tensors > 100
+
+
+def test_in_float64_layouts_agree_with_the_definition_to_rounding(results: Mapping[str, CaseResult]) -> None:
+    for name in ("tp-sp", "ddp", "fsdp1", "pp", "latent"):
+        (gradients,) = [check for check in results[name].checks if check.name == "gradient"]
+        assert gradients.limits is not None
+        assert gradients.limits.worst < 1e-9, name
+
+
+def test_scales_that_are_not_reduced_over_tp_are_named(results: Mapping[str, CaseResult]) -> None:
+    lead = results["own-part"].lead
+    assert lead is not None
+    assert (lead.check, lead.code, lead.place.axes) == ("float8", "missing-reduction", ("tp",))
+    assert lead.facts.source == "own-rank"
+
+
+@pytest.mark.parametrize("name", ["stale", "sharp"])
+def test_scales_of_the_step_before_are_named(results: Mapping[str, CaseResult], name: str) -> None:
+    found = [each for each in results[name].findings if each.check == "float8"]
+    assert {each.step for each in found} == {1}, "in the first step there is none before"
+    assert {each.facts.source for each in found} == {"step-before"}
+    assert {each.facts.operand.partition(" ")[0] for each in found} >= {"input", "grad_output"}
+
+
+def test_a_scale_of_another_tensor_is_named_with_it(results: Mapping[str, CaseResult]) -> None:
+    found = [each for each in results["another"].findings if each.check == "float8"]
+    assert {each.facts.operand for each in found} == {"weight"}
+    assert any(each.facts.other.endswith("proj weight") for each in found)
+
+
+def test_layers_left_out_of_float8_are_named(results: Mapping[str, CaseResult]) -> None:
+    found = [each for each in results["left-out"].findings if each.check == "float8"]
+    assert [(each.tensor, each.facts.source) for each in found] == [("layers.0.mlp", "none")]
+
+
+def test_what_computes_with_wrong_scales_follows_in_float64(results: Mapping[str, CaseResult]) -> None:
+    assert {"loss", "gradient"} <= {each.check for each in results["sharp"].findings}
