@@ -11,9 +11,11 @@ data-parallel ranks have plays no part.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ _CODES: Mapping[ScaleSource, Cause] = {
     "none": Cause.PRECISION,
 }
 
+_ByLayer = dict[str, dict[int, list[Float8Facts]]]  # by layer and rank
 Key = tuple[str, str, int]  # the layer, which operand, and how many of its kind came before it in the step
 
 
@@ -246,16 +249,16 @@ class Float8(Check[Float8Report]):
             return None
         power_of_two = FLOAT8.find(shown.case.recipe.float8).power_of_two
         known = sorted({name for report in reports for name in report.layers})
-        wrong: dict[tuple[ScaleSource, str], dict[str, dict[int, Float8Facts]]] = {}
-        steps: dict[tuple[ScaleSource, str], int] = {}
+        wrong: dict[ScaleSource, _ByLayer] = {}
+        steps: dict[ScaleSource, int] = {}
         for rank, step, facts in _list_wrong(reports, power_of_two=power_of_two):
-            kind = (facts.source, facts.operand)
-            if steps.setdefault(kind, step) == step:
-                wrong.setdefault(kind, {}).setdefault(facts.layer, {}).setdefault(rank, facts)
+            if steps.setdefault(facts.source, step) == step:
+                by_layer = wrong.setdefault(facts.source, {})
+                by_layer.setdefault(facts.layer, {}).setdefault(rank, []).append(facts)
         findings = [
-            _make_finding(shown, steps[kind], module, members, len(known))
-            for kind, by_layer in wrong.items()
-            for module, members in join_by_module(by_layer, known).items()
+            _make_finding(shown, steps[source], module, members, len(known))
+            for source, by_layer in wrong.items()
+            for module, members in _join(source, by_layer, known)
         ]
         return make_outcome(self.name, findings, sum(report.num_operands for report in reports))
 
@@ -301,7 +304,7 @@ def _describe(
     wanted = scale_of(torch.tensor(largest, dtype=torch.float64), dtype, power_of_two=power_of_two)
     return Float8Facts(
         layer=operand.key[0],
-        operand=operand.key[1],
+        operand=operand.key[1].partition(" ")[0],
         source=source,
         other=operand.other,
         axis=operand.axis,
@@ -312,13 +315,39 @@ def _describe(
     )
 
 
-def _make_finding(
-    shown: Shown, step: int, module: str, members: Mapping[str, Mapping[int, Float8Facts]], num_known: int
-) -> Finding:
+def _join(source: ScaleSource, by_layer: _ByLayer, known: Sequence[str]) -> Iterator[tuple[str, _ByLayer]]:
+    """Yield the layers that are wrong in one way, with the module around them.
+
+    A layer without float8 is one wherever it is. A wrong scale may be the right one by luck, of a rank that has the
+    largest element for example: what is right between wrong ones says nothing of where the bug is.
+    """
+    if source == "none":
+        yield from join_by_module(by_layer, known).items()
+        return
+    parts = zip(*(layer.split(".") for layer in by_layer), strict=False)
+    common = (names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
+    module = ".".join(common)
+    # A list of blocks is no module that computes anything.
+    yield ("" if module == "layers" else module), by_layer
+
+
+def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_known: int) -> Finding:
     ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
-    (_, by_rank), *_ = members.items()
-    rank, facts = min(by_rank.items(), key=lambda each: each[0])
-    facts = facts.model_copy(update={"module": module, "num_layers": len(members), "num_known": num_known})
+    found = [
+        (rank, facts) for by_rank in members.values() for rank, each in by_rank.items() for facts in each
+    ]
+    rank, facts = max(
+        found, key=lambda each: abs(math.log2(each[1].used / each[1].wanted)) if each[1].used else 0.0
+    )
+    operands = {facts.operand for _, facts in found}
+    facts = facts.model_copy(
+        update={
+            "module": module,
+            "operands": tuple(sorted(operands - {""})),
+            "num_layers": len(members),
+            "num_known": num_known,
+        }
+    )
     return Finding(
         check=CheckName.FLOAT8,
         tensor=module or WHOLE,

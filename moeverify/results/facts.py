@@ -122,16 +122,18 @@ ScaleSource = Literal["", "none", "own-rank", "step-before", "another"]
 
 
 class Float8Facts(Record):
-    """Layers of a module whose `operand` has other scales than its largest elements ask for; `layer` is the first.
+    """Layers of a module some of whose `operands` have other scales than their largest elements ask for.
 
+    `layer` has the scale that is furthest off, that of `operand`.
     `source` is where the scales come from: the largest elements of the rank's own part of what is cut over `axis`,
     those of the step before, those of `other`; empty where nobody knows, and `none` where nothing was rounded to
-    float8. The first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`.
+    float8. There the first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`.
     """
 
     about: Literal["float8"] = "float8"
     layer: str
     operand: str = ""
+    operands: tuple[str, ...] = ()
     source: ScaleSource = ""
     other: str = ""
     axis: str = ""

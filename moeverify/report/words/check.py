@@ -182,21 +182,27 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
     )
 
 
+_OPERANDS = {"input": "inputs", "weight": "weights", "grad_output": "gradients of outputs"}
+
+
 @describe_facts.register
 def _(facts: Float8Facts, finding: Finding) -> Words:
     module = facts.module or "the model"
     layers = f"{facts.num_layers} of {facts.num_known} layers in float8"
     if facts.source == "none":
         return Words(f"{module} computes without float8", "", (layers,))
+    operands = " and ".join(_OPERANDS.get(name, name) for name in facts.operands)
     cause = {
-        "": f"{module} rounds its {facts.operand} to float8 with scales that are not those of its largest elements",
-        "own-rank": f"{module} scales its {facts.operand} by the largest element of one rank: it is not reduced over "
-        f"{facts.axis}",
-        "step-before": f"{module} scales its {facts.operand} by the largest elements of the step before",
-        "another": f"{module} scales its {facts.operand} by the largest elements of {facts.other}",
+        "": f"{module} rounds {operands} to float8 with scales that are not those of their largest elements",
+        "own-rank": f"{module} scales {operands} by the largest element of one rank, not reduced over {facts.axis}",
+        "step-before": f"{module} scales {operands} by the largest elements of the step before",
+        "another": f"{module} scales {operands} by the largest elements of another operand",
     }[facts.source]
-    scales = f"{facts.num_wrong} of {facts.num_compared} compared scales of {facts.layer}"
-    return Words(cause, "", (layers, f"{scales}: {facts.used:.6g} in place of {facts.wanted:.6g}"))
+    what = f"{_OPERANDS.get(facts.operand, facts.operand)} of {facts.layer}"
+    scales = f"{facts.used:.6g} in place of {facts.wanted:.6g} for {what}"
+    scales += f", which is the scale of {facts.other}" if facts.other else ""
+    counted = f"{facts.num_wrong} of {facts.num_compared} compared scales there"
+    return Words(cause, "", (layers, scales, counted))
 
 
 @describe_facts.register

@@ -71,7 +71,7 @@ def test_a_clean_layout_passes(results: Mapping[str, CaseResult], name: str) -> 
     case = results[name]
     assert (case.verdict, case.findings) == ("pass", ())
     (check,) = [check for check in case.checks if check.name == "float8"]
-    assert check.tensors > 100
+    assert check.tensors > 40
 
 
 def test_in_float64_layouts_agree_with_the_definition_to_rounding(results: Mapping[str, CaseResult]) -> None:
@@ -93,12 +93,13 @@ def test_scales_of_the_step_before_are_named(results: Mapping[str, CaseResult], 
     found = [each for each in results[name].findings if each.check == "float8"]
     assert {each.step for each in found} == {1}, "in the first step there is none before"
     assert {each.facts.source for each in found} == {"step-before"}
-    assert {each.facts.operand.partition(" ")[0] for each in found} >= {"input", "grad_output"}
+    (stale,) = found
+    assert {"input", "grad_output"} <= set(stale.facts.operands)
 
 
 def test_a_scale_of_another_tensor_is_named_with_it(results: Mapping[str, CaseResult]) -> None:
     found = [each for each in results["another"].findings if each.check == "float8"]
-    assert {each.facts.operand for each in found} == {"weight"}
+    assert {each.facts.operands for each in found} == {("weight",)}
     assert any(each.facts.other.endswith("proj weight") for each in found)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from moeverify.recording.narrow_rounding import MovedRoundings
+from moeverify.recording.narrow_rounding import MovedFloat8, MovedRoundings, move_nearest
 
 
 def test_a_conversion_comes_out_one_unit_off_in_both_directions() -> None:
@@ -33,3 +34,32 @@ def test_the_backward_pass_of_a_conversion_is_reached() -> None:
         (found,) = torch.autograd.grad((values.float().double() ** 2).sum(), values)
     assert 1e-9 < (found - plain).norm() / plain.norm() < 1e-6
     assert moved.num_conversions == 2  # float64 gradients are converted to float32 on the way back
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_one_number_goes_to_the_other_side_of_the_middle_between_two(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8) * torch.logspace(-6, 2, 8)
+    rounded = x.to(dtype)
+    moved = move_nearest(x, rounded)
+    ((row, column),) = (moved.float() != rounded.float()).nonzero().tolist()
+    lower, upper = sorted((float(rounded[row, column]), float(moved[row, column])))
+    assert lower < x[row, column] < upper
+    middle = abs(float(x[row, column]) - (lower + upper) / 2) / (upper - lower)
+    assert middle < 0.05
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    assert not ((grid > lower) & (grid < upper)).any(), "no other number lies between the two"
+
+
+def test_zeros_and_what_is_beyond_the_range_stay() -> None:
+    x = torch.tensor([0.0, 500.0, -1e9])
+    rounded = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(move_nearest(x, rounded).float(), rounded.float())
+
+
+def test_conversions_to_float8_alone_are_moved() -> None:
+    x = torch.randn(64)
+    with MovedFloat8():
+        assert torch.equal(x.to(torch.bfloat16), x.bfloat16())
+        found = x.to(torch.float8_e4m3fn)
+    assert int((found.float() != x.to(torch.float8_e4m3fn).float()).sum()) == 1
