@@ -130,7 +130,8 @@ class Float8Watch(Watch[Float8Report]):
         given = self._signature.bind(*arguments, **named)
         given.apply_defaults()
         with torch.no_grad():
-            self._look(given.arguments, local_part(rounded)._scale)
+            local: Any = local_part(rounded)  # a tensor of torchao's
+            self._look(given.arguments, local._scale)
         return rounded
 
     def _look(self, given: Mapping[str, Any], scale: Tensor) -> None:

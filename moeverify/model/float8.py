@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
         return (inputs @ weights.t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,), (x, weight), scaling = gradients, ctx.saved_tensors, ctx.scaling
         outputs = _round(gradient, scaling.gradient, 1 if scaling.rows else None, scaling)
         weights = _round(weight, "e4m3", 0 if scaling.weight_rows else None, scaling)

@@ -127,6 +127,7 @@ def _emulate_in_float64() -> None:
             product: Tensor = emulate(op, args, kwargs)
             return product
         left, right = (arg._data.to(torch.float64) / arg._scale.to(torch.float64) for arg in args)
-        return left @ right
+        exact: Tensor = left @ right
+        return exact
 
     FLOAT8_OPS_TABLE[mm] = multiply
