@@ -228,7 +228,8 @@ def find_wrong(largest: Sequence[float], operand: Operand, *, power_of_two: bool
         scale_of(sizes * (1.0 + step), dtype, power_of_two=power_of_two) for step in (-BOUND, 0.0, BOUND)
     ]
     right = torch.stack([(used / each - 1.0).abs() <= BOUND for each in wanted]).any(dim=0)
-    return (~right).nonzero().flatten().tolist()
+    # Of an operand that is not finite no scale is right, and others say so.
+    return (~right & sizes.isfinite()).nonzero().flatten().tolist()
 
 
 class Float8(Check[Float8Report]):
@@ -332,14 +333,18 @@ def _join(source: ScaleSource, by_layer: _ByLayer, known: Sequence[str]) -> Iter
     yield ("" if module == "layers" else module), by_layer
 
 
+def _measure(facts: Float8Facts) -> float:
+    """Return how far a scale is off, relative to the right one; 1 where there is none that could be compared."""
+    error = abs(facts.used / facts.wanted - 1.0)
+    return error if math.isfinite(error) and facts.source != "none" else 1.0
+
+
 def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_known: int) -> Finding:
     ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
     found = [
         (rank, facts) for by_rank in members.values() for rank, each in by_rank.items() for facts in each
     ]
-    rank, facts = max(
-        found, key=lambda each: abs(math.log2(each[1].used / each[1].wanted)) if each[1].used else 0.0
-    )
+    rank, facts = max(found, key=lambda each: _measure(each[1]))
     operands = {facts.operand for _, facts in found}
     facts = facts.model_copy(
         update={
@@ -356,7 +361,7 @@ def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_k
         rank=rank,
         ranks=ranks,
         coordinates=shown.place(rank),
-        error=1.0 if facts.source == "none" else abs(facts.used / facts.wanted - 1.0),
+        error=_measure(facts),
         bound=0.0 if facts.source == "none" else BOUND,
         code=_CODES.get(facts.source, Cause.PRECISION),
         facts=facts,

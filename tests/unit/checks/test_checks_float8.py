@@ -91,6 +91,12 @@ def test_a_power_of_two_may_be_either_of_two_where_rounding_decides() -> None:
     assert judge(report(replace(FAIR, largest=(449.0,), used=(1.0,))), float8="rowwise") != ()
 
 
+def test_an_operand_that_is_not_finite_is_left_to_other_checks() -> None:
+    assert judge(report(replace(FAIR, largest=(float("nan"),), used=(float("nan"),))), report()) == ()
+    (found,) = judge(report(replace(FAIR, used=(float("inf"),))), report())
+    assert found.error == 1.0
+
+
 def test_layers_that_nobody_saw_in_float8_are_one_finding() -> None:
     (found,) = judge(Float8Report(OTHERS, frozenset(OTHERS[:2]), 5, ()), report())
     assert (found.tensor, found.ranks) == ("layers.0.mlp", (0,))
