@@ -191,7 +191,8 @@ def _(facts: Float8Facts, finding: Finding) -> Words:
     layers = f"{facts.num_layers} of {facts.num_known} layers in float8"
     if facts.source == "none":
         return Words(f"{module} computes without float8", "", (layers,))
-    operands = " and ".join(_OPERANDS.get(name, name) for name in facts.operands)
+    *more, last = (_OPERANDS.get(name, name) for name in facts.operands)
+    operands = f"{', '.join(more)} and {last}" if more else last
     cause = {
         "": f"{module} rounds {operands} to float8 with scales that are not those of their largest elements",
         "own-rank": f"{module} scales {operands} by the largest element of one rank, not reduced over {facts.axis}",
