@@ -9,6 +9,7 @@ from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
     Carried,
+    Misreduced,
     Offset,
     Operation,
     OwnValues,
@@ -71,6 +72,8 @@ class Explanation(Record):
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
         if isinstance(self.operation, Unreduced | Unmasked):
             return self.operation.axes
+        if isinstance(self.operation, Misreduced):
+            return self.operation.axes or self.operation.met
         if isinstance(self.operation, Offset):
             return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
@@ -109,6 +112,10 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
+        elif isinstance(operation, Misreduced):
+            field = "axes" if operation.axes else "met"
+            axes = tuple(axis for axis in getattr(operation, field) if axis in left)
+            operation = operation.model_copy(update={field: axes})
         elif isinstance(operation, Unmasked):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})

@@ -47,6 +47,22 @@ class Unreduced(Record):
     block: Block | None = None
 
 
+class Misreduced(Record):
+    """What ranks bring to an all-reduce would be the right value in another sum.
+
+    They have the `combination` of what the ranks of a group bring, such as `ranks`; `met` are the axes whose
+    groups these are, if any. The sum over `axes` would be right; with none what each rank brings is right already.
+    """
+
+    kind: Literal["misreduced"] = "misreduced"
+    op: str
+    site: str = ""
+    met: tuple[Product, ...] = ()
+    ranks: tuple[int, ...] = ()
+    combination: Literal["sum", "max", "min", "product"] = "sum"
+    axes: tuple[Product, ...] = ()
+
+
 class Unmasked(Record):
     """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
 
@@ -232,6 +248,7 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | Unreduced
+    | Misreduced
     | Unmasked
     | Zeroed
     | Moved

@@ -26,6 +26,7 @@ ORDER = (
         "padding",
         "share_terms",
         "added_values",
+        "misreduced",
     ),
     ("gradient_norm",),
     ("another_layer",),

@@ -25,6 +25,7 @@ from moeverify.results.operation import (
     Carried,
     Crossed,
     Miscounted,
+    Misreduced,
     Moved,
     Offset,
     OwnValues,
@@ -94,8 +95,7 @@ def _describe_repetition(
 ) -> str:
     """Return how often the first micro-batch counts, and which collective makes it so."""
     over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
-    # What stands before the package is where it is installed on this machine.
-    site = f" at {re.sub(r'^.*/(site|dist)-packages/', '', collective.site)}" if collective.site else ""
+    site = _name_site(collective.site)
     count = format_factor(max(each.factor.value for each in wrong))
     # The last micro-batch counts once, and so is not among the parts that are off.
     num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
@@ -274,6 +274,28 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
         f"the gradient norm matches, and nothing was clipped by it: {subject} {subject.be} 1/{coefficient}x the "
         "expected value"
     )
+
+
+@describe_operation.register
+def _(operation: Misreduced, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    where = f"the {operation.op}{_name_site(operation.site)}"
+    met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
+    if not operation.axes:
+        again = "adds up what is right on each rank already"
+        return f"{subject} {subject.be} reduced once more {met}: {where} {again}"
+    right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
+    if operation.combination == "sum":
+        return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
+    return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
+
+
+_COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
+
+
+def _name_site(site: str) -> str:
+    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
+    return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""
 
 
 @describe_operation.register

@@ -19,6 +19,7 @@ from moeverify.results.operation import (
     Altered,
     Change,
     Miscounted,
+    Misreduced,
     Moved,
     OwnValues,
     RepeatedShard,
@@ -241,6 +242,33 @@ VALUES = [
         "the 2 ranks over tp at elements of its own; where it should be zero, at those of the other ranks, it is "
         "not: a mask is missing",
         "mlp, axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(
+                op="all_reduce", site="/x/site-packages/pack/file.py:7 in add", ranks=(0, 1), axes=(TP,)
+            ),
+        ),
+        "the gradient is summed over ranks 0, 1 in the place of tp: what ranks bring to the all_reduce at "
+        "pack/file.py:7 in add sums to the expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(op="all_reduce", met=(TP,), combination="max", axes=(TP,)),
+        ),
+        "the gradient is the largest over tp and not the sum: what ranks bring to the all_reduce sums to the "
+        "expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
+        "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
+        "axis tp",
     ),
     (
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
