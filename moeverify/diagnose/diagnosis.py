@@ -16,6 +16,7 @@ from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import (
@@ -128,6 +129,8 @@ def _identity(finding: Finding) -> tuple[str, str, int]:
 def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes of what failed at the first failing step, by the part of the step that failed first."""
     failed = _find_failed(first)
+    if inputs.shapes:
+        return explain_shapes(inputs.shapes, inputs.axes)
     if Quantity.INITIAL_VALUE in failed:
         return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
     if FORWARD in inputs.origins:

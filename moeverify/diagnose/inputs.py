@@ -63,8 +63,9 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
-    known. `brought` has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued,
-    and `micro_batches` the rows and positions of each micro-batch.
+    known. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought` has by rank
+    what was all-reduced as large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows
+    and positions of each micro-batch.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class DiagnosisInputs:
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     formula: Callable[[Origin], NamedFormula | None] = lambda origin: None
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
 

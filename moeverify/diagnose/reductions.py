@@ -17,7 +17,7 @@ from torch import Tensor
 from moeverify.diagnose.axes import Groups
 from moeverify.results.trace import CollectiveRecord
 
-Combination = Literal["sum", "max", "min", "product"]
+Combination = Literal["sum", "max", "min", "product", "copy"]
 
 _COMBINE: Mapping[Combination, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(dim=0),
@@ -36,9 +36,9 @@ class Brought:
 
 
 class Bringing:
-    """Keeps what this rank brings to all-reduces of some sizes while it is open; `brought` is by their numbers.
+    """Keeps what this rank brings to all-reduces and broadcasts of some sizes while it is open.
 
-    `limit` bounds the elements that are kept.
+    `brought` has their numbers and values, `limit` bounds the elements that are kept.
     """
 
     def __init__(self, sizes: Collection[int], limit: int) -> None:
@@ -48,7 +48,7 @@ class Bringing:
         self._room = limit
 
     def keep(self, number: int, tensor: Tensor) -> None:
-        """Keep what is brought to the all-reduce of a number; see `CollectiveTrace.on_all_reduce`."""
+        """Keep what is brought to the collective of a number; see `CollectiveTrace.on_all_reduce`."""
         if self.is_open and tensor.numel() in self._sizes and tensor.numel() <= self._room:
             self._room -= tensor.numel()
             self.brought.append((number, tensor.detach().to("cpu", copy=True).reshape(-1)))
@@ -126,7 +126,7 @@ def read_meeting(
     `actual` and `expected` are by rank what it has and what it should have, flattened; the same factor (a divisor, a
     scale of the loss) stands before both.
     """
-    for combination in _COMBINE:
+    for combination in _list_combinations(meeting):
         factor = _find_factor(meeting, actual, combination, exact)
         if factor is None:
             continue
@@ -150,7 +150,7 @@ def _find_factor(
 ) -> float | None:
     """Return the one factor with which the combination over what met is what all ranks have."""
     combined = {
-        rank: _COMBINE[combination](torch.stack([meeting.values[other] for other in record.group]))
+        rank: _combine(combination, record, meeting)
         for rank, record in meeting.collectives.items()
         if all(other in meeting.values for other in record.group)
         and len({meeting.values[other].numel() for other in record.group}) == 1
@@ -163,6 +163,18 @@ def _find_factor(
     factor = sum(float((combined[rank] * actual[rank]).sum()) for rank in actual) / squares
     scaled = {rank: factor * values for rank, values in combined.items()}
     return factor if factor and _agree(scaled, actual, exact) is not None else None
+
+
+def _list_combinations(meeting: Meeting) -> tuple[Combination, ...]:
+    is_copied = all(each.op == "broadcast" for each in meeting.collectives.values())
+    return ("copy",) if is_copied else tuple(_COMBINE)
+
+
+def _combine(combination: Combination, record: CollectiveRecord, meeting: Meeting) -> Tensor:
+    """Return what a rank has after a collective. Shape: (elements)."""
+    if combination == "copy":
+        return meeting.values[record.group[record.peer]]
+    return _COMBINE[combination](torch.stack([meeting.values[other] for other in record.group]))
 
 
 def _measure_sum(

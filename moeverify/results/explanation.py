@@ -9,6 +9,7 @@ from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
     Carried,
+    Misplaced,
     Misreduced,
     Offset,
     Operation,
@@ -70,7 +71,7 @@ class Explanation(Record):
     @property
     def candidates(self) -> tuple[Product, ...]:
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
-        if isinstance(self.operation, Unreduced | Unmasked):
+        if isinstance(self.operation, Unreduced | Unmasked | Misplaced):
             return self.operation.axes
         if isinstance(self.operation, Misreduced):
             return self.operation.axes or self.operation.met
@@ -116,7 +117,7 @@ class Explanation(Record):
             field = "axes" if operation.axes else "met"
             axes = tuple(axis for axis in getattr(operation, field) if axis in left)
             operation = operation.model_copy(update={field: axes})
-        elif isinstance(operation, Unmasked):
+        elif isinstance(operation, Unmasked | Misplaced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
         elif isinstance(operation, Carried) and operation.factor is not None:

@@ -50,8 +50,9 @@ class Unreduced(Record):
 class Misreduced(Record):
     """What ranks bring to an all-reduce would be the right value in another sum.
 
-    They have the `combination` of what the ranks of a group bring, such as `ranks`; `met` are the axes whose
-    groups these are, if any. The sum over `axes` would be right; with none what each rank brings is right already.
+    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast it is a copy of what
+    one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with none
+    what each rank brings is right already.
     """
 
     kind: Literal["misreduced"] = "misreduced"
@@ -59,7 +60,20 @@ class Misreduced(Record):
     site: str = ""
     met: tuple[Product, ...] = ()
     ranks: tuple[int, ...] = ()
-    combination: Literal["sum", "max", "min", "product"] = "sum"
+    combination: Literal["sum", "max", "min", "product", "copy"] = "sum"
+    axes: tuple[Product, ...] = ()
+
+
+class Misplaced(Record):
+    """Ranks hold as much as the whole tensor of shape `expected`, placed as parts of a larger one, `actual`.
+
+    `axes` are those whose number of ranks is by how much that is larger along `dim`.
+    """
+
+    kind: Literal["misplaced"] = "misplaced"
+    expected: tuple[int, ...]
+    actual: tuple[int, ...]
+    dim: int | None = None
     axes: tuple[Product, ...] = ()
 
 
@@ -86,12 +100,12 @@ class Zeroed(Record):
 class Moved(Record):
     """The right values stand in other places; with `copies`, some stand in several places and others in none.
 
-    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or tokens; for elements in another order
-    they are not known.
+    `moves` has the first (to, from) of `num_moves`: slices along `dim`, tokens, or micro-batches; for elements in
+    another order they are not known.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "token", "element"]
+    unit: Literal["slice", "token", "element", "micro-batch"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0
@@ -249,6 +263,7 @@ Operation = Annotated[
     Scaled
     | Unreduced
     | Misreduced
+    | Misplaced
     | Unmasked
     | Zeroed
     | Moved

@@ -25,7 +25,7 @@ from moeverify.checks.base import Judgement, Role
 from moeverify.checks.registry import CHECKS
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors
+from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors, find_other_shapes
 from moeverify.diagnose.components import Components, load_weights, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
@@ -221,14 +221,14 @@ def _rerun(
     recipe, stop = case.recipe, max(step, 0) + 1
     low = recipe.precision != "float64" and program.subject.can_replay
     forced = case.checks.steps == "forced"
-    trace.on_all_reduce = keep
+    trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     try:
         train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
     finally:
-        trace.on_all_reduce = None
+        trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
     shares = [(share.rows, share.positions) for share in micro_batches]
-    readings = RankReadings(tap.readings, shares)
+    readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
     regions = join_regions(program.shards)
     issued = _list_issued(case, tap, trace)
     operands = _list_operands(tap, trace, program.scale)
@@ -334,6 +334,7 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         formula=lambda origin: _find_formula(case, golden, evidence, origin, read_right),
+        shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
     )

@@ -34,7 +34,7 @@ ORDER = (
     ("another_tensor",),
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
-    ("crossed_sums",),
+    ("crossed_sums", "other_micro_batch"),
     ("replayed",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss",),

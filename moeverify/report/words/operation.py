@@ -25,6 +25,7 @@ from moeverify.results.operation import (
     Carried,
     Crossed,
     Miscounted,
+    Misplaced,
     Misreduced,
     Moved,
     Offset,
@@ -190,6 +191,8 @@ def _(operation: Zeroed, explanation: Explanation) -> str:
         return f"{subject} {subject.be} on no rank: {where} is missing under this layout"
     if quantity is Quantity.INITIAL_VALUE:
         return f"{subject} {subject.be} all zero: nothing was filled in"
+    if quantity is Quantity.MODULE_GRADIENT:
+        return f"{subject} {subject.be} exactly zero: it is cut from the graph there"
     holder = subject.pick("the parameter is", "the parameters are")
     if operation.absent:
         return f"{subject} {subject.be} absent: {holder} detached from the loss"
@@ -204,6 +207,11 @@ def _(operation: Moved, explanation: Explanation) -> str:
         return f"{subject} {have} exactly the expected values, in another order"
     if operation.unit == "token":
         return f"{operation.num_moves} tokens of {subject} hold the values of other tokens"
+    if operation.unit == "micro-batch":
+        to, origin = operation.moves[0]
+        names = ", ".join(explanation.subject.tensors)
+        reported = f"what {names} is said to choose in micro-batch {to} is its choice in micro-batch {origin}"
+        return f"only what is reported is wrong: {reported}; what the modules put out matches"
     moves = ", ".join(f"{to} holds {origin}" for to, origin in operation.moves[:_MOST_MOVES])
     left_out = operation.num_moves - len(operation.moves[:_MOST_MOVES])
     moves += f", and {left_out} more" if left_out > 0 else ""
@@ -287,7 +295,28 @@ def _(operation: Misreduced, explanation: Explanation) -> str:
     right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
     if operation.combination == "sum":
         return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
+    if operation.combination == "copy":
+        copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
+        return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
     return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
+
+
+@describe_operation.register
+def _(operation: Misplaced, explanation: Explanation) -> str:
+    count = len(explanation.subject.tensors)
+    names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
+    actual, expected = map(_format_shape, (operation.actual, operation.expected))
+    sizes = f"the shape {actual} under this layout, {expected} on one device"
+    first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
+    if operation.dim is None:
+        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
+    over = f" over {name_products(operation.axes)}" if operation.axes else ""
+    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
+    return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
 
 
 _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
@@ -428,11 +457,14 @@ def _(operation: Altered, explanation: Explanation) -> str:
     if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
+    if explanation.cause is Cause.METRIC and subject.quantity in _REPORTED:
+        text = "only what is reported of {tensors} is wrong: what its block puts out matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
     return text.format(**names)
 
 
+_REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 
 

@@ -20,10 +20,18 @@ GROUPS = {"ep": [[0, 1], [2, 3]], "edp": [[0, 2], [1, 3]], "world": [[0, 1, 2, 3
 AXES = Axes(GROUPS)
 
 
-def record(rank: int, groups: Sequence[Sequence[int]], site: str = "plan.py:1") -> CollectiveRecord:
+def record(rank: int, groups: Sequence[Sequence[int]], op: str) -> CollectiveRecord:
     group = next(tuple(group) for group in groups if rank in group)
+    root = 0 if op == "broadcast" else -1
     return CollectiveRecord(
-        number=1, op="all_reduce", group=group, group_name="", sequence=1, site=site, state="finished"
+        number=1,
+        op=op,
+        group=group,
+        group_name="",
+        sequence=1,
+        peer=root,
+        site="plan.py:1",
+        state="finished",
     )
 
 
@@ -34,10 +42,15 @@ def over(axis: str, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def ask(
-    parts: Sequence[Tensor], met: str, actual: Sequence[Tensor], expected: Tensor, kind: str = "gradient"
+    parts: Sequence[Tensor],
+    met: str,
+    actual: Sequence[Tensor],
+    expected: Tensor,
+    kind: str = "gradient",
+    op: str = "all_reduce",
 ) -> Outcome:
     tensor = make_tensor(expected, *actual, name=WEIGHT, kind=kind)
-    brought = {rank: [Brought(record(rank, GROUPS[met]), parts[rank].reshape(-1))] for rank in range(4)}
+    brought = {rank: [Brought(record(rank, GROUPS[met], op), parts[rank].reshape(-1))] for rank in range(4)}
     return examine("misreduced", tensor, make_inputs(tensor, axes=AXES, brought=brought))
 
 
@@ -70,6 +83,17 @@ def test_the_largest_in_the_place_of_the_sum() -> None:
     operation = ask(parts, "edp", largest, over("edp", parts)[0]).explanation.operation
     assert operation.combination == "max"
     assert operation.axes == (Product(times=("edp",)),)
+
+
+def test_a_broadcast_in_the_place_of_the_sum() -> None:
+    parts = make_parts()
+    copied = [parts[0], parts[1], parts[0], parts[1]]
+    outcome = ask(parts, "edp", copied, over("edp", parts)[0], op="broadcast")
+    assert outcome.explanation.operation.combination == "copy"
+    assert outcome.explanation.operation.axes == (Product(times=("edp",)),)
+    # A right broadcast of what is wrong already has no sum that would be right.
+    wrong = [parts[0] * 2, *parts[1:]]
+    assert ask(wrong, "edp", copied, over("edp", parts)[0], op="broadcast").explanation is None
 
 
 def test_what_is_right_already_is_reduced_once_more() -> None:

@@ -19,6 +19,7 @@ from moeverify.results.operation import (
     Altered,
     Change,
     Miscounted,
+    Misplaced,
     Misreduced,
     Moved,
     OwnValues,
@@ -30,6 +31,7 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Varied,
+    Zeroed,
 )
 from moeverify.results.part import Tokens
 
@@ -245,6 +247,48 @@ VALUES = [
     ),
     (
         explain(
+            Cause.LAYOUT,
+            Quantity.INITIAL_VALUE,
+            Misplaced(expected=(4, 5), actual=(8, 5), dim=0, axes=(TP,)),
+            tensors=("bias",),
+        ),
+        "bias is placed as parts along dim 0 over tp, and every rank holds as much as the whole: the shape (8, 5) "
+        "under this layout, (4, 5) on one device",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.LAYOUT,
+            Quantity.INITIAL_VALUE,
+            Misplaced(expected=(4, 5), actual=(4, 7)),
+            tensors=("one.bias", "other.bias"),
+        ),
+        "2 parameters have the shape (4, 7) under this layout, (4, 5) on one device (one.bias)",
+        "",
+    ),
+    (
+        explain(Cause.DETACHED, BACK, Zeroed(), module="moe.dispatcher"),
+        "the gradient that moe.dispatcher passes back is exactly zero: it is cut from the graph there",
+        "moe.dispatcher",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.EXPERT_CHOICE,
+            Moved(unit="micro-batch", moves=((0, 1),), num_moves=1),
+            tensors=("moe.router",),
+        ),
+        "only what is reported is wrong: what moe.router is said to choose in micro-batch 0 is its choice in "
+        "micro-batch 1; what the modules put out matches",
+        "",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.EXPERT_CHOICE, Altered(), tensors=("moe.router",)),
+        "only what is reported of moe.router is wrong: what its block puts out matches",
+        "",
+    ),
+    (
+        explain(
             Cause.MISSING_REDUCTION,
             GRADIENT,
             Misreduced(
@@ -263,6 +307,16 @@ VALUES = [
         ),
         "the gradient is the largest over tp and not the sum: what ranks bring to the all_reduce sums to the "
         "expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(op="broadcast", met=(TP,), combination="copy", axes=(TP,)),
+        ),
+        "the gradient is a copy of what one rank has over tp and not the sum: what ranks bring to the broadcast sums "
+        "to the expected value over tp",
         "axis tp",
     ),
     (
