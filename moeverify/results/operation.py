@@ -50,9 +50,9 @@ class Unreduced(Record):
 class Misreduced(Record):
     """What ranks bring to an all-reduce would be the right value in another sum.
 
-    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast it is a copy of what
-    one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with none
-    what each rank brings is right already.
+    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast that is a copy of
+    what one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with
+    none what each rank brings is right already.
     """
 
     kind: Literal["misreduced"] = "misreduced"
