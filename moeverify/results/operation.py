@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.part import Block, Contribution, Tokens
+from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
 
@@ -143,6 +143,17 @@ class Unmoved(Record):
     ranks: tuple[int, ...] = ()
 
 
+class NormOfNorms(Record):
+    """The norm is the sum, or the largest, of the norms of its parts, in the place of the root of their squares.
+
+    The parts are the parameters, or, with `groups`, groups of these.
+    """
+
+    kind: Literal["norm-of-norms"] = "norm-of-norms"
+    combination: Literal["sum", "max"]
+    groups: tuple[Group, ...] = ()
+
+
 class Unclipped(Record):
     """The norm is right, and nothing was clipped by it; `coefficient` is the one that should have been applied."""
 
@@ -270,6 +281,7 @@ Operation = Annotated[
     | Shifted
     | Replaced
     | Unmoved
+    | NormOfNorms
     | Unclipped
     | Rounded
     | Miscounted

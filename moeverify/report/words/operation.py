@@ -28,6 +28,7 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     Moved,
+    NormOfNorms,
     Offset,
     OwnValues,
     RepeatedShard,
@@ -43,7 +44,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.part import WHOLE, Contribution, Part
 
 _MOST_MOVES = 4
 
@@ -325,6 +326,16 @@ _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 def _name_site(site: str) -> str:
     """Return where a collective is issued, without the folder in which the package is installed on this machine."""
     return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""
+
+
+@describe_operation.register
+def _(operation: NormOfNorms, explanation: Explanation) -> str:
+    groups = [name_part(Part(group=group)) for group in operation.groups]
+    parts = f"the norms of {' and of '.join(groups)}" if groups else "the norms of all parameters"
+    value = "sum" if operation.combination == "sum" else "largest"
+    return (
+        f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
+    )
 
 
 @describe_operation.register

@@ -22,6 +22,7 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     Moved,
+    NormOfNorms,
     OwnValues,
     RepeatedShard,
     Replaced,
@@ -33,7 +34,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
-from moeverify.results.part import Tokens
+from moeverify.results.part import Group, Tokens
 
 VALUES = [
     # other places
@@ -265,6 +266,28 @@ VALUES = [
         ),
         "2 parameters have the shape (4, 7) under this layout, (4, 5) on one device (one.bias)",
         "",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfNorms(
+                combination="sum",
+                groups=(
+                    Group(tensors=("a", "b"), axis="ep", placement="replicated"),
+                    Group(tensors=("c",), axis="ep", placement="sharded"),
+                ),
+            ),
+        ),
+        "the gradients match, and the gradient norm is the sum of the norms of the 2 parameters replicated over ep "
+        "and of the 1 parameter sharded over ep, not the root of their squares",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),
+        "the gradients match, and the gradient norm is the largest of the norms of all parameters, not the root of "
+        "their squares",
+        "gradient norm",
     ),
     (
         explain(Cause.DETACHED, BACK, Zeroed(), module="moe.dispatcher"),
