@@ -68,8 +68,12 @@ def find_norm_of_norms(
     for name in squares:
         families.setdefault(name_family([name]), []).append(name)
     by_family = tuple(Group(tensors=tuple(names)) for names in families.values())
+    # Experts lie on another mesh than everything else, so that each mesh has a norm.
+    apart = tuple(
+        (own, Group(tensors=tuple(name for name in squares if name not in own.tensors))) for own in by_family
+    )
     every = tuple(Group(tensors=(name,)) for name in squares)
-    for groups in (*_list_pairs(squares, parts, axes), by_family, every):
+    for groups in (*_list_pairs(squares, parts, axes), *apart, by_family, every):
         norms = [math.sqrt(sum(squares[name] for name in group.tensors)) for group in groups]
         share = sorted(norms)[-2] ** 2 / sum(squares.values()) if len(norms) > 1 else 0.0
         if share < _LEAST_SHARE:

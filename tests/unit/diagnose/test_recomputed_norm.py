@@ -113,5 +113,9 @@ def test_norms_that_are_added_up_and_not_their_squares() -> None:
     largest = find(4.0)
     assert largest is not None
     assert largest.combination == "max"
+    sharded = {name: {0: "0:2", 1: "2:4"} for name in squares}
+    of_meshes = find_norm_of_norms(9.5**0.5 + 4.0, squares, sharded, axes, noise=1e-12)
+    assert of_meshes is not None
+    assert of_meshes.groups[-1].tensors == ("layers.0.moe.experts.up",)
     assert find(25.5**0.5) is None
     assert find(7.0) is None
