@@ -347,7 +347,7 @@ def _find_sources(members: Mapping[str, Mapping[int, Difference]]) -> tuple[tupl
             found.setdefault(rank, set()).add(other)
     if any(len(others) > 1 for others in found.values()):
         return ()
-    return tuple((rank, *others) for rank, others in sorted(found.items()))
+    return tuple((rank, min(others)) for rank, others in sorted(found.items()))
 
 
 CHECKS = (GatheredWeights(),)

@@ -240,6 +240,8 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         return f"only a reported number is wrong: {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
         return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}"
+    if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
+        return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
     if operation.by == "value-before-load":
         was = subject.pick("was", "were")

@@ -290,6 +290,11 @@ VALUES = [
         "gradient norm",
     ),
     (
+        explain(Cause.STALE, Quantity.CLIP_COEFFICIENT, Replaced(by="step-before")),
+        "the gradients match, and the clip coefficient is that of the step before",
+        "gradient norm",
+    ),
+    (
         explain(Cause.DETACHED, BACK, Zeroed(), module="moe.dispatcher"),
         "the gradient that moe.dispatcher passes back is exactly zero: it is cut from the graph there",
         "moe.dispatcher",
