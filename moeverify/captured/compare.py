@@ -78,7 +78,8 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         if outcome is not None:
             outcomes.append(outcome)
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
-    findings = _explain(comparer, [finding for outcome in outcomes for finding in outcome.findings])
+    found = [finding for outcome in outcomes for finding in outcome.findings]
+    findings = _explain(comparer, found, precision)
     results = [outcome.result for outcome in outcomes]
     undecided: Sequence[Finding] = ()
     if precision == "mixed" and measured is None and are_undecided(findings):
@@ -235,7 +236,7 @@ def _measure_noise(
     return measured
 
 
-def _explain(comparer: Comparer, findings: list[Finding]) -> list[Finding]:
+def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> list[Finding]:
     """Return the findings with causes: what must be equal and is not comes first, and all numbers follow from it."""
     if not findings:
         return []
@@ -253,7 +254,7 @@ def _explain(comparer: Comparer, findings: list[Finding]) -> list[Finding]:
     if forward:  # no hypothesis on gradients is tested where the outputs of modules differ before
         origins = forward
     elif gradients:
-        origins = explain_gradients(comparer, gradients, first)
+        origins = explain_gradients(comparer, gradients, first, is_mixed=precision == "mixed")
     else:
         origins = [_explain_number(comparer, at_first[0], first)]
     head = origins[0]

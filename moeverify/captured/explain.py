@@ -34,11 +34,16 @@ _KNOWN = (
 )
 
 
-def explain_gradients(comparer: Comparer, findings: Sequence[Finding], step: int) -> list[Finding]:
-    """Return the findings of gradients at a step with their causes, one origin for each cause first."""
+def explain_gradients(
+    comparer: Comparer, findings: Sequence[Finding], step: int, *, is_mixed: bool
+) -> list[Finding]:
+    """Return the findings of gradients at a step with their causes, one origin for each cause first.
+
+    `is_mixed` says that something computes in 16 bits, whose rounding is then in all gradients, whatever their dtype.
+    """
     tensors: dict[Key, WrongTensor] = {}
     for finding in findings:
-        tensor = _make_tensor(comparer, (step, Kind.GRADIENT, finding.tensor))
+        tensor = _make_tensor(comparer, (step, Kind.GRADIENT, finding.tensor), is_mixed=is_mixed)
         if tensor is not None:
             tensors[tensor.key] = tensor
     if not tensors:
@@ -75,7 +80,7 @@ def _keep_known(cause: DiagnosedCause) -> DiagnosedCause:
     return cause if is_known else DiagnosedCause(cause.tensors, None, cause.subject)
 
 
-def _make_tensor(comparer: Comparer, key: Key) -> WrongTensor | None:
+def _make_tensor(comparer: Comparer, key: Key, *, is_mixed: bool) -> WrongTensor | None:
     step, kind, name = key
     whole = comparer.read_expected(*key)
     if whole is None:
@@ -93,7 +98,8 @@ def _make_tensor(comparer: Comparer, key: Key) -> WrongTensor | None:
             if line.dtype:
                 dtype = getattr(torch, line.dtype)
             shards.append(RankShard(rank.rank, placed.region, local))
-    return WrongTensor(key, whole.to(torch.float64), tuple(shards), dtype)
+    precision = torch.bfloat16 if is_mixed and dtype.itemsize > 2 else dtype
+    return WrongTensor(key, whole.to(torch.float64), tuple(shards), precision)
 
 
 def _make_axes(run: RecordedRun, step: int) -> Axes:

@@ -12,6 +12,7 @@ and what is compiled.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,8 @@ class Difference:
     """A parameter that a rank used with other values than it stores, for the first time.
 
     `num_wrong` of `num_compared` elements differ, the first at `index`. `is_stale` says that all are those of the
-    step before.
+    step before. `used` and `stored` are hashes of the compared elements, as they are used and as this rank stores
+    them.
     """
 
     step: int
@@ -59,6 +61,8 @@ class Difference:
     expected: float
     actual: float
     is_stale: bool
+    used: str = ""
+    stored: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ class GatheredWatch(Watch[GatheredReport]):
             expected=float(expected[first]),
             actual=float(actual[first]),
             is_stale=before is not None and bool((_bits(actual) == _bits(before)).all()),
+            used=_hash(actual),
+            stored=_hash(expected),
         )
 
 
@@ -211,6 +217,10 @@ def _is_unmoved(weight: _Weight, dtype: torch.dtype) -> bool:
 def _bits(values: Tensor) -> Tensor:
     """Return the bits of floating-point numbers as integers: -0.0 is not 0.0, and NaN is itself."""
     return values.contiguous().view(_BITS[values.element_size()])
+
+
+def _hash(values: Tensor) -> str:
+    return hashlib.sha256(bytes(_bits(values).cpu().view(torch.uint8).tolist())).hexdigest()
 
 
 def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
@@ -291,6 +301,8 @@ def _make_finding(
     ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
     (name, by_rank), *_ = members.items()
     rank, first = min(by_rank.items())
+    sources = _find_sources(members)
+    code = Cause.STALE if first.is_stale else Cause.PERMUTATION if sources else ""
     return Finding(
         check=CheckName.GATHERED_WEIGHTS,
         tensor=module or WHOLE,
@@ -303,7 +315,7 @@ def _make_finding(
         index=first.index,
         expected=first.expected,
         actual=first.actual,
-        code=Cause.STALE if first.is_stale else "",
+        code=code,
         facts=GatheredFacts(
             module=module,
             parameter=name,
@@ -313,9 +325,30 @@ def _make_finding(
             num_wrong=first.num_wrong,
             num_compared=first.num_compared,
             is_stale=first.is_stale,
+            sources=sources,
         ),
         place=Place(module=module, ranks=ranks),
     )
+
+
+def _find_sources(members: Mapping[str, Mapping[int, Difference]]) -> tuple[tuple[int, int], ...]:
+    """Return the (rank, other rank) where all parts of a rank are used with what that other one stores; else nothing.
+
+    Of ranks whose parts have one size alone: what they compare lies at the same places of each.
+    """
+    found: dict[int, set[int]] = {}
+    for by_rank in members.values():
+        owners: dict[tuple[str, int], int] = {}
+        for rank, each in by_rank.items():
+            owners.setdefault((each.stored, each.num_compared), rank)
+        for rank, each in by_rank.items():
+            other = owners.get((each.used, each.num_compared))
+            if other is None or not each.used:
+                return ()
+            found.setdefault(rank, set()).add(other)
+    if any(len(others) > 1 for others in found.values()):
+        return ()
+    return tuple((rank, min(others)) for rank, others in sorted(found.items()))
 
 
 CHECKS = (GatheredWeights(),)

@@ -48,7 +48,24 @@ def assemble_tensors(
     tensors: dict[Key, WrongTensor] = {}
     for key, members in shards.items():
         expected = read(key)
-        if expected is not None and expected.numel() <= LIMIT:
+        if expected is not None and expected.numel() <= LIMIT and _has_shape(members, expected):
             whole = expected.to("cpu", torch.float64)
             tensors[key] = WrongTensor(key, whole, tuple(members), precision)
     return tensors
+
+
+def find_other_shapes(
+    by_rank: Sequence[Sequence[Captured]], read: Callable[[Key], Tensor | None]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the golden's shape and that under the layout, by name, where these differ."""
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for captured in by_rank:
+        for key, region, _ in captured:
+            expected = read(key) if key[2] not in found else None
+            if expected is not None and tuple(expected.shape) != tuple(region.shape):
+                found[key[2]] = (tuple(expected.shape), tuple(region.shape))
+    return found
+
+
+def _has_shape(members: Sequence[RankShard], expected: Tensor) -> bool:
+    return all(tuple(shard.region.shape) == tuple(expected.shape) for shard in members)

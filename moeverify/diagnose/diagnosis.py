@@ -16,6 +16,7 @@ from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import (
@@ -30,7 +31,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import ClipFacts, RouterGradientFacts
+from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, Carried, OwnValues
@@ -53,7 +54,32 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
-    return put_data_first(_put_calls_first(_explain(findings, inputs)))
+    return put_data_first(_put_calls_first(_put_gathered_first(_explain(findings, inputs))))
+
+
+def _put_gathered_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with weights that were gathered into each other's places first: outputs are made of them.
+
+    Weights that are otherwise wrong may be so for what was wrong before, and stay where they are.
+    """
+    moved = [each for each in findings if _is_moved(each)]
+    if not moved:
+        return list(findings)
+    first = min(moved, key=lambda each: each.step)
+    others = [each for each in findings if each is not first]
+    return [
+        first,
+        *(follow(each, first) if each.step >= first.step and _is_made(each) else each for each in others),
+    ]
+
+
+def _is_moved(finding: Finding) -> bool:
+    return isinstance(finding.facts, GatheredFacts) and bool(finding.facts.sources)
+
+
+def _is_made(finding: Finding) -> bool:
+    """Return whether a finding follows from weights in wrong places: all that is computed of them."""
+    return finding.check not in ORIGINS or _is_moved(finding)
 
 
 def _put_calls_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -128,6 +154,8 @@ def _identity(finding: Finding) -> tuple[str, str, int]:
 def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes of what failed at the first failing step, by the part of the step that failed first."""
     failed = _find_failed(first)
+    if inputs.shapes:
+        return explain_shapes(inputs.shapes, inputs.axes)
     if Quantity.INITIAL_VALUE in failed:
         return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
     if FORWARD in inputs.origins:

@@ -28,10 +28,14 @@ READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 
 @dataclass(frozen=True)
 class RankReadings:
-    """What one rank's tap read, with the rows and positions of each micro-batch."""
+    """What one rank's tap read, with the rows and positions of each micro-batch.
+
+    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
+    """
 
     readings: Sequence[Reading]
     shares: Sequence[tuple[Indices, Indices]]
+    silent: Collection[tuple[str, str, str, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ class Origin:
 class Search:
     """What came of the search: the origin of each direction, how many readings were right before, how far off.
 
-    `bound` is the relative error above which a reading is wrong.
+    `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
     """
 
     origins: Mapping[str, Origin]
     num_right: Mapping[str, int]
     worst_right: Mapping[str, float]
     bound: float
+    matched: frozenset[str] = frozenset()
 
     def observe(self, direction: Direction) -> FirstDivergence:
         """Return where a direction first differs, and what was right before."""
@@ -171,7 +176,10 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
-    return Search(origins, num_right, worst_right, bound)
+    outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
+    wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
+    matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
+    return Search(origins, num_right, worst_right, bound, matched)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -344,6 +352,10 @@ class _AllReadings:
             for reading in read.readings:
                 found = (rank, reading, read.shares[reading.micro_batch])
                 self._read.setdefault(_end_of(reading), []).append(found)
+        for rank, read in enumerate(by_rank):
+            for reading in _list_silent(read):
+                found = (rank, reading, read.shares[reading.micro_batch])
+                self._read.setdefault(_end_of(reading), []).append(found)
 
     def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
         """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
@@ -371,6 +383,26 @@ class _AllReadings:
             return None
         key = (0, MODULE_KINDS[golden.direction], golden.module)
         return WrongTensor(key, expected, tuple(shards), self._precision), micro_batches, min(orders)
+
+
+def _list_silent(read: RankReadings) -> Iterator[Reading]:
+    """Yield zeros for the gradients that did not come back into a module's input, though its output has one.
+
+    So it is where something is cut from the graph inside of it.
+    """
+    entered = {
+        (reading.module, reading.micro_batch)
+        for reading in read.readings
+        if (reading.direction, reading.end) == (BACKWARD, "output")
+    }
+    for reading in read.readings:
+        is_input = (reading.direction, reading.end) == (FORWARD, "input")
+        key = (reading.module, reading.end, reading.slot, reading.micro_batch)
+        if is_input and key in read.silent and (reading.module, reading.micro_batch) in entered:
+            yield replace(reading, direction=BACKWARD, order=_LAST, local=torch.zeros_like(reading.local))
+
+
+_LAST = 1 << 62  # what never came came after everything else
 
 
 def _end_of(reading: Reading) -> tuple[str, str, str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -27,10 +27,14 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class ReducedTensor:
-    """What all ranks brought to one all-reduce, as a tensor whose golden is what a module should have there."""
+    """What all ranks brought to one all-reduce, as a tensor whose golden is what a module should have there.
+
+    `collectives` has the record of each rank, in its first micro-batch.
+    """
 
     tensor: WrongTensor
     collective: CollectiveRecord
+    collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
 
 
 def find_operands(
@@ -56,7 +60,7 @@ def _match(
     """Return the all-reduces that ranks issued as one another, the first of each rank and micro-batch and so on."""
     expected = origin.tensor.expected
     shards: dict[tuple[int, str], list[RankShard]] = {}
-    collectives: dict[tuple[int, str], CollectiveRecord] = {}
+    collectives: dict[tuple[int, str], dict[int, CollectiveRecord]] = {}
     for rank, (readings, operands) in enumerate(by_rank):
         counts: dict[int, int] = {}
         for operand in operands:
@@ -70,8 +74,12 @@ def _match(
             number = counts[operand.micro_batch] = counts.get(operand.micro_batch, -1) + 1
             key = (number, operand.collective.site)
             shards.setdefault(key, []).append(RankShard(rank, region, operand.local))
-            collectives.setdefault(key, operand.collective)
+            collectives.setdefault(key, {}).setdefault(rank, operand.collective)
     return [
-        ReducedTensor(replace(origin.tensor, shards=tuple(found)), collectives[key])
+        ReducedTensor(
+            replace(origin.tensor, shards=tuple(found)),
+            next(iter(collectives[key].values())),
+            collectives[key],
+        )
         for key, found in sorted(shards.items())
     ]

@@ -10,7 +10,7 @@ import math
 
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.norm_groups import find_miscounted_group
+from moeverify.diagnose.norm_groups import find_miscounted_group, find_norm_of_norms
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
@@ -74,7 +74,11 @@ def _find_count(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> 
     noise = _OF_A_GROUP * facts.eps
     excess = finding.actual**2 - total
     found = find_miscounted_group(excess, facts.squares, facts.parts, inputs.axes, noise=noise)
-    return None if found is None else Scaled(contributions=(found,))
+    if found is not None:
+        return Scaled(contributions=(found,))
+    return find_norm_of_norms(
+        finding.actual, facts.squares, facts.parts, inputs.axes, noise=max(noise, 1e-12)
+    )
 
 
 def _is_near(value: float, expected: float, noise: float) -> bool:

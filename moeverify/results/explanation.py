@@ -9,6 +9,8 @@ from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
     Carried,
+    Misplaced,
+    Misreduced,
     Offset,
     Operation,
     OwnValues,
@@ -69,8 +71,10 @@ class Explanation(Record):
     @property
     def candidates(self) -> tuple[Product, ...]:
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
-        if isinstance(self.operation, Unreduced | Unmasked):
+        if isinstance(self.operation, Unreduced | Unmasked | Misplaced):
             return self.operation.axes
+        if isinstance(self.operation, Misreduced):
+            return self.operation.axes or self.operation.met
         if isinstance(self.operation, Offset):
             return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
@@ -109,7 +113,11 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
-        elif isinstance(operation, Unmasked):
+        elif isinstance(operation, Misreduced):
+            field = "axes" if operation.axes else "met"
+            axes = tuple(axis for axis in getattr(operation, field) if axis in left)
+            operation = operation.model_copy(update={field: axes})
+        elif isinstance(operation, Unmasked | Misplaced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
         elif isinstance(operation, Carried) and operation.factor is not None:

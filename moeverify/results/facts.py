@@ -105,6 +105,7 @@ class GatheredFacts(Record):
 
     `module` is empty for the whole model. Of `num_compared` elements of that parameter `num_wrong` differ, in the
     `dtype` in which they are used; `is_stale` says that all have the values from before the last step.
+    `sources` has (rank, other) where the ranks use in the place of their own parts what another one stores.
     """
 
     about: Literal["gathered"] = "gathered"
@@ -116,6 +117,7 @@ class GatheredFacts(Record):
     num_wrong: int
     num_compared: int
     is_stale: bool
+    sources: tuple[tuple[int, int], ...] = ()
 
 
 ScaleSource = Literal["", "none", "own-rank", "step-before", "another"]

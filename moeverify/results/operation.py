@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.part import Block, Contribution, Tokens
+from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
 
@@ -47,6 +47,36 @@ class Unreduced(Record):
     block: Block | None = None
 
 
+class Misreduced(Record):
+    """What ranks bring to an all-reduce would be the right value in another sum.
+
+    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast that is a copy of
+    what one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with
+    none what each rank brings is right already.
+    """
+
+    kind: Literal["misreduced"] = "misreduced"
+    op: str
+    site: str = ""
+    met: tuple[Product, ...] = ()
+    ranks: tuple[int, ...] = ()
+    combination: Literal["sum", "max", "min", "product", "copy"] = "sum"
+    axes: tuple[Product, ...] = ()
+
+
+class Misplaced(Record):
+    """Ranks hold as much as the whole tensor of shape `expected`, placed as parts of a larger one, `actual`.
+
+    `axes` are those whose number of ranks is by how much that is larger along `dim`.
+    """
+
+    kind: Literal["misplaced"] = "misplaced"
+    expected: tuple[int, ...]
+    actual: tuple[int, ...]
+    dim: int | None = None
+    axes: tuple[Product, ...] = ()
+
+
 class Unmasked(Record):
     """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
 
@@ -70,12 +100,12 @@ class Zeroed(Record):
 class Moved(Record):
     """The right values stand in other places; with `copies`, some stand in several places and others in none.
 
-    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or tokens; for elements in another order
-    they are not known.
+    `moves` has the first (to, from) of `num_moves`: slices along `dim`, tokens, or micro-batches; for elements in
+    another order they are not known.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "token", "element"]
+    unit: Literal["slice", "token", "element", "micro-batch"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0
@@ -111,6 +141,17 @@ class Unmoved(Record):
 
     kind: Literal["unmoved"] = "unmoved"
     ranks: tuple[int, ...] = ()
+
+
+class NormOfNorms(Record):
+    """The norm is the sum, or the largest, of the norms of its parts, in the place of the root of their squares.
+
+    The parts are the parameters, or, with `groups`, groups of these.
+    """
+
+    kind: Literal["norm-of-norms"] = "norm-of-norms"
+    combination: Literal["sum", "max"]
+    groups: tuple[Group, ...] = ()
 
 
 class Unclipped(Record):
@@ -238,12 +279,15 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | Unreduced
+    | Misreduced
+    | Misplaced
     | Unmasked
     | Zeroed
     | Moved
     | Shifted
     | Replaced
     | Unmoved
+    | NormOfNorms
     | Unclipped
     | Rounded
     | Miscounted

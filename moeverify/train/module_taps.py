@@ -48,6 +48,7 @@ class Reading:
 class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
+    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
@@ -80,6 +81,7 @@ class Tap:
         self._room = limit
         self._micro_batches: dict[nn.Module, int] = {}
         self._seen: set[tuple[str, str, str, int]] = set()
+        self.silent: set[tuple[str, str, str, int]] = set()
         self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
@@ -151,6 +153,7 @@ class Tap:
             self._seen.add(key)
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
+                self.silent.add(key)
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
 
     def _make_gradient_hook(
@@ -159,6 +162,7 @@ class Tap:
         name, end, _, _ = key
 
         def on_gradient(gradient: Tensor) -> None:
+            self.silent.discard(key)
             if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
             self._keep(BACKWARD, key, unpack(gradient) / self._scale)

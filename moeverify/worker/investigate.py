@@ -27,13 +27,14 @@ from moeverify.checks.base import Judgement, Role
 from moeverify.checks.registry import CHECKS
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
-from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors
+from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors, find_other_shapes
 from moeverify.diagnose.components import Components, load_weights, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Origin, RankReadings, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
+from moeverify.diagnose.reductions import Bringing, Brought
 from moeverify.diagnose.replay.attention import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
@@ -69,7 +70,7 @@ class RankEvidence:
     """What one rank has of the step where it began.
 
     `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
-    `regions` says what it has of each parameter.
+    `regions` says what it has of each parameter, `brought` what it brought to all-reduces of such sizes.
     """
 
     captured: Sequence[Captured]
@@ -78,6 +79,7 @@ class RankEvidence:
     operands: Sequence[Operand]
     regions: Mapping[str, Region]
     timeline: RankTimeline
+    brought: Sequence[Brought] = ()
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,16 @@ class _StepTap:
     `num_before` is how many collectives had been issued before that step, by `count`.
     """
 
-    def __init__(self, capture: Capture, tap: Tap, step: int, count: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        tap: Tap,
+        step: int,
+        count: Callable[[], int] = lambda: 0,
+        bringing: Bringing | None = None,
+    ) -> None:
         self.num_before = count()
+        self._bringing = bringing
         self._count = count
         self._capture = capture
         self._tap = tap
@@ -169,6 +179,8 @@ class _StepTap:
         """Open the tap before the step of interest, close it after."""
         if step == self._step:
             self.num_before = self._count()
+            if self._bringing is not None:
+                self._bringing.is_open = True
             self._context = self._tap.reading()
             self._context.__enter__()
         elif self._context is not None:
@@ -203,23 +215,40 @@ def _rerun(
         limit=LIMIT,
         count=count,
     )
-    observer = _StepTap(capture, tap, step, count)
+    bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
+    observer = _StepTap(capture, tap, step, count, bringing)
+
+    def keep(number: int, tensor: Tensor) -> None:
+        tap.keep_operand(number, tensor)
+        bringing.keep(number, tensor)
+
     recipe, stop = case.recipe, max(step, 0) + 1
     low = recipe.precision != "float64" and program.subject.can_replay
     forced = case.checks.steps == "forced"
-    trace.on_all_reduce = tap.keep_operand
+    trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     try:
         train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
     finally:
-        trace.on_all_reduce = None
+        trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
     shares = [(share.rows, share.positions) for share in micro_batches]
-    readings = RankReadings(tap.readings, shares)
+    readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
     regions = join_regions(program.shards)
     issued = _list_issued(case, tap, trace)
     operands = _list_operands(tap, trace, program.scale)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
-    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline)
+    records = {record.number: record for record in trace.records()}
+    brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
+    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought)
+
+
+def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
+    """Return how many elements this rank has of each wrong tensor that may have been all-reduced."""
+    wrong = {name for _, kind, name in keys if kind == Kind.GRADIENT}
+    reference = case.recipe.model.reference
+    counted = {kind for _, kind, _ in keys} & {Kind.ROUTER_COUNTS}
+    counts = {reference.moe.num_experts} if counted and reference and reference.moe else set()
+    return counts | {shard.region.numel for shard in program.shards if shard.name in wrong}
 
 
 def _list_operands(tap: Tap, trace: CollectiveTrace, scale: float) -> list[Operand]:
@@ -309,6 +338,9 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         formula=lambda origin: _find_formula(case, golden, evidence, origin, read_right),
+        shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
+        brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
+        micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moeverify.diagnose.families import module_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.hypotheses.counted_padding import count_choices
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -45,6 +46,8 @@ class AlteredHypothesis(Hypothesis):
             # In bfloat16 modules are not compared: what came into the router may have been wrong already.
             return self.untried(Reason.MODULES_NOT_COMPARED)
         cause = _CAUSES[tensor.quantity]
+        if tensor.quantity in _BEHIND_INPUTS and _puts_out_right(tensor, inputs):
+            cause = Cause.METRIC
         origin = inputs.origin_of(tensor)
         operation: Operation = Altered(inputs_seen=origin is None or origin.inputs_seen)
         seen: list[Observation] = []
@@ -61,6 +64,12 @@ class AlteredHypothesis(Hypothesis):
             seen.append(WrongElements(num_wrong=num_wrong, num_elements=tensor.expected.numel()))
         explanation = explain_by(cause, operation, tensors, inputs)
         return Outcome((), explanation, tuple(seen))
+
+
+def _puts_out_right(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+    """Return whether the block of a router puts out what it should: then what is reported is not what was done."""
+    block = module_of(tensor.name)
+    return inputs.search is not None and block in inputs.search.matched
 
 
 def _chooses_otherwise(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:

@@ -18,7 +18,9 @@ class Detached(Hypothesis):
     """All ranks have zeros, or none has anything, where the golden is not zero."""
 
     name = "detached"
-    quantities = frozenset({Quantity.GRADIENT, Quantity.INITIAL_VALUE, Quantity.LOADED})
+    quantities = frozenset(
+        {Quantity.GRADIENT, Quantity.MODULE_GRADIENT, Quantity.INITIAL_VALUE, Quantity.LOADED}
+    )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look at the largest value of any rank."""

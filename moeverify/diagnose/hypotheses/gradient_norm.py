@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
-from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.diagnose.inputs import STEP_BEFORE, DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import EXACT, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Observation, RankValues, ScalarValues
-from moeverify.results.operation import Scaled
+from moeverify.results.operation import Replaced, Scaled
 from moeverify.results.part import WHOLE, Contribution
 
 
@@ -30,6 +33,10 @@ class GradientNorm(Hypothesis):
         (tensor,) = tensors
         worst = tensor.worst_shard
         expected, actual = float(tensor.expected), float(worst.values())
+        before = inputs.earlier(tensor.key).get(STEP_BEFORE)
+        if tensor.precision == torch.float64 and before is not None and _is_old(actual, expected, before):
+            old = explain_by(Cause.STALE, Replaced(by="step-before"), tensors, inputs)
+            return self.accept(old, ScalarValues(expected=expected, actual=actual, rank=worst.rank))
         ratio = actual / expected if expected else float("inf")
         factor = find_factor(ratio, inputs.sources_of(tensors), power=2)
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
@@ -39,6 +46,12 @@ class GradientNorm(Hypothesis):
         if len(values) > 1:
             seen.append(RankValues(values=tuple(values)))
         return self.accept(explanation, *seen)
+
+
+def _is_old(actual: float, expected: float, before: Tensor) -> bool:
+    """Return whether a number is that of the step before, where that is another one: to eight digits by no chance."""
+    value = float(before)
+    return abs(actual - value) <= EXACT * abs(value) < abs(expected - value)
 
 
 HYPOTHESIS = GradientNorm()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from moeverify.axes.groups import list_groups
+from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
 from moeverify.faults.mutation.mutant import Mutant
 from moeverify.faults.mutation.operators import OPERATORS
@@ -81,7 +82,10 @@ def _judge_axes(mutant: Mutant, case: Case, axes: set[str], *, is_fitting: bool)
         return (
             ("right", "the layout has one axis") if is_fitting else ("open", "another cause on the one axis")
         )
-    meant = {tuple(groups[axis]) for axis in mutant.area.axes if axis in groups}
+    # Where the slices of experts are those of tp, etp has no groups of its own among the axes.
+    sparse = MeshPlan.of(case.layout).sparse
+    own = {axis: list(map(tuple, sparse.groups(axis))) for axis, size in sparse.axes.items() if size > 1}
+    meant = {tuple(each[axis]) for each in (groups, own) for axis in mutant.area.axes if axis in each}
     same = {axis for axis, each in groups.items() if tuple(each) in meant} | set(mutant.area.axes)
     if not axes & same:
         return (

@@ -170,6 +170,12 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
     module = facts.module or "the model"
     if facts.is_stale:
         cause = f"{module} computes with the weights of the step before: they were not refreshed"
+    elif facts.sources:
+        places = ", ".join(
+            f"that of rank {other} for rank {rank}'s" for rank, other in facts.sources[:_MOST_NAMED]
+        )
+        more = ", ..." if len(facts.sources) > _MOST_NAMED else ""
+        cause = f"{module} computes with parts of weights in each other's places: it has {places}{more}"
     else:
         cause = f"{module} computes with other weights than the ranks store: what was gathered is not what is stored"
     return Words(

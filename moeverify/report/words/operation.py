@@ -26,7 +26,10 @@ from moeverify.results.operation import (
     Carried,
     Crossed,
     Miscounted,
+    Misplaced,
+    Misreduced,
     Moved,
+    NormOfNorms,
     Offset,
     OwnValues,
     RepeatedShard,
@@ -42,7 +45,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.part import WHOLE, Contribution, Part
 
 _MOST_MOVES = 4
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
@@ -97,8 +100,7 @@ def _describe_repetition(
 ) -> str:
     """Return how often the first micro-batch counts, and which collective makes it so."""
     over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
-    # What stands before the package is where it is installed on this machine.
-    site = f" at {re.sub(r'^.*/(site|dist)-packages/', '', collective.site)}" if collective.site else ""
+    site = _name_site(collective.site)
     count = format_factor(max(each.factor.value for each in wrong))
     # The last micro-batch counts once, and so is not among the parts that are off.
     num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
@@ -196,6 +198,8 @@ def _(operation: Zeroed, explanation: Explanation) -> str:
         return f"{subject} {subject.be} on no rank: {where} is missing under this layout"
     if quantity is Quantity.INITIAL_VALUE:
         return f"{subject} {subject.be} all zero: nothing was filled in"
+    if quantity is Quantity.MODULE_GRADIENT:
+        return f"{subject} {subject.be} exactly zero: it is cut from the graph there"
     holder = subject.pick("the parameter is", "the parameters are")
     if operation.absent:
         return f"{subject} {subject.be} absent: {holder} detached from the loss"
@@ -210,6 +214,11 @@ def _(operation: Moved, explanation: Explanation) -> str:
         return f"{subject} {have} exactly the expected values, in another order"
     if operation.unit == "token":
         return f"{operation.num_moves} tokens of {subject} hold the values of other tokens"
+    if operation.unit == "micro-batch":
+        to, origin = operation.moves[0]
+        names = ", ".join(explanation.subject.tensors)
+        reported = f"what {names} is said to choose in micro-batch {to} is its choice in micro-batch {origin}"
+        return f"only what is reported is wrong: {reported}; what the modules put out matches"
     moves = ", ".join(f"{to} holds {origin}" for to, origin in operation.moves[:_MOST_MOVES])
     left_out = operation.num_moves - len(operation.moves[:_MOST_MOVES])
     moves += f", and {left_out} more" if left_out > 0 else ""
@@ -237,6 +246,8 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         return f"only a reported number is wrong: {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
         return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}"
+    if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
+        return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
     if operation.by == "value-before-load":
         was = subject.pick("was", "were")
@@ -279,6 +290,59 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
     return (
         f"the gradient norm matches, and nothing was clipped by it: {subject} {subject.be} 1/{coefficient}x the "
         "expected value"
+    )
+
+
+@describe_operation.register
+def _(operation: Misreduced, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    where = f"the {operation.op}{_name_site(operation.site)}"
+    met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
+    if not operation.axes:
+        again = "adds up what is right on each rank already"
+        return f"{subject} {subject.be} reduced once more {met}: {where} {again}"
+    right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
+    if operation.combination == "sum":
+        return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
+    if operation.combination == "copy":
+        copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
+        return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
+    return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
+
+
+@describe_operation.register
+def _(operation: Misplaced, explanation: Explanation) -> str:
+    count = len(explanation.subject.tensors)
+    names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
+    actual, expected = map(_format_shape, (operation.actual, operation.expected))
+    sizes = f"the shape {actual} under this layout, {expected} on one device"
+    first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
+    if operation.dim is None:
+        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
+    over = f" over {name_products(operation.axes)}" if operation.axes else ""
+    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
+    return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+_COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
+
+
+def _name_site(site: str) -> str:
+    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
+    return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""
+
+
+@describe_operation.register
+def _(operation: NormOfNorms, explanation: Explanation) -> str:
+    groups = [name_part(Part(group=group)) for group in operation.groups]
+    parts = f"the norms of {' and of '.join(groups)}" if groups else "the norms of all parameters"
+    value = "sum" if operation.combination == "sum" else "largest"
+    return (
+        f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
     )
 
 
@@ -421,11 +485,14 @@ def _(operation: Altered, explanation: Explanation) -> str:
     if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
+    if explanation.cause is Cause.METRIC and subject.quantity in _REPORTED:
+        text = "only what is reported of {tensors} is wrong: what its block puts out matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
     return text.format(**names)
 
 
+_REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 
 

@@ -135,6 +135,7 @@ def test_a_gathered_weight_that_was_written_into_is_wrong_and_not_stale(mesh: De
     assert (found.parameter, found.step, found.is_stale) == ("blocks.0.linear.weight", 1, False)
     assert found.index[0] == 3
     assert 0 < found.num_wrong <= 48
+    assert found.used != found.stored
 
 
 def test_weights_that_are_exchanged_where_they_are_stored_are_no_error(mesh: DeviceMesh) -> None:
@@ -247,3 +248,24 @@ def test_a_clean_run_passes_with_the_number_of_parameters(shown: Shown) -> None:
     outcome = GatheredWeights().judge(shown, [report([]), report([])])
     assert outcome is not None
     assert (outcome.result.verdict, outcome.result.tensors) == ("pass", 5)
+
+
+def exchange(used: str, stored: str) -> GatheredReport:
+    found = tuple(
+        Difference(1, name, "float32", 8, 8, (3, 0), 0.5, 0.25, is_stale=False, used=used, stored=stored)
+        for name in BLOCK
+    )
+    return GatheredReport(tuple(ALL), found)
+
+
+def test_parts_that_other_ranks_store_are_in_the_places_of_those(judge: Judge) -> None:
+    (finding,) = judge([exchange("b", "a"), exchange("c", "b"), exchange("a", "c")])
+    assert finding.code == Cause.PERMUTATION
+    assert finding.facts.sources == ((0, 1), (1, 2), (2, 0))
+    assert finding.cause.startswith("blocks.1 computes with parts of weights in each other's places")
+
+
+def test_values_that_no_rank_stores_have_no_source(judge: Judge) -> None:
+    for reports in ([exchange("b", "a"), exchange("x", "b")], [exchange("x", "a"), exchange("x", "b")]):
+        (finding,) = judge(reports)
+        assert (finding.code, finding.facts.sources) == ("", ())

@@ -13,11 +13,11 @@ from moeverify.diagnose.diagnosis import diagnose
 from moeverify.diagnose.failure import describe_failure, keep_verdict
 from moeverify.diagnose.inputs import DiagnosisInputs, Issued
 from moeverify.results.cause import Cause
-from moeverify.results.checks import Kind
+from moeverify.results.checks import CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.explanation import Quantity
-from moeverify.results.facts import CoverageFacts
+from moeverify.results.facts import CoverageFacts, GatheredFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, HiddenByRounding
 from moeverify.results.operation import OwnValues
@@ -331,3 +331,34 @@ def test_what_repeated_itself_up_to_the_step_where_it_began_does_not_lead() -> N
         [find("gradient"), find("repeat", "embed.weight", step=1)], make_inputs(double())
     )
     assert (first.code, second.check, second.follows) == ("scale", "repeat", first.tensor)
+
+
+def test_weights_in_each_others_places_lead_what_is_computed_of_them() -> None:
+    facts = GatheredFacts(
+        module="",
+        parameter="embed.weight",
+        num_parameters=2,
+        num_known=2,
+        dtype="float64",
+        num_wrong=8,
+        num_compared=8,
+        is_stale=False,
+        sources=((0, 1), (1, 0)),
+    )
+    loss = Finding(check=CheckName.LOSS, kind="loss", tensor="lm", step=0, rank=0, error=1.0, bound=0.0)
+    gathered = Finding(
+        check=CheckName.GATHERED_WEIGHTS,
+        tensor="embed",
+        step=0,
+        rank=0,
+        error=1.0,
+        bound=0.0,
+        code=Cause.PERMUTATION,
+        facts=facts,
+    )
+    first, second = diagnose([loss, gathered], DiagnosisInputs())
+    assert (first.check, first.follows) == (CheckName.GATHERED_WEIGHTS, "")
+    assert second.follows == "embed"
+    # Weights that are wrong in another way may follow from what was wrong before.
+    unknown = gathered.model_copy(update={"facts": facts.model_copy(update={"sources": ()}), "code": ""})
+    assert diagnose([loss, unknown], DiagnosisInputs())[0].check == CheckName.LOSS

@@ -284,3 +284,15 @@ def test_a_buffer_that_moved_otherwise_counts_its_wrong_elements() -> None:
     outcome = examine("altered", make_tensor(expected, actual, name="bias", kind="buffer"))
     assert outcome.explanation.cause is Cause.STATE
     assert outcome.observations == (WrongElements(num_wrong=3, num_elements=8),)
+
+
+@pytest.mark.parametrize(("actual", "is_old"), [(0.19, True), (0.2, False), (0.1900001, False)])
+def test_a_clip_by_the_norm_of_the_step_before_is_stale(actual: float, is_old: bool) -> None:
+    numbers = [torch.tensor(value, dtype=torch.float64) for value in (0.25, actual, 0.19)]
+    tensor = make_tensor(*numbers[:2], name="clip_coefficient", kind="gradient_norm", step=1)
+    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[2]})
+    explanation = examine("gradient_norm", tensor, inputs).explanation
+    assert (explanation.cause is Cause.STALE) is is_old
+    # Where the right number is that of the step before as well, nothing shows that it is old.
+    same = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[0]})
+    assert examine("gradient_norm", tensor, same).explanation.cause is Cause.NORM

@@ -20,7 +20,10 @@ from moeverify.results.operation import (
     Altered,
     Change,
     Miscounted,
+    Misplaced,
+    Misreduced,
     Moved,
+    NormOfNorms,
     OwnValues,
     RepeatedShard,
     Replaced,
@@ -31,8 +34,9 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Varied,
+    Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Tokens
+from moeverify.results.part import WHOLE, Contribution, Group, Tokens
 
 VALUES = [
     # other places
@@ -243,6 +247,112 @@ VALUES = [
         "the 2 ranks over tp at elements of its own; where it should be zero, at those of the other ranks, it is "
         "not: a mask is missing",
         "mlp, axis tp",
+    ),
+    (
+        explain(
+            Cause.LAYOUT,
+            Quantity.INITIAL_VALUE,
+            Misplaced(expected=(4, 5), actual=(8, 5), dim=0, axes=(TP,)),
+            tensors=("bias",),
+        ),
+        "bias is placed as parts along dim 0 over tp, and every rank holds as much as the whole: the shape (8, 5) "
+        "under this layout, (4, 5) on one device",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.LAYOUT,
+            Quantity.INITIAL_VALUE,
+            Misplaced(expected=(4, 5), actual=(4, 7)),
+            tensors=("one.bias", "other.bias"),
+        ),
+        "2 parameters have the shape (4, 7) under this layout, (4, 5) on one device (one.bias)",
+        "",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfNorms(
+                combination="sum",
+                groups=(
+                    Group(tensors=("a", "b"), axis="ep", placement="replicated"),
+                    Group(tensors=("c",), axis="ep", placement="sharded"),
+                ),
+            ),
+        ),
+        "the gradients match, and the gradient norm is the sum of the norms of the 2 parameters replicated over ep "
+        "and of the 1 parameter sharded over ep, not the root of their squares",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),
+        "the gradients match, and the gradient norm is the largest of the norms of all parameters, not the root of "
+        "their squares",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.STALE, Quantity.CLIP_COEFFICIENT, Replaced(by="step-before")),
+        "the gradients match, and the clip coefficient is that of the step before",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.DETACHED, BACK, Zeroed(), module="moe.dispatcher"),
+        "the gradient that moe.dispatcher passes back is exactly zero: it is cut from the graph there",
+        "moe.dispatcher",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.EXPERT_CHOICE,
+            Moved(unit="micro-batch", moves=((0, 1),), num_moves=1),
+            tensors=("moe.router",),
+        ),
+        "only what is reported is wrong: what moe.router is said to choose in micro-batch 0 is its choice in "
+        "micro-batch 1; what the modules put out matches",
+        "",
+    ),
+    (
+        explain(Cause.METRIC, Quantity.EXPERT_CHOICE, Altered(), tensors=("moe.router",)),
+        "only what is reported of moe.router is wrong: what its block puts out matches",
+        "",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(
+                op="all_reduce", site="/x/site-packages/pack/file.py:7 in add", ranks=(0, 1), axes=(TP,)
+            ),
+        ),
+        "the gradient is summed over ranks 0, 1 in the place of tp: what ranks bring to the all_reduce at "
+        "pack/file.py:7 in add sums to the expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(op="all_reduce", met=(TP,), combination="max", axes=(TP,)),
+        ),
+        "the gradient is the largest over tp and not the sum: what ranks bring to the all_reduce sums to the "
+        "expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Misreduced(op="broadcast", met=(TP,), combination="copy", axes=(TP,)),
+        ),
+        "the gradient is a copy of what one rank has over tp and not the sum: what ranks bring to the broadcast sums "
+        "to the expected value over tp",
+        "axis tp",
+    ),
+    (
+        explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
+        "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
+        "axis tp",
     ),
     (
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),

@@ -1,0 +1,65 @@
+"""What real ranks bring to collectives says which of them went wrong, and how."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.faults.catalogue import load_faults
+from moeverify.results.checks import CheckName
+
+# The fault whose case is taken, by the fault that is injected in its place.
+CASES = {"take_largest": "J07", "copy_first": "J07", "count_again": "A01", "cut_tokens": "A01"}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Return the first finding of each."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    )
+    faults = load_faults()
+    cases = []
+    for name, number in CASES.items():
+        base = faults[number].case
+        recipe = base.recipe.model_copy(update={"steps": 1})
+        cases.append(base.model_copy(update={"name": name, "recipe": recipe}))
+    options = RunOptions(
+        device="cpu",
+        cache_folder=tmp_path_factory.mktemp("cache"),
+        golden_folder=Path("no", "goldens"),
+        require_goldens=False,
+        case_faults={name: f"reduction_programs:{name}" for name in CASES},
+    )
+    try:
+        results = run_cases(cases, options, lambda event: None).cases
+    finally:
+        patch.undo()
+    return {
+        result.name: next(finding for finding in result.findings if not finding.follows) for result in results
+    }
+
+
+@pytest.mark.parametrize(("name", "combination"), [("take_largest", "max"), ("copy_first", "copy")])
+def test_a_completion_that_is_no_sum_is_named_with_its_axis_and_line(heads, name, combination):
+    head = heads[name]
+    operation = head.explanation.operation
+    assert head.check == CheckName.GRADIENT
+    assert operation.combination == combination
+    assert "reduction_programs.py" in operation.site
+    assert "tp" in head.place.axes
+
+
+def test_counts_that_are_reduced_twice_are_right_before_the_second_time(heads):
+    operation = heads["count_again"].explanation.operation
+    assert (operation.kind, operation.axes, operation.combination) == ("misreduced", (), "sum")
+    assert "sum_over" in operation.site
+
+
+def test_tokens_without_a_graph_leave_the_dispatcher_without_a_gradient(heads):
+    head = heads["cut_tokens"]
+    assert head.code == "detached"
+    assert head.explanation.subject.module.endswith("moe.dispatcher")
