@@ -141,8 +141,7 @@ def _make_settings(
     from moeverify.errors import CaseError, Problem
     from moeverify.report.files import check_writable
 
-    problems: list[Problem] = []
-    first, last = _read_range(steps)
+    problems, (first, last) = list[Problem](), _read_range(steps)
     if last < first:
         problems.append(Problem(f"`{steps}` is no range of steps", path="--steps", remedy="write 0-3, or 5"))
     if out is None:

@@ -245,9 +245,8 @@ def _rerun(
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
     """Return how many elements this rank has of each wrong tensor that may have been all-reduced."""
     wrong = {name for _, kind, name in keys if kind == Kind.GRADIENT}
-    reference = case.recipe.model.reference
-    counted = {kind for _, kind, _ in keys} & {Kind.ROUTER_COUNTS}
-    counts = {reference.moe.num_experts} if counted and reference and reference.moe else set()
+    moe = reference.moe if (reference := case.recipe.model.reference) else None
+    counts = {moe.num_experts} if moe and any(kind == Kind.ROUTER_COUNTS for _, kind, _ in keys) else set()
     return counts | {shard.region.numel for shard in program.shards if shard.name in wrong}
 
 

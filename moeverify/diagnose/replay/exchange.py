@@ -24,6 +24,7 @@ BEFORE, AFTER = ("sent", "arrived", "sorted"), ("computed", "unsorted", "returne
 
 PARTS = frozenset({*BEFORE, *AFTER, "there", "back", "there-and-back", "counts", "copies", "restored"})
 _ORDERS = ("there", "back", "there-and-back")
+_TRANSPOSED = "transposed-"  # with the number of rows
 _MOST_COPIES = 1 << 18
 
 Call = tuple[Tensor, ...]
@@ -106,7 +107,7 @@ class Exchanges:
     def _list_turns(self) -> list[str]:
         if self._num_ranks == 1:
             return []
-        transposed = [f"transposed-{n}" for n in range(2, self._num_ranks) if self._num_ranks % n == 0]
+        transposed = [f"{_TRANSPOSED}{n}" for n in range(2, self._num_ranks) if self._num_ranks % n == 0]
         return ["ranks-reversed", *(["ranks-rolled"] if self._num_ranks > 2 else []), *transposed]
 
     def travel(self, change: Change) -> Travelled:
@@ -203,8 +204,8 @@ class _Walk:
     def _turn(self, way: str) -> Tensor:
         """Return the place of each rank's rows among those of all, where ranks stand in another order."""
         ranks = torch.arange(self.size)
-        if way.startswith("transposed-"):
-            rows = int(way.partition("-")[2])
+        if way.startswith(_TRANSPOSED):
+            rows = int(way[len(_TRANSPOSED) :])
             return ranks.view(rows, -1).T.flatten() if self.size % rows == 0 else ranks
         return {"ranks-reversed": ranks.flip(0), "ranks-rolled": ranks.roll(1)}.get(way, ranks)
 

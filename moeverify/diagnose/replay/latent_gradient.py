@@ -57,14 +57,14 @@ class LatentGradientFormula(Formula):
             inner = copy(self.forward)
             inner.q, inner.k, inner.v = (getattr(self.forward, name)[rows] for name in ("q", "k", "v"))
             inner.valid = inner.valid[rows]
-            self._replace(inner, leaf, changes)
+            self._put_in(inner, leaf, changes)
             positions, heads = torch.arange(leaf.shape[1]), torch.arange(self.gradient.shape[-1])
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             (found,) = torch.autograd.grad(output, leaf, self.gradient[rows])
         return pick_dims(found[:, cell.positions], cell)
 
-    def _replace(self, inner: AttentionFormula, leaf: Tensor, changes: Mapping[str, Change]) -> None:
+    def _put_in(self, inner: AttentionFormula, leaf: Tensor, changes: Mapping[str, Change]) -> None:
         """Make queries, or keys and values, of what the projection put out."""
         sizes, heads = self.module.sizes, self.num_heads
         if self.of == "queries":

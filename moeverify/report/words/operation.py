@@ -16,6 +16,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
+from moeverify.report.words.reduction import describe_misplaced, describe_misreduced, name_site
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -100,7 +101,7 @@ def _describe_repetition(
 ) -> str:
     """Return how often the first micro-batch counts, and which collective makes it so."""
     over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
-    site = _name_site(collective.site)
+    site = name_site(collective.site)
     count = format_factor(max(each.factor.value for each in wrong))
     # The last micro-batch counts once, and so is not among the parts that are off.
     num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
@@ -293,47 +294,8 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
     )
 
 
-@describe_operation.register
-def _(operation: Misreduced, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    where = f"the {operation.op}{_name_site(operation.site)}"
-    met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
-    if not operation.axes:
-        again = "adds up what is right on each rank already"
-        return f"{subject} {subject.be} reduced once more {met}: {where} {again}"
-    right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
-    if operation.combination == "sum":
-        return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
-    if operation.combination == "copy":
-        copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
-        return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
-    return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
-
-
-@describe_operation.register
-def _(operation: Misplaced, explanation: Explanation) -> str:
-    count = len(explanation.subject.tensors)
-    names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
-    actual, expected = map(_format_shape, (operation.actual, operation.expected))
-    sizes = f"the shape {actual} under this layout, {expected} on one device"
-    first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
-    if operation.dim is None:
-        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
-    over = f" over {name_products(operation.axes)}" if operation.axes else ""
-    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
-    return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))})"
-
-
-_COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
-
-
-def _name_site(site: str) -> str:
-    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
-    return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""
+describe_operation.register(Misreduced, describe_misreduced)
+describe_operation.register(Misplaced, describe_misplaced)
 
 
 @describe_operation.register

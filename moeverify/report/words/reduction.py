@@ -1,0 +1,54 @@
+"""Sentences on sums that were made in another way, and on parts that were taken for sums."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import name_products
+from moeverify.report.words.subject import name_subject
+from moeverify.results.explanation import Explanation
+from moeverify.results.operation import Misplaced, Misreduced
+
+_COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
+
+
+def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
+    """Return which sum was made in another way, over which ranks, and where."""
+    subject = name_subject(explanation.subject)
+    where = f"the {operation.op}{name_site(operation.site)}"
+    met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
+    if not operation.axes:
+        again = "adds up what is right on each rank already"
+        return f"{subject} {subject.be} reduced once more {met}: {where} {again}"
+    right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
+    if operation.combination == "sum":
+        return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
+    if operation.combination == "copy":
+        copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
+        return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
+    return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
+
+
+def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
+    """Return which parameters have another shape than on one device, and what their placement says."""
+    count = len(explanation.subject.tensors)
+    names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
+    actual, expected = map(_format_shape, (operation.actual, operation.expected))
+    sizes = f"the shape {actual} under this layout, {expected} on one device"
+    first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
+    if operation.dim is None:
+        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
+    over = f" over {name_products(operation.axes)}" if operation.axes else ""
+    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
+    return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def name_site(site: str) -> str:
+    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
+    return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""
