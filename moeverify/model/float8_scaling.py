@@ -61,9 +61,8 @@ def sizes_of_kernels(case: Case) -> Iterator[Problem]:
 def rounded_differently(case: Case) -> Iterator[Problem]:
     """In float64 nothing but bugs may differ, and a scale of several tokens differs between layouts."""
     if case.recipe.precision == "float64" and FLOAT8.find(case.recipe.float8).depends_on_tokens:
-        message = (
-            f"the scales of {case.recipe.float8} depend on the tokens of a rank, and float64 on no rounding"
-        )
+        scales = f"the scales of {case.recipe.float8}"
+        message = f"{scales} depend on the tokens of a rank, and float64 allows no such difference"
         remedy = "write float8 `rowwise_with_gw_hp`, whose scales do not, or another precision"
         yield blame("recipe.precision", message, remedy)
 
