@@ -54,7 +54,7 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "fsdp2 recompute": ({}, {"dp_shard": 2, "micro_batches": 2, "recompute": True}),
 }
 
-# Stacks name files by their whole path, which is that of a machine.
+# Stacks and sentences name files by their whole path, which is that of a machine.
 _PARENT_FOLDER = f"{Path(__file__).resolve().parents[2]}/"
 
 MOST_LAYOUTS = 6
@@ -267,10 +267,10 @@ class MutationRun:
         return row.model_copy(
             update={
                 "finding": first,
-                "said": describe_cause(first) if first is not None else "",
+                "said": _without_folder(describe_cause(first)) if first is not None else "",
                 "loss_curve": outcome == "detected" and sees_loss_curve(result),
                 "loss_and_norm": outcome == "detected" and sees_loss_and_norm(result),
-                "reason": result.reason.replace(_PARENT_FOLDER, ""),
+                "reason": _without_folder(result.reason),
                 "seconds": result.seconds,
             }
         )
@@ -292,6 +292,10 @@ class MutationRun:
             verdict, reason = by_hand
             return found.model_copy(update={"cause": verdict, "because": reason, "by_hand": True})
         return found
+
+
+def _without_folder(text: str) -> str:
+    return text.replace(_PARENT_FOLDER, "")
 
 
 def _decide(name: str, result: CaseResult) -> Outcome:
