@@ -12,7 +12,6 @@ and what is compiled.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
 from moeverify.checks.dtype_watch import list_slots
 from moeverify.checks.precision import WHOLE, join_by_module
+from moeverify.compare.difference import fingerprint_bits
 from moeverify.layout.local_shard import flat_shards, logical_name
 from moeverify.layout.placement import local_part, region_of
 from moeverify.layout.region import Region
@@ -61,8 +61,8 @@ class Difference:
     expected: float
     actual: float
     is_stale: bool
-    used: str = ""
-    stored: str = ""
+    used: int | None = None
+    stored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class GatheredWatch(Watch[GatheredReport]):
             expected=float(expected[first]),
             actual=float(actual[first]),
             is_stale=before is not None and bool((_bits(actual) == _bits(before)).all()),
-            used=_hash(actual),
-            stored=_hash(expected),
+            used=int(fingerprint_bits(actual)),
+            stored=int(fingerprint_bits(expected)),
         )
 
 
@@ -217,10 +217,6 @@ def _is_unmoved(weight: _Weight, dtype: torch.dtype) -> bool:
 def _bits(values: Tensor) -> Tensor:
     """Return the bits of floating-point numbers as integers: -0.0 is not 0.0, and NaN is itself."""
     return values.contiguous().view(_BITS[values.element_size()])
-
-
-def _hash(values: Tensor) -> str:
-    return hashlib.sha256(bytes(_bits(values).cpu().view(torch.uint8).tolist())).hexdigest()
 
 
 def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
@@ -338,12 +334,12 @@ def _find_sources(members: Mapping[str, Mapping[int, Difference]]) -> tuple[tupl
     """
     found: dict[int, set[int]] = {}
     for by_rank in members.values():
-        owners: dict[tuple[str, int], int] = {}
+        owners: dict[tuple[int | None, int], int] = {}
         for rank, each in by_rank.items():
             owners.setdefault((each.stored, each.num_compared), rank)
         for rank, each in by_rank.items():
             other = owners.get((each.used, each.num_compared))
-            if other is None or not each.used:
+            if other is None or each.used is None:
                 return ()
             found.setdefault(rank, set()).add(other)
     if any(len(others) > 1 for others in found.values()):

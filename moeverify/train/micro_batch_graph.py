@@ -209,6 +209,7 @@ class _Graph:
 
 
 def run_passes(inputs: StepInputs, run: Program, batch: Batch, normalizers: Normalizers) -> _Shown:
+    """Run one micro-batch forward and backward without FSDP2, and return what it leaves."""
     with _without_hooks(inputs.program.model):
         losses, token_loss = compute_losses(inputs.recipe, run, batch, normalizers)
         inputs.program.engine.backward(losses.total * run.scale)
