@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 
 import torch
+from small_qwen import LENGTH, VOCABULARY, make_model
 from torch.utils.data import Dataset
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-LENGTH, VOCABULARY, NUM_ROWS = 32, 128, 64
+NUM_ROWS = 64
 
 
 class Rows(Dataset):
@@ -58,23 +59,8 @@ def main() -> None:
     arguments.add_argument("--cpu", action="store_true")
     arguments.add_argument("--bug", choices=BUGS, default="none")
     options = arguments.parse_args()
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
     trainer = BUGS[options.bug](
-        model=Qwen3MoeForCausalLM(config),
+        model=make_model(),
         args=TrainingArguments(
             output_dir="trained",
             per_device_train_batch_size=options.rows,
