@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 from factor_sentences import FACTORS
+from operation_sentences import OPERATIONS
 from value_sentences import VALUES
 
 from moeverify.report.words.cause import describe_explanation
@@ -13,7 +14,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

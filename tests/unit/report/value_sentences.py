@@ -15,15 +15,11 @@ from explanations import (
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor, Product
+from moeverify.results.factor import Factor
 from moeverify.results.operation import (
     Altered,
-    Change,
     Miscounted,
-    Misplaced,
-    Misreduced,
     Moved,
-    NormOfNorms,
     OwnValues,
     RepeatedShard,
     Replaced,
@@ -33,10 +29,9 @@ from moeverify.results.operation import (
     Unclipped,
     Unmasked,
     Unmoved,
-    Varied,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Group, Tokens
+from moeverify.results.part import WHOLE, Contribution, Tokens
 
 VALUES = [
     # other places
@@ -249,49 +244,6 @@ VALUES = [
         "mlp, axis tp",
     ),
     (
-        explain(
-            Cause.LAYOUT,
-            Quantity.INITIAL_VALUE,
-            Misplaced(expected=(4, 5), actual=(8, 5), dim=0, axes=(TP,)),
-            tensors=("bias",),
-        ),
-        "bias is placed as parts along dim 0 over tp, and every rank holds as much as the whole: the shape (8, 5) "
-        "under this layout, (4, 5) on one device",
-        "axis tp",
-    ),
-    (
-        explain(
-            Cause.LAYOUT,
-            Quantity.INITIAL_VALUE,
-            Misplaced(expected=(4, 5), actual=(4, 7)),
-            tensors=("one.bias", "other.bias"),
-        ),
-        "2 parameters have the shape (4, 7) under this layout, (4, 5) on one device (one.bias)",
-        "",
-    ),
-    (
-        explain(
-            Cause.NORM,
-            Quantity.GRADIENT_NORM,
-            NormOfNorms(
-                combination="sum",
-                groups=(
-                    Group(tensors=("a", "b"), axis="ep", placement="replicated"),
-                    Group(tensors=("c",), axis="ep", placement="sharded"),
-                ),
-            ),
-        ),
-        "the gradients match, and the gradient norm is the sum of the norms of the 2 parameters replicated over ep "
-        "and of the 1 parameter sharded over ep, not the root of their squares",
-        "gradient norm",
-    ),
-    (
-        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),
-        "the gradients match, and the gradient norm is the largest of the norms of all parameters, not the root of "
-        "their squares",
-        "gradient norm",
-    ),
-    (
         explain(Cause.STALE, Quantity.CLIP_COEFFICIENT, Replaced(by="step-before")),
         "the gradients match, and the clip coefficient is that of the step before",
         "gradient norm",
@@ -318,43 +270,6 @@ VALUES = [
         "",
     ),
     (
-        explain(
-            Cause.MISSING_REDUCTION,
-            GRADIENT,
-            Misreduced(
-                op="all_reduce", site="/x/site-packages/pack/file.py:7 in add", ranks=(0, 1), axes=(TP,)
-            ),
-        ),
-        "the gradient is summed over ranks 0, 1 in the place of tp: what ranks bring to the all_reduce at "
-        "pack/file.py:7 in add sums to the expected value over tp",
-        "axis tp",
-    ),
-    (
-        explain(
-            Cause.MISSING_REDUCTION,
-            GRADIENT,
-            Misreduced(op="all_reduce", met=(TP,), combination="max", axes=(TP,)),
-        ),
-        "the gradient is the largest over tp and not the sum: what ranks bring to the all_reduce sums to the "
-        "expected value over tp",
-        "axis tp",
-    ),
-    (
-        explain(
-            Cause.MISSING_REDUCTION,
-            GRADIENT,
-            Misreduced(op="broadcast", met=(TP,), combination="copy", axes=(TP,)),
-        ),
-        "the gradient is a copy of what one rank has over tp and not the sum: what ranks bring to the broadcast sums "
-        "to the expected value over tp",
-        "axis tp",
-    ),
-    (
-        explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
-        "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
-        "axis tp",
-    ),
-    (
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
         "ranks 0 and 1 hold the same values in parts that should differ",
         "ranks 0, 1",
@@ -370,129 +285,6 @@ VALUES = [
         "replicas over tp",
     ),
     # a module's formula with a part otherwise
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(formula="attention", variants=((Change(part="mask", way="none"),),), ranks=(1,)),
-            module="layers.0.attention",
-        ),
-        "layers.0.attention attends without a causal mask: every query sees every key on rank 1 alone",
-        "layers.0.attention",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="routed-experts",
-                variants=(
-                    (
-                        Change(part="weights", way="none"),
-                        Change(part="experts", way="of-rank", number=1.0),
-                    ),
-                    (Change(part="input", way="of-module", name="input:layers.1.moe"),),
-                ),
-            ),
-            module="layers.1.moe.dispatcher",
-        ),
-        "either layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further "
-        "over ep in the place of each, or it computes from the input of layers.1.moe in place of the right input: "
-        "the outputs are equal here",
-        "layers.1.moe.dispatcher",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            BACK,
-            Varied(
-                formula="gradient:attention",
-                variants=((Change(part="queries", way="without-rank", number=1.0),),),
-                blocks=(2, 3),
-            ),
-            module="layers.0.attention",
-        ),
-        "layers.0.attention passes back the gradient of the attention without the queries of rank 1 over cp in heads "
-        "2, 3 alone",
-        "layers.0.attention",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="routed-experts",
-                variants=(
-                    (
-                        Change(
-                            part="down-bias",
-                            way="times",
-                            number=2.0,
-                            factor=Factor(value=2.0, equals=(Product(times=("tp",)),)),
-                            is_summed=True,
-                        ),
-                    ),
-                ),
-                tokens=(6, 16),
-            ),
-            module="layers.1.moe.dispatcher",
-        ),
-        "layers.1.moe.dispatcher computes with 2 times the down bias, once on each rank of tp before the sum at 6 of "
-        "16 tokens alone",
-        "layers.1.moe.dispatcher",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="linear-layer",
-                variants=((Change(part="bias", way="times", number=1.37, factor=Factor(value=1.37)),),),
-            ),
-            module="layers.0.mlp.up_proj",
-        ),
-        "layers.0.mlp.up_proj computes with its bias added 1.37 times, which is no count of this layout",
-        "layers.0.mlp.up_proj",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="branches",
-                variants=(
-                    (
-                        Change(
-                            part="term-1",
-                            way="twice",
-                            name="shared expert",
-                            factor=Factor(
-                                value=2.0, equals=(Product(times=("ep",)), Product(times=("top_k",)))
-                            ),
-                        ),
-                    ),
-                ),
-            ),
-            module="layers.1.moe",
-        ),
-        "layers.1.moe computes with the shared expert twice (2 is also ep or top_k)",
-        "layers.1.moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="router",
-                variants=((Change(part="route-scale", way="none"),),),
-                factor=Factor(value=0.5, equals=(Product(over=("tp",)),)),
-            ),
-            module="layers.1.moe.router",
-        ),
-        "either layers.1.moe.router computes without the scale of the weights, or all that it puts out is 0.5x the "
-        "expected value; 0.5 = 1/tp: the outputs are equal here",
-        "layers.1.moe.router",
-    ),
     (
         explain(
             Cause.SCALE,
