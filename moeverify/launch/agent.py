@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,9 +97,10 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
         )
     except Exception:
         return {"error": traceback.format_exc(), "first": None, "exits": {}}
-    processes = _ProcessTable(plan.num_ranks)
+    gate = Gate()
+    processes = _ProcessTable(plan.num_ranks, gate.open)
     try:
-        elastic_launch(config, run_entry)(plan.entry, str(plan_path), str(os.getpid()))
+        elastic_launch(config, run_entry)(plan.entry, str(plan_path), str(os.getpid()), gate)
     except ChildFailedError as error:
         return {"error": "", "first": error.get_first_failure()[0], "exits": processes.read()}
     except Exception:
@@ -106,11 +108,37 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
     return {}
 
 
-class _ProcessTable:
-    """The processes of the ranks: elastic itself reports the exit status of the first one alone."""
+class Gate:
+    """Holds each forked rank until all are forked: a pipe that nobody writes into, open for as long as one is not.
 
-    def __init__(self, num_ranks: int) -> None:
+    The store's thread in this process looks up the name of a rank that connects, and glibc's resolver has a lock. A
+    rank that is forked while that is held can never look up a name: it hung in its own connection to the store, one
+    launch of about thirty with eight ranks on a busy machine.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+
+    def open(self) -> None:
+        """Let the ranks pass; in the process that forks them."""
+        os.close(self._writer)
+
+    def wait(self) -> None:
+        """Wait until all ranks are forked; in a rank."""
+        os.close(self._writer)
+        os.read(self._reader, 1)
+        os.close(self._reader)
+
+
+class _ProcessTable:
+    """The processes of the ranks: elastic itself reports the exit status of the first one alone.
+
+    `on_all` is called once all of them are forked.
+    """
+
+    def __init__(self, num_ranks: int, on_all: Callable[[], None]) -> None:
         self._num_ranks = num_ranks
+        self._on_all = on_all
         self._processes: dict[int, BaseProcess] = {}
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -126,6 +154,7 @@ class _ProcessTable:
             # order in which they are started, `ForkProcess-1` first.
             for process in list(getattr(multiprocessing.process, "_children", ())):
                 self._processes.setdefault(int(process.name.rpartition("-")[2]) - 1, process)
+        self._on_all()
 
 
 def _preload(entry: str) -> None:
@@ -142,13 +171,22 @@ def _preload(entry: str) -> None:
     gc.freeze()
 
 
-def run_entry(entry: str, plan_path: str, agent: str) -> None:
+def run_entry(entry: str, plan_path: str, agent: str, gate: Gate) -> None:
     """Run `entry` in this forked rank as `python -m ENTRY PLAN` would, or `python ENTRY PLAN` for a file."""
+    from moeverify.launch.failure_reporter import leave_traces
+
     die_with(int(agent))
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [entry, plan_path]
+    # Before the entry runs, which may never come as far as its first job; they are left while this file is open.
+    with leave_traces(Path(plan_path).parent, int(os.environ["RANK"])):
+        gate.wait()
+        _end_as_main(entry)
+
+
+def _end_as_main(entry: str) -> None:
     try:
         _run_as_main(entry)
     except SystemExit as end:

@@ -39,6 +39,7 @@ EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0
 _ANSWER_LIMIT = 15.0
 _READY_LIMIT = 15.0
+_UP_LIMIT = 300.0  # torch's own of the rendezvous
 _POLL = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -241,6 +242,7 @@ class _Session:
         if self._world.rank >= job.num_ranks:
             self._store.wait([done], timedelta(days=365))
             return
+        self._runner.await_ranks(job.num_ranks, timedelta(seconds=_UP_LIMIT))
         folder = job_folder(self._folder, self._index)
         folder.mkdir(parents=True, exist_ok=True)
         self._pass_on(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import BinaryIO
 
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch import watchdog
@@ -24,26 +25,35 @@ _BACKUP_DELAY = 3.0
 SIGNALS_THREAD = "moeverify-signals"
 
 
+def leave_traces(folder: Path, rank: int, catch_terminate: bool = True) -> BinaryIO:
+    """Write who this rank is into `rank-N.json`, and from now on its stacks into `rank-N.stack`; return that file.
+
+    The C-level fault handler writes them on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. It does so for
+    as long as the file is open.
+    """
+    identity = {"rank": rank, "host": find_node(), "pid": os.getpid()}
+    write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
+    file = (folder / f"rank-{rank}.stack").open("ab")
+    faulthandler.enable(file)
+    # These run in C, so also while the main thread is inside a collective.
+    if catch_terminate:
+        faulthandler.register(signal.SIGTERM, file, chain=True)
+    faulthandler.register(signal.SIGUSR1, file)
+    return file
+
+
 class FailureReporter:
     """One rank's evidence, in the folder of its launch; made by the thread that runs the jobs.
 
-    `rank-N.json` says host and pid; `rank-N.stack` holds the stacks that the C-level fault handler writes on
-    a crash, on SIGUSR1, on SIGTERM if `catch_terminate`, and when the rank does not come back.
+    Beside what `leave_traces` says, the stacks are written when the rank does not come back from a job.
     """
 
     def __init__(self, folder: Path, rank: int, trace: CollectiveTrace, catch_terminate: bool) -> None:
         self._rank = rank
         self._trace = trace
-        self._file = (folder / f"rank-{rank}.stack").open("ab")
+        self._file = leave_traces(folder, rank, catch_terminate)
         self._host = find_node()
         self._jobs_thread = threading.get_ident()
-        identity = {"rank": rank, "host": self._host, "pid": os.getpid()}
-        write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
-        faulthandler.enable(self._file)
-        # These run in C, so also while the main thread is inside a collective.
-        if catch_terminate:
-            faulthandler.register(signal.SIGTERM, self._file, chain=True)
-        faulthandler.register(signal.SIGUSR1, self._file)
 
     def arm(self, timeout: float) -> None:
         """Begin a job: forget the old stacks, and dump and exit should the rank still be in it too long.

@@ -15,6 +15,7 @@ from typing import Any
 
 from moeverify.launch.evidence import Death, collect_reports, read_death, read_tail
 from moeverify.launch.plan import Job, JobOutcome, LaunchEvent, Plan
+from moeverify.launch.stack import find_place
 from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
 
@@ -167,8 +168,11 @@ class LaunchMonitor:
 
     def _note_loss(self, position: int, forced: bool) -> None:
         self._death, self._was_forced = self._read_death(), forced
-        # An exception would come again; a signal or a port taken by another might not.
-        self.worth_retrying = not forced and all(status < 0 for status in self._death.exits.values())
+        # An exception would come again; a signal, a port taken by another, a rank that alone stayed away might not.
+        if forced:
+            self.worth_retrying = 0 < len(self._list_not_up()) < self._plan.num_ranks
+        else:
+            self.worth_retrying = all(status < 0 for status in self._death.exits.values())
         if position:
             failure, _ = self._describe_loss("between two jobs")
             self._on_event(LaunchEvent(kind="lost", failure=failure))
@@ -178,7 +182,9 @@ class LaunchMonitor:
         death, folder = self._death, self._plan.launch_folder
         origin = collect_reports(folder, None, range(self._plan.num_ranks), death)
         if self._was_forced:
-            failure = origin.make_failure(Cause.NOT_IN_TIME, phase=phase)
+            stacks = {report.rank: report.stack for report in origin.reports}
+            not_up = {rank: find_place(stacks[rank]) for rank in self._list_not_up()}
+            failure = origin.make_failure(Cause.NOT_IN_TIME, phase=phase, not_up=not_up)
         elif death.error or not death.exits:
             error = death.error or read_tail(folder / "agent.log")
             failure = origin.make_failure(
@@ -195,10 +201,13 @@ class LaunchMonitor:
     def _notice_up(self) -> None:
         if self._up:
             return
-        folder = self._plan.launch_folder
-        self._up = all((folder / f"rank-{rank}.json").exists() for rank in range(self._plan.num_ranks))
+        self._up = not self._list_not_up()
         if self._up:
             self._on_event(LaunchEvent(kind="up", num_ranks=self._plan.num_ranks))
+
+    def _list_not_up(self) -> list[int]:
+        folder = self._plan.launch_folder
+        return [rank for rank in range(self._plan.num_ranks) if not (folder / f"rank-{rank}.up").exists()]
 
     def _pass_on(self, path: Path, job: Job, start: int) -> int:
         """Pass on the whole lines that rank 0 has reported from byte `start` on; return where they end."""

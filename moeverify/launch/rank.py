@@ -23,6 +23,7 @@ __all__ = ["RankContext", "RunJob", "serve"]
 _EXIT_RAISED = 1
 _EXIT_HUNG = 3
 _PEER_GRACE = 5.0
+_NO_LIMIT = timedelta(days=365)
 
 
 def serve(plan_path: Path | str, run_job: RunJob) -> None:
@@ -46,14 +47,16 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
         on_hang=reporter.report_hang,
     )
     reporter.runner = runner
+    (plan.launch_folder / f"rank-{rank}.up").touch()
     gc.freeze()  # The imports stay for good: collecting after a job need not look at them.
     with runner.trace:
         for position, job in enumerate(plan.jobs):
             done = f"done/{position}"
             if rank >= job.num_ranks:
                 # The launch ends if the job does not: there is no limit to set here.
-                store.wait([done], timedelta(days=365))
+                store.wait([done], _NO_LIMIT)
                 continue
+            runner.await_ranks(job.num_ranks, _NO_LIMIT)  # The controller has one.
             folder = plan.job_folder(position)
             reporter.begin(job, folder)
             result = runner.run(position, job, folder, run_job)
@@ -63,7 +66,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
                 store.set(done, "1")
             else:
                 # The next job may end this launch: not before the result of this one is on disk.
-                store.wait([done], timedelta(days=365))
+                store.wait([done], _NO_LIMIT)
         runner.close()
 
 

@@ -90,6 +90,14 @@ class JobRunner:
                 on_tick()
 
         self._watchdog = Watchdog(on_hang, tick)
+        store.set(f"up/{rank}", "1")
+
+    def await_ranks(self, num_ranks: int, limit: timedelta) -> None:
+        """Wait until the ranks of a job have come up: what keeps one from that is not the job's, nor is its time.
+
+        Raises: torch.distributed.DistStoreError if one has not come up after `limit`.
+        """
+        self._store.wait([f"up/{rank}" for rank in range(num_ranks)], limit)
 
     def run(self, index: int, job: Job, folder: Path, run_job: RunJob) -> dict[str, Any] | None:
         """Run one job up to the point where all of its ranks are through, and return what `run_job` returned.

@@ -122,7 +122,8 @@ class JobFailure(Record):
     """Why a job has no result, and in which phase of its launch that was. Units: `timeout` in seconds.
 
     `rank` and `end` are those where it began. `only_waited`: that rank had no part in the job. A `launcher_status`
-    below 0 is minus the number of a signal, None says that the launcher still runs.
+    below 0 is minus the number of a signal, None says that the launcher still runs. `not_up` has the ranks that did
+    not come up in time, and where their code is, as far as that is known.
     """
 
     cause: Cause
@@ -138,3 +139,4 @@ class JobFailure(Record):
     num_needed: int = 0
     num_started: int = 0
     earlier_job: str = ""
+    not_up: dict[int, str] = Field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 from moeverify.report.words.collective import (
     describe_disagreement,
@@ -73,10 +74,17 @@ def _describe_cause(failure: JobFailure) -> str:
         Cause.OVER_TIME: f"{timeout}: {origin}",
         Cause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
         Cause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
-        Cause.NOT_IN_TIME: "the ranks did not come up in time",
+        Cause.NOT_IN_TIME: _describe_not_up(failure.not_up),
         Cause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
         Cause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
     }[failure.cause]
+
+
+def _describe_not_up(places: Mapping[int, str]) -> str:
+    if not places:
+        return "the ranks did not come up in time"
+    which = [f"rank {rank}{f', which is at {place},' if place else ''}" for rank, place in places.items()]
+    return f"{', '.join(which)} did not come up in time"
 
 
 def _describe_origin(failure: JobFailure) -> str:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import moeverify
+from moeverify.launch import monitor
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job, LaunchEvent
 from moeverify.report.words.failure import describe_failure
@@ -189,3 +190,48 @@ def test_a_launch_that_is_killed_before_its_first_job_is_tried_once_more(
     else:
         assert [outcome.state for outcome in outcomes] == ["unstarted", "unstarted"]
         assert "before its first job: rank 0 was killed by SIGKILL" in describe_failure(outcomes[0].failure)
+
+
+def write_late_entry(programs: Path, folder: Path, line: str) -> str:
+    """Write an entry in which the third rank of the first launch runs `line` before it comes up."""
+    entry = folder / "late.py"
+    entry.write_text(
+        "import os, runpy, sys, time\n"
+        "if os.environ['RANK'] == '2' and sys.argv[1].endswith('launch-1/plan.json'):\n"
+        f"    {line}\n"
+        f"runpy.run_path({str(programs / 'jobs.py')!r}, run_name='__main__')\n"
+    )
+    return str(entry)
+
+
+def test_a_rank_that_alone_does_not_come_up_is_named_and_costs_no_verdict(
+    programs: Path, remains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_GAP_LIMIT", 2.0)
+    entry = write_late_entry(programs, tmp_path, "time.sleep(1000)")
+    events: list[LaunchEvent] = []
+    jobs = [Job(name="two", num_ranks=2), Job(name="three", num_ranks=3)]
+    outcomes = list(run_jobs(jobs, entry=entry, folder=tmp_path / "run", on_event=events.append))
+    assert [(outcome.state, outcome.launch) for outcome in outcomes] == [("done", 1), ("done", 2)]
+    (lost,) = [event.failure for event in events if event.kind == "lost"]
+    assert describe_failure(lost) == (
+        "the launch failed between two jobs: "
+        f"rank 2, which is at {entry}:3 in <module>, did not come up in time"
+    )
+    assert remains.wait_for_none(tmp_path) == []
+
+
+def test_a_rank_that_alone_does_not_come_up_for_the_first_job_is_tried_once_more(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_START_LIMIT", 30.0)
+    entry = write_late_entry(programs, tmp_path, "time.sleep(1000)")
+    (outcome,) = run_jobs([Job(name="three", num_ranks=3)], entry=entry, folder=tmp_path / "run")
+    assert (outcome.state, outcome.launch) == ("done", 2)
+
+
+def test_the_time_of_a_job_begins_when_its_ranks_are_up(programs: Path, tmp_path: Path) -> None:
+    entry = write_late_entry(programs, tmp_path, "time.sleep(8)")
+    job = Job(name="three", num_ranks=3, timeout=6.0)
+    (outcome,) = run_jobs([job], entry=entry, folder=tmp_path / "run")
+    assert (outcome.state, outcome.launch) == ("done", 1)
