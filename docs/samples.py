@@ -205,10 +205,10 @@ def commands() -> str:
     """Every command with its arguments and options, as `--help` has them."""
     import typer
 
-    from moeverify.cli import app
+    from moeverify.cli import build_app
 
     parts = []
-    for name, command in _list_commands(typer.main.get_command(app), "moeverify"):
+    for name, command in _list_commands(typer.main.get_command(build_app()), "moeverify"):
         rows = [_describe(parameter) for parameter in command.params if parameter.name != "help"]
         usage = " ".join(
             f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
@@ -22,14 +21,12 @@ class Rejected(Exception):
     """A value is not what its field accepts."""
 
 
-@dataclass(frozen=True)
 class Expectation:
-    """What one field that is no section accepts; `choices` are the allowed words, if it is a choice."""
+    """What one field that is no section accepts. What only a message needs is found when it is asked for."""
 
-    adapter: TypeAdapter[Any]
-    words: str
-    choices: tuple[str, ...]
-    stand_in: Any
+    def __init__(self, section: type[Section], name: str) -> None:
+        self._field = section.model_fields[name]
+        self._adapter: TypeAdapter[Any] = TypeAdapter(_read_hints(section)[name], config=_CONFIG)
 
     def read(self, entry: Entry) -> Any:
         """Return the value of `entry` as the schema holds it.
@@ -37,35 +34,54 @@ class Expectation:
         Raises: Rejected.
         """
         try:
-            return self.adapter.validate_json(json.dumps(entry.plain()))
+            return self._adapter.validate_json(json.dumps(entry.plain()))
         except ValidationError:
             raise Rejected from None
+
+    @property
+    def words(self) -> str:
+        """Return the words for what is accepted."""
+        return describe(self._schema)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the words that are allowed, if it is a choice."""
+        return tuple(str(word) for word in self._schema.get("enum", ()))
+
+    @property
+    def stand_in(self) -> Any:
+        """Return the default, or a value that is accepted where there is none."""
+        if self._field.is_required():
+            return _invent(self._schema)
+        return self._field.get_default(call_default_factory=True)
+
+    @functools.cached_property
+    def _schema(self) -> Mapping[str, Any]:
+        return self._adapter.json_schema()
 
 
 @functools.cache
 def expect(section: type[Section], name: str) -> Expectation:
     """Return what the field `name` of `section` accepts."""
-    hint = get_type_hints(section, include_extras=True)[name]
-    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=_CONFIG)
-    schema = adapter.json_schema()
-    field = section.model_fields[name]
-    stand_in = _invent(schema) if field.is_required() else field.get_default(call_default_factory=True)
-    return Expectation(
-        adapter, describe(schema), tuple(str(word) for word in schema.get("enum", ())), stand_in
-    )
+    return Expectation(section, name)
 
 
 @functools.cache
 def find_sections(section: type[Section], name: str) -> tuple[type[Section], ...]:
     """Return the sections that the field `name` of `section` may hold; none if it holds a plain value."""
-    hint = get_type_hints(section, include_extras=True)[name]
+    hint = _read_hints(section)[name]
     options = get_args(hint) or (hint,)
     return tuple(item for item in options if isinstance(item, type) and issubclass(item, Section))
 
 
+@functools.cache
+def _read_hints(section: type[Section]) -> Mapping[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
 def is_nullable(section: type[Section], name: str) -> bool:
     """Return whether the field `name` of `section` may be null."""
-    return type(None) in get_args(get_type_hints(section)[name])
+    return type(None) in get_args(_read_hints(section)[name])
 
 
 @functools.cache

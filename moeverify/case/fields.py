@@ -27,4 +27,5 @@ Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 class Section(BaseModel):
     """A part of a case: immutable, every field known, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # Built on first use: most commands read a few sections, and those inside them are built with them.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)

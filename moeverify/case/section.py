@@ -6,8 +6,11 @@ the rules across fields can still be tried wherever they do not read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from moeverify.case.entry import Entry, show
 from moeverify.case.expectation import Rejected, expect, find_sections, index_fields, is_nullable
@@ -53,6 +56,9 @@ class Ledger:
 
 def build_section(section: type[S], entry: Entry, path: str, ledger: Ledger, **given: Any) -> S:
     """Return the `section` of `entry`, with stand-ins for what is wrong; `given` are ready values."""
+    valid = _build_valid(section, entry, given)
+    if valid is not None:
+        return valid
     if not entry.is_mapping:
         ledger.reject(
             entry, path, f"expected a mapping of fields, got {show(entry)}", "write `name: value` lines"
@@ -69,6 +75,16 @@ def build_section(section: type[S], entry: Entry, path: str, ledger: Ledger, **g
             values[name] = _invent_field(section, name)
     _report_missing(section, missing, entry, path, ledger)
     return section(**values)
+
+
+def _build_valid(section: type[S], entry: Entry, given: Mapping[str, Any]) -> S | None:
+    """Return the section if nothing is wrong with it: field by field, for the messages, takes ten times as long."""
+    if not entry.is_mapping or given.keys() & entry.fields.keys():
+        return None
+    try:
+        return section.model_validate_json(json.dumps({**entry.plain(), **given}))
+    except ValidationError:
+        return None
 
 
 def _build_field(section: type[Section], name: str, entry: Entry, path: str, ledger: Ledger) -> Any:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ReferenceModel
-from moeverify.cli import app
+from moeverify.cli import build_app
 from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 from moeverify.report.formats.registry import write_run
@@ -55,7 +55,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
         monkeypatch.delenv(name, raising=False)
 
     def do(*words: Any) -> Result:
-        return CliRunner().invoke(app, [str(word) for word in words])
+        return CliRunner().invoke(build_app(), [str(word) for word in words])
 
     return do
 

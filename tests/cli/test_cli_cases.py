@@ -105,6 +105,13 @@ def test_check_does_not_load_torch(case_file: Path) -> None:
     assert "1 case" in done.stdout
 
 
+def test_a_command_does_not_load_the_others(case_file: Path) -> None:
+    code = GUARD.replace('name.split(".")[0] for name in sys.modules', "name for name in sys.modules")
+    others = "'moeverify.cli.run', 'moeverify.cli.comm'"
+    done = run_alone(code.replace("FORBIDDEN", others), "check", str(case_file))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["check", "mesh"])
 def test_what_runs_nothing_does_not_load_the_results_of_runs(command: str, case_file: Path) -> None:
     code = GUARD.replace('name.split(".")[0] for name in sys.modules', "name for name in sys.modules")

@@ -10,12 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moeverify.cli import app
+from moeverify.cli import build_app
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.outputs import Outputs
 from moeverify.report.formats.registry import FORMATS
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from moeverify.cli import app
+from moeverify.cli import build_app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 REFERENCE = (DOCS / "reference" / "case.md").read_text()
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
 PAGES = [*ROOT_PAGES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("re*/*.md"))]
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
 
 def list_options(command: Any) -> set[str]:
