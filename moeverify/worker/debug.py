@@ -140,7 +140,6 @@ def debug_case(
     )  # before a fault: it would be in one device's model too
     differing = None
     with ExitStack() as stack:
-        stack.callback(multiprocessing_pdb.set_reference, None)
         multiprocessing_pdb.arm(hold=True)
         stack.callback(multiprocessing_pdb.disarm)
         if at.collective is not None:  # it may be issued before the model is there
@@ -157,10 +156,9 @@ def debug_case(
             )
         watch = StopWatch(at, golden, reference, has_part(at, program), blamed)
         checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
-        multiprocessing_pdb.set_reference(reference)
         num_steps = None if differing is not None else max(at.step, 0) + 1
         with closing(watch):
-            train_observed(case, golden, program, watch, checks, num_steps=num_steps)
+            train_observed(case, golden, program, watch, checks, num_steps=num_steps, reference=reference)
     has_stopped = watch.report() or (differing is not None and differing.has_stopped)
     stopped = gather_on_first(has_stopped)
     if stopped is None:

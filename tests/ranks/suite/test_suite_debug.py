@@ -126,7 +126,7 @@ def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, fau
     )
     result, at = find_stop_of(case, options)
     assert [finding.check for finding in result.findings] == ["trace"]
-    said = debug(case, at, options, "ls", "diff issued", "@0-1 p peers", "@all p [len(t) for t in operands]")
+    said = debug(case, at, options, "ls", "diff issued", "@0,1 p peers", "@all p [len(t) for t in operands]")
     assert said.count("of tp group (0,1), in which they differ") == 4, said
     assert said.count("suite_faults.py:") == 4, said
     assert "rank 0: 'all_reduce on float32[2, 8]'" in said
@@ -145,3 +145,55 @@ def test_ranks_of_a_run_that_hung_stop_before_they_hang(tmp_path: Path, faults: 
     said = debug(case, at, options, "diff issued", end="kill 0; kill 1")
     assert "rank 0: 'all_reduce on float64[4]'" in said
     assert "rank 1: 'broadcast on float64[4], root 0'" in said
+
+
+MODEL = """
+import torch.distributed as dist
+from torch import nn
+from multiprocessing_pdb import MultiprocessingPdb
+
+Tra = MultiprocessingPdb().set_trace
+SINGLE = iter([True])
+
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        Tra(when=dist.get_world_size() > 1 or next(SINGLE, False))  # once in the one device
+        return self.head(hidden)
+
+
+def make(vocab_size):
+    return Net(vocab_size)
+"""
+CASE = """
+recipe: {name: net, model: {factory: "net:make", vocab_size: 16}, data: {batch: 4, seq_len: 8}, steps: 2}
+layout: {dp_replicate: 2}
+checks: {skip: [repeat]}
+"""
+
+
+def test_a_stop_of_the_users_own_knows_the_golden(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "net.yaml").write_text(CASE)
+    command = [sys.executable, "-m", "moeverify", "run", "net.yaml", "--device", "cpu", "--cache", "cache"]
+    asked = ["diff --golden", "diff --golden self.head.weight", "diff --golden hidden"]
+    stops = ["wait 2", *asked, "@all self.head.weight.data[0, 0] += 1", "diff --golden self.head", "@all c"]
+    words = [word for each in ("wait 1", *asked[:1], "@all c", *stops) for word in ("-c", each)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        console = [sys.executable, "-m", "multiprocessing_pdb", "debugged", *words]
+        said = subprocess.run(console, stdout=subprocess.PIPE, text=True, timeout=300, check=False).stdout
+        while run.poll() is None:  # the second step, and a diagnosis of what was done at the prompt
+            subprocess.run([*console[:4], "-c", "wait 1 1", "-c", "@all c"], stdout=subprocess.DEVNULL, check=False)
+        assert run.wait() == 1
+    golden, layout = said.split("2 stopped: ranks 0-1\n")
+    assert "rank 0: *** LookupError: this rank computes the golden itself" in golden
+    assert "ranks 0-1: 3 tensors are as in the golden" in layout
+    assert "initial weight head.weight before step 0 is as in the golden: relative error 0, bound 0" in layout
+    assert "this Tensor of shape (2, 8, 8) is nothing that the golden has at step 0" in layout
+    assert "ranks 0-1: 1 of 2 tensors differ from the golden\n  initial weight head.weight before step 0" in layout
