@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +49,16 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))
     return content
+
+
+def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield the Python files below a folder, sorted, with what they hold.
+
+    What cannot be imported is left out: links to nowhere (editors leave some as locks), pipes, folders of such a name.
+    """
+    for path in sorted(folder.rglob("*.py")):
+        with suppress(OSError):
+            yield path, read_input(path)
 
 
 def parse_json(text: str | bytes) -> Any:
