@@ -54,7 +54,7 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
 def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield the Python files below a folder, sorted, with what they hold.
 
-    What cannot be imported is left out: links to nowhere (editors leave some as locks), pipes, folders of such a name.
+    What cannot be imported is left out: links to nowhere (editors leave some as locks), pipes, folders.
     """
     for path in sorted(folder.rglob("*.py")):
         with suppress(OSError):

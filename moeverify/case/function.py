@@ -34,10 +34,10 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
         return None
     try:
         tree = ast.parse(read_input(Path(origin)), origin)
-    except SyntaxError as error:
-        return Problem(f"{origin}:{error.lineno}: {error.msg}", path=path, remedy=f"mend it for `{target}`")
-    except (RecursionError, MemoryError, ValueError):  # of what is nested too deeply, or has null bytes
-        return Problem(f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        where = f"{origin}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else ""
+        # The others are raised for what is nested too deeply, or has null bytes.
+        return Problem(where or f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
     names = set(_list_names(tree.body))
     if name in names or "*" in names or "__getattr__" in names:
         return None

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _JOB = "MPDB_JOB"  # by which name a console finds the ranks; they inherit it
 _AT_TENSOR = "`diff --golden actual`; at a prompt: expected, actual, region"
-_AT_COLLECTIVE = "`diff issued`; at a prompt: issued, operands, and peers, which has what each rank issued before"
+_AT_COLLECTIVE = (
+    "`diff issued`; at a prompt: issued, operands, and peers, which has what each rank issued before"
+)
 
 
 def debug_first(

@@ -49,8 +49,8 @@ _DIRECTIONS: Mapping[Quantity, Direction] = {
 def find_stop(result: CaseResult) -> StopPoint | None:
     """Return where ranks should stop to look at the first finding of a case, or None where there is no such place.
 
-    That is a tensor that they make, or a collective that they do not issue alike, which also ends many a run that has
-    no findings. What a run in a wider precision has named is not made in this one; then it is what that explains here.
+    That is a tensor that they make, or a collective that they do not issue alike, in which a run without findings may
+    have hung. What a run in a wider precision has named is not made in this one; then it is what that explains here.
     """
     if result.verdict == "error":
         return _find_disagreement(result)

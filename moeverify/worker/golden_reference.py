@@ -126,8 +126,9 @@ class GoldenReference:
             return list(self._compare_each([*self._known, *self._list_weights(self._program.shards)], check))
         known = self._find(value)
         if not known:
+            hint = _NOTE if self._missed else _WHAT
             raise LookupError(
-                f"{_describe(value)} is nothing that the golden has at step {self._step}; {_NOTE if self._missed else _WHAT}"
+                f"{_describe(value)} is nothing that the golden has at step {self._step}; {hint}"
             )
         return list(self._compare_each(known, check))
 

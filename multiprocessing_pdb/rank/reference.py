@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 _NONE = (
     "this process knows no expected values: the ranks of `moeverify run` do, once they train under the layout, and"
-    " other programs name theirs with set_reference(); for a script, `moeverify compare` compares two of its runs that"
-    " `moeverify watch` has recorded"
+    " other programs name theirs with set_reference(); for a script, `moeverify compare` compares two of its runs"
+    " that `moeverify watch` has recorded"
 )
 
 
@@ -33,7 +33,7 @@ class ReferenceRow:
 
 
 class Reference(Protocol):
-    """Where expected values come from. One that has a text `note` shows it with each answer, as what that leaves out."""
+    """Where expected values come from. One with a text `note` shows that beside each answer: what it leaves out."""
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
         """Return how a value of this rank differs from what is expected where the rank is stopped.

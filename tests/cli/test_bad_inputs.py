@@ -228,7 +228,12 @@ def test_overrides(invoke: Any, case_file: Path, option: str) -> None:
 
 
 DIFFERING = CollectiveFacts(
-    axis="tp", ranks=(0, 1), number=3, issues=(Issue(ranks=(0,), signature="b"),), counts={0: 3, 1: 2}, group="7"
+    axis="tp",
+    ranks=(0, 1),
+    number=3,
+    issues=(Issue(ranks=(0,), signature="b"),),
+    counts={0: 3, 1: 2},
+    group="7",
 )
 
 
@@ -237,21 +242,53 @@ def test_results_with_findings(invoke: Any, keep: Any, try_all: Any, command: st
     """Of a case that differs, and of one that hung."""
     file = keep("run", "mismatch", 1.0) / "result.json"
     run = RunResult.model_validate_json(file.read_bytes())
-    fields = {"kind": "", "step": -1, "rank": 0, "ranks": (0, 1), "error": 1.0, "bound": 0.0, "coordinates": {}}
-    finding = Finding(check="trace", tensor="tp group (0,1)", code=Cause.COLLECTIVES, facts=DIFFERING, **fields)
+    fields = {
+        "kind": "",
+        "step": -1,
+        "rank": 0,
+        "ranks": (0, 1),
+        "error": 1.0,
+        "bound": 0.0,
+        "coordinates": {},
+    }
+    finding = Finding(
+        check="trace", tensor="tp group (0,1)", code=Cause.COLLECTIVES, facts=DIFFERING, **fields
+    )
     place = Place(ranks=(0,), axes=("tp",))
     numbers = {"expected": 1.0, "actual": 2.0, "index": (0, 3), "kind": "gradient", "step": 0}
     other = Finding(check="gradient", tensor="a.weight", place=place, **fields | numbers)
-    record = {"op": "all_reduce", "group": [0, 1], "group_name": "7", "axis": "tp", "sequence": 3, "number": 9}
-    record |= {"shape": [4], "dtype": "float64", "num_tensors": 1, "signature": "b", "peer": -1, "site": "a.py:1 in f"}
+    record = {
+        "op": "all_reduce",
+        "group": [0, 1],
+        "group_name": "7",
+        "axis": "tp",
+        "sequence": 3,
+        "number": 9,
+    }
+    record |= {
+        "shape": [4],
+        "dtype": "float64",
+        "num_tensors": 1,
+        "signature": "b",
+        "peer": -1,
+        "site": "a.py:1 in f",
+    }
     record |= {"state": "started", "started": 1.0, "seconds": None}
     rank = {"rank": 0, "state": "hung", "end": {"how": End.OVER_TIME, "timeout": 3.0}, "recent": [record]}
     rank |= {"collective": record, "stack": "File x.py, line 3", "pid": 7, "host": "here"}
-    hung = run.cases[0].model_dump() | {"verdict": "error", "name": "hung", "rank_reports": [rank], "reason": "why"}
+    hung = run.cases[0].model_dump() | {
+        "verdict": "error",
+        "name": "hung",
+        "rank_reports": [rank],
+        "reason": "why",
+    }
     cases = (run.cases[0].model_copy(update={"findings": (finding, other)}), CaseResult.model_validate(hung))
     write_run("json", run.model_copy(update={"cases": cases}), file)
     place_of = {"history": file.parent.parent}.get(command, file.parent)
-    more = {"diff": [keep("other")], "report": ["--html", file.parent / "p.html", "--csv", file.parent / "c.csv"]}
+    more = {
+        "diff": [keep("other")],
+        "report": ["--html", file.parent / "p.html", "--csv", file.parent / "c.csv"],
+    }
     codes = (0, 1, 2) if command == "diff" else (0, 2)
     words = (command, place_of, *more.get(command, []))
     try_all(f"findings {command}", file, spoil_json, lambda: judge(invoke(*words), codes))
@@ -418,7 +455,11 @@ def spoil_lines(content: bytes, dice: random.Random) -> bytes:
 @pytest.mark.parametrize("name", ["rank0.jsonl", "rank0.bin"])
 def test_recordings(invoke: Any, recorded: Path, try_all: Any, name: str, role: str) -> None:
     good, spoiled = recorded / "good", recorded / "spoiled"
-    folders = {"run": (good, spoiled), "trusted run": (spoiled, good), "noise": (good, good, "--noise", spoiled)}
+    folders = {
+        "run": (good, spoiled),
+        "trusted run": (spoiled, good),
+        "noise": (good, good, "--noise", spoiled),
+    }
     spoil = spoil_bytes if name.endswith("bin") else spoil_lines
     words = ("compare", *folders[role], "--quiet")
     try_all(f"{role} {name}", spoiled / name, spoil, lambda: judge(invoke(*words), (0, 1, 2)))

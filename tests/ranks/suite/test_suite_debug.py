@@ -122,7 +122,10 @@ def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, fau
     # In the midst of training, so that what is counted in the second run must be what was counted in the first.
     case = make_case("differing", data={"batch": 4}, dp_shard=2, tp=2)
     options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=f"{faults}:reduce_late"
+        device="cpu",
+        cache_folder=tmp_path,
+        golden_folder=Path("no", "goldens"),
+        fault=f"{faults}:reduce_late",
     )
     result, at = find_stop_of(case, options)
     assert [finding.check for finding in result.findings] == ["trace"]
@@ -189,11 +192,16 @@ def test_a_stop_of_the_users_own_knows_the_golden(tmp_path: Path) -> None:
         console = [sys.executable, "-m", "multiprocessing_pdb", "debugged", *words]
         said = subprocess.run(console, stdout=subprocess.PIPE, text=True, timeout=300, check=False).stdout
         while run.poll() is None:  # the second step, and a diagnosis of what was done at the prompt
-            subprocess.run([*console[:4], "-c", "wait 1 1", "-c", "@all c"], stdout=subprocess.DEVNULL, check=False)
+            subprocess.run(
+                [*console[:4], "-c", "wait 1 1", "-c", "@all c"], stdout=subprocess.DEVNULL, check=False
+            )
         assert run.wait() == 1
     golden, layout = said.split("2 stopped: ranks 0-1\n")
     assert "rank 0: *** LookupError: this rank computes the golden itself" in golden
     assert "ranks 0-1: 3 tensors are as in the golden" in layout
     assert "initial weight head.weight before step 0 is as in the golden: relative error 0, bound 0" in layout
     assert "this Tensor of shape (2, 8, 8) is nothing that the golden has at step 0" in layout
-    assert "ranks 0-1: 1 of 2 tensors differ from the golden\n  initial weight head.weight before step 0" in layout
+    assert (
+        "ranks 0-1: 1 of 2 tensors differ from the golden\n  initial weight head.weight before step 0"
+        in layout
+    )

@@ -9,8 +9,8 @@ from moeverify.jobs import BlamedPlace, DifferingCollective
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.factor import Product
+from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.operation import Altered, Operation, Scaled, Unmasked
 from moeverify.results.run import CaseResult, RankReport
@@ -62,7 +62,14 @@ def make_result(verdict: Any, findings: tuple[Finding, ...] = (), **rest: Any) -
 
 def make_differing(**rest: Any) -> CollectiveFacts:
     issues = (Issue(ranks=(0,), signature="b"), Issue(ranks=(1,), signature=None))
-    fields = {"axis": "tp", "ranks": (0, 1), "number": 3, "issues": issues, "counts": {0: 3, 1: 2}, "group": "7"}
+    fields = {
+        "axis": "tp",
+        "ranks": (0, 1),
+        "number": 3,
+        "issues": issues,
+        "counts": {0: 3, 1: 2},
+        "group": "7",
+    }
     return CollectiveFacts(**fields | rest)
 
 
@@ -94,7 +101,14 @@ def test_an_axis_is_no_tensor_of_a_rank(facts: ShardingFacts) -> None:
 
 
 def issue(number: int, signature: str, **rest: Any) -> CollectiveRecord:
-    fields = {"op": signature, "group": (0, 2), "group_name": "7", "axis": "tp", "shape": (), "dtype": "float64"}
+    fields = {
+        "op": signature,
+        "group": (0, 2),
+        "group_name": "7",
+        "axis": "tp",
+        "shape": (),
+        "dtype": "float64",
+    }
     moment = {"peer": -1, "site": SITE, "state": "started", "started": 0.0, "seconds": None}
     numbers = {"number": number + 5, "sequence": number, "num_tensors": 1}
     return CollectiveRecord(signature=signature, **fields | moment | numbers | rest)

@@ -51,7 +51,11 @@ def store() -> Iterator[None]:
 def make_rank(own: int, stream: Stream = TP, **rest: Any) -> Rank:
     fields = {"counts": {0: 3, 1: 2}, "issues": ISSUES, "number": 3}
     facts = CollectiveFacts(
-        axis=stream.axis, ranks=stream.ranks, group=stream.group, is_message=stream.is_message, **fields | rest
+        axis=stream.axis,
+        ranks=stream.ranks,
+        group=stream.group,
+        is_message=stream.is_message,
+        **fields | rest,
     )
 
     def stop(about: str, frame: FrameType | None, values: Any) -> None:
