@@ -54,7 +54,7 @@ class _NothingYet:
         """Refuse. Raises: LookupError."""
         raise LookupError(
             "this rank computes the golden itself, as the one device: there is nothing to compare with until the"
-            " layout trains; `c` goes on, `Tra(ranks=1)` does not stop here"
+            " layout trains"
         )
 
 

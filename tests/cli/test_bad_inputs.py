@@ -466,7 +466,7 @@ def test_recordings(invoke: Any, recorded: Path, try_all: Any, name: str, role: 
 
 
 @pytest.mark.parametrize("name", ["rank0.jsonl", "rank0.bin"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")])
 def test_recordings_that_are_no_files(
     invoke: Any, recorded: Path, tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:

@@ -171,12 +171,12 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def make(vocab_size):
-    return Net(vocab_size)
+def make():
+    return Net(16)
 """
 CASE = """
 recipe: {name: net, model: {factory: "net:make", vocab_size: 16}, data: {batch: 4, seq_len: 8}, steps: 2}
-layout: {dp_replicate: 2}
+layout: {dp_replicate: 2, data_parallel: ddp}
 checks: {skip: [repeat]}
 """
 
