@@ -7,7 +7,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,8 +56,11 @@ def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
     What cannot be imported is left out: links to nowhere (editors leave some as locks), pipes, folders.
     """
     for path in sorted(folder.rglob("*.py")):
-        with suppress(OSError):
-            yield path, read_input(path)
+        try:
+            content = read_input(path)
+        except OSError:
+            continue
+        yield path, content
 
 
 def parse_json(text: str | bytes) -> Any:
