@@ -56,7 +56,7 @@ from moeverify.worker.golden import find_damage
 pytestmark = pytest.mark.slow
 
 ASKED = os.environ.get("MOEVERIFY_TEST_BAD_INPUTS")
-COUNT = int(ASKED or 30)
+COUNT = int(ASKED or 20)
 PATIENCE = 60  # seconds for one input, on a machine that may be busy
 CASES = Path(__file__).parents[2] / "cases"
 
