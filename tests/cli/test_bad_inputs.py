@@ -46,10 +46,11 @@ from moeverify.placement.trace_file import TraceWriter
 from moeverify.report.formats.registry import write_run
 from moeverify.results.cause import Cause
 from moeverify.results.facts import CollectiveFacts, Issue
-from moeverify.results.failure import End
+from moeverify.results.failure import End, RankEnd
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
-from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.results.run import CaseResult, Event, RankReport, RunResult
+from moeverify.results.trace import CollectiveRecord
 from moeverify.validation.load import load_cases
 from moeverify.worker.golden import find_damage
 
@@ -257,32 +258,15 @@ def test_results_with_findings(invoke: Any, keep: Any, try_all: Any, command: st
     place = Place(ranks=(0,), axes=("tp",))
     numbers = {"expected": 1.0, "actual": 2.0, "index": (0, 3), "kind": "gradient", "step": 0}
     other = Finding(check="gradient", tensor="a.weight", place=place, **fields | numbers)
-    record = {
-        "op": "all_reduce",
-        "group": [0, 1],
-        "group_name": "7",
-        "axis": "tp",
-        "sequence": 3,
-        "number": 9,
-    }
-    record |= {
-        "shape": [4],
-        "dtype": "float64",
-        "num_tensors": 1,
-        "signature": "b",
-        "peer": -1,
-        "site": "a.py:1 in f",
-    }
-    record |= {"state": "started", "started": 1.0, "seconds": None}
-    rank = {"rank": 0, "state": "hung", "end": {"how": End.OVER_TIME, "timeout": 3.0}, "recent": [record]}
+    place_in = {"group": (0, 1), "group_name": "7", "axis": "tp", "sequence": 3, "number": 9, "peer": -1}
+    what = {"op": "all_reduce", "shape": (4,), "dtype": "float64", "num_tensors": 1, "signature": "b"}
+    state = {"site": "a.py:1 in f", "state": "started", "started": 1.0, "seconds": None}
+    record = CollectiveRecord(**place_in, **what, **state)
+    rank = {"rank": 0, "state": "hung", "end": RankEnd(how=End.OVER_TIME, timeout=3.0), "recent": (record,)}
     rank |= {"collective": record, "stack": "File x.py, line 3", "pid": 7, "host": "here"}
-    hung = run.cases[0].model_dump() | {
-        "verdict": "error",
-        "name": "hung",
-        "rank_reports": [rank],
-        "reason": "why",
-    }
-    cases = (run.cases[0].model_copy(update={"findings": (finding, other)}), CaseResult.model_validate(hung))
+    hung = {"verdict": "error", "name": "hung", "rank_reports": (RankReport(**rank),), "reason": "why"}
+    changes: tuple[dict[str, Any], ...] = ({"findings": (finding, other)}, hung)
+    cases = tuple(run.cases[0].model_copy(update=each) for each in changes)
     write_run("json", run.model_copy(update={"cases": cases}), file)
     place_of = {"history": file.parent.parent}.get(command, file.parent)
     more = {
