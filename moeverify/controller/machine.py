@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from moeverify.errors import MachineError
-from moeverify.input_file import read_sources
 from moeverify.launch.plan import Backend, Device
 from moeverify.launch.world import external_world
 from moeverify.results.obstacle import RankLimit
@@ -123,8 +122,8 @@ def golden_code(also: Collection[str] = ()) -> str:
     files = [f"checks/{name.replace(' ', '_')}.py" for name in sorted(also)]
     for part in (*_GOLDEN_CODE, *files):
         place = root / part
-        for _, content in read_sources(place) if place.is_dir() else [(place, place.read_bytes())]:
-            digest.update(content)
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
 
