@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 from moeverify.case.schema import Case, Recipe
 from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
+from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
@@ -120,10 +121,18 @@ class BlamedPlace(Record):
         return "output" if (self.direction == "forward") == (not self.inner) else "input"
 
 
+class DifferingCollective(Record):
+    """The first collective that the ranks of a group do not issue alike, as a case has issued it before."""
+
+    about: str
+    facts: CollectiveFacts
+
+
 class StopPoint(Record):
     """Where ranks stop in the debugger: when they have made a logical tensor, named as a finding names it.
 
-    A rank that comes to the `place` that the cause names stops there instead.
+    A rank that comes to the `place` that the cause names stops there instead. Where ranks issue different collectives
+    they stop before the first of them, and there is no tensor.
     """
 
     kind: str
@@ -131,6 +140,7 @@ class StopPoint(Record):
     step: int
     about: str
     place: BlamedPlace | None = None
+    collective: DifferingCollective | None = None
 
 
 class DebugJob(CaseFields):

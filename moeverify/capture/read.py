@@ -31,10 +31,12 @@ from moeverify.capture.settings import DATA_FILE, RANK_FILE
 from moeverify.capture.tensors import make_region
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.errors import FormatError
+from moeverify.input_file import open_input, read_input
 from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 
 Key = tuple[int, str, str]  # step, kind, name
+_MOST_BYTES = 1 << 32  # of the lines; tensors are in a file of their own
 
 
 @dataclass
@@ -202,7 +204,10 @@ class RecordedRun:
 def _read_rank(path: Path) -> RankRecord | None:
     """Return the record of a rank; None of a file that has nothing yet."""
     record: RankRecord | None = None
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = read_input(path, _MOST_BYTES).split(b"\n")
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}", "record it again") from error
     for number, text in enumerate(lines[:-1], 1):  # the last one is empty, or was cut off
         try:
             line = LINES.validate_json(text)
@@ -275,9 +280,9 @@ def _add(record: RankRecord, line: Call | Values | Options | Rows | Output | Not
 
 
 def _map(path: Path) -> mmap.mmap | None:
-    if not path.exists() or not path.stat().st_size:
+    if not path.is_file() or not path.stat().st_size:
         return None
-    with path.open("rb") as file:
+    with open_input(path) as file:
         # A private copy of each page that is written: torch warns of memory that it must not write to.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

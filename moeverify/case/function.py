@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moeverify.case.suggest import suggest
 from moeverify.errors import Problem
+from moeverify.input_file import read_input
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -32,9 +33,11 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
     if origin is None or not origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(origin).read_bytes(), origin)
-    except SyntaxError as error:
-        return Problem(f"{origin}:{error.lineno}: {error.msg}", path=path, remedy=f"mend it for `{target}`")
+        tree = ast.parse(read_input(Path(origin)), origin)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        where = f"{origin}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else ""
+        # The others are raised for what is nested too deeply, or has null bytes.
+        return Problem(where or f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
     names = set(_list_names(tree.body))
     if name in names or "*" in names or "__getattr__" in names:
         return None

@@ -83,6 +83,7 @@ def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
         issues=disagreement.list_issues(),
         counts=dict(disagreement.counts),
         is_message=stream.is_message,
+        group=stream.group,
     )
     return Finding(
         check=CheckName.TRACE,

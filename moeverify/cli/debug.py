@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from moeverify.results.run import RunResult
 
 _JOB = "MPDB_JOB"  # by which name a console finds the ranks; they inherit it
+_AT_TENSOR = "`diff --golden actual`; at a prompt: expected, actual, region"
+_AT_COLLECTIVE = (
+    "`diff issued`; at a prompt: issued, operands, and peers, which has what each rank issued before"
+)
 
 
 def debug_first(
@@ -36,25 +40,28 @@ def debug_first(
     stops = [
         (by_name[each.name], at)
         for each in result.cases
-        if each.verdict == "mismatch" and each.name in by_name and (at := find_stop(each)) is not None
+        if each.has_failed and each.name in by_name and (at := find_stop(each)) is not None
     ]
     if not stops:
         context.err.print(
-            "--debug: no finding is about a tensor that ranks make, so there is nowhere to stop"
+            "--debug: nothing found is about a tensor that ranks make, or a collective that they issue differently,"
+            " so there is nowhere to stop"
         )
         return
     case, at = stops[0]
     os.environ.setdefault(_JOB, f"moeverify-{os.getpid()}")
 
-    where = f"when they have made {at.about}"
+    where, hint = f"when they have made {at.about}", _AT_TENSOR
     if at.place is not None:
         where = f"{'at' if at.place.site else 'inside'} {at.place.about}, or else {where}"
+    if at.collective is not None:
+        where, hint = f"before {at.about}", _AT_COLLECTIVE
 
     def announce() -> None:
         context.out.print(
             f"debug  {case.name} trains again; its ranks stop {where}\n"
             f"       console, in another terminal: python -m multiprocessing_pdb {os.environ[_JOB]}\n"
-            "       there: `diff --golden actual`; at a prompt: expected, actual, region; `@all c` lets ranks go on",
+            f"       there: {hint}; `@all c` lets ranks go on",
             soft_wrap=True,
             markup=False,
         )

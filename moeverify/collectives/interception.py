@@ -89,6 +89,7 @@ class Collective:
         "operator",
         "outputs",
         "peer",
+        "place",
         "sequence",
         "shape",
         "signature",
@@ -96,6 +97,7 @@ class Collective:
         "size",
         "started",
         "state",
+        "stream",
         "work",
         "work_id",
     )
@@ -112,6 +114,8 @@ class Collective:
         self.dtype = str(tensors[0].dtype)[6:] if tensors else ""
         self.signature = _sign(self, arguments)
         self.number = self.sequence = 0
+        self.stream: Stream | None = None  # in which it is number `place`: what the peers must issue too
+        self.place = 0
         self.started = time.time()
         self.finished = 0.0
         self.state: State = "started"

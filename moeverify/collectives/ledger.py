@@ -91,8 +91,8 @@ class Ledger:
         self._kinds: dict[Entry, tuple[int, int]] = {}
         self._names: list[Entry] = []
 
-    def note(self, stream: Stream, signature: str, site: str) -> None:
-        """Take in the next collective of a stream."""
+    def note(self, stream: Stream, signature: str, site: str) -> int:
+        """Take in the next collective of a stream, and return its number in it, from 1."""
         kind = self._kinds.get((signature, site))  # type: ignore[call-overload]  # a tuple is equal to the entry
         if kind is None:
             kind = self._learn(Entry(signature, site))
@@ -104,6 +104,7 @@ class Ledger:
         page[1] = (page[1] * _FACTOR + kind[1]) & _MASK
         if page[0] <= self._room:
             self._entries[stream].append(kind[0])
+        return page[0]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -51,7 +51,7 @@ class CollectiveTrace:
 
     `on_all_reduce` is called with the number of an all-reduce, and with each tensor that this rank brings to it;
     `on_broadcast` likewise;
-    `on_issue` before any collective with the place in the source that issues it, the frame there, and the operands.
+    `on_issue` before any collective, with it, the frame that issues it, and the operands.
 
     With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
     """
@@ -69,7 +69,7 @@ class CollectiveTrace:
         self._libraries: list[Any] = []
         self.on_all_reduce: Callable[[int, torch.Tensor], None] | None = None
         self.on_broadcast: Callable[[int, torch.Tensor], None] | None = None
-        self.on_issue: Callable[[str, FrameType | None, Any], None] | None = None
+        self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
     def __enter__(self) -> Self:
@@ -151,7 +151,7 @@ class CollectiveTrace:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
             collective = self._begin(operator, find_group(arguments), arguments)
             if self.on_issue is not None:
-                self.on_issue(collective.site, _find_call(), arguments[0])
+                self.on_issue(collective, _find_call(), arguments[0])
             watching = {"all_reduce": self.on_all_reduce, "broadcast": self.on_broadcast}.get(operator.label)
             if watching is not None:
                 for tensor in flatten(arguments[0]):
@@ -234,7 +234,8 @@ class CollectiveTrace:
         else:
             pair = (group.own, peer) if operator.label == "send" else (peer, group.own)
             stream = group.stream(*pair)
-        self.ledger.note(stream, collective.signature, collective.site)
+        collective.stream = stream
+        collective.place = self.ledger.note(stream, collective.signature, collective.site)
 
     def _finish(self, collective: Collective, state: State) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from moeverify.case.schema import Case
+from moeverify.collectives.hang import find_disagreement
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.machine import choose_device
 from moeverify.controller.options import RunOptions
@@ -14,11 +15,22 @@ from moeverify.controller.run import run_folder
 from moeverify.controller.search_path import search_path
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.errors import RankFailure
-from moeverify.jobs import WORKER, BlamedPlace, DebugJob, DebugResult, Refusal, StopPoint
+from moeverify.jobs import (
+    WORKER,
+    BlamedPlace,
+    DebugJob,
+    DebugResult,
+    DifferingCollective,
+    Refusal,
+    StopPoint,
+)
 from moeverify.launch.plan import JobOutcome, LaunchEvent
+from moeverify.report.words.check import name_differing
 from moeverify.report.words.failure import describe_failure
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
+from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
 from moeverify.results.operation import Altered, Scaled, Unmasked
 from moeverify.results.run import CaseResult
@@ -35,17 +47,58 @@ _DIRECTIONS: Mapping[Quantity, Direction] = {
 
 
 def find_stop(result: CaseResult) -> StopPoint | None:
-    """Return where ranks should stop to look at the first finding of a case, or None where they make no tensor of it.
+    """Return where ranks should stop to look at the first finding of a case, or None where there is no such place.
 
-    What a run in a wider precision has named is not made in this one; then it is what that explains here.
+    That is a tensor that they make, or a collective that they do not issue alike, in which a run without findings may
+    have hung. What a run in a wider precision has named is not made in this one; then it is what that explains here.
     """
-    found = [finding for finding in result.findings if finding.kind in _SHOWN and not finding.is_of_wider_run]
+    if result.verdict == "error":
+        return _find_disagreement(result)
+    found = [finding for finding in result.findings if _is_made(finding) and not finding.is_of_wider_run]
     first = min(found, key=lambda finding: bool(finding.follows), default=None)
     if first is None:
         return None
+    if isinstance(first.facts, CollectiveFacts):
+        return _stop_before(first.facts)
     about = f"{first.tensor} at step {first.step}"
     place = find_place(first.explanation, first.step) if first.explanation is not None else None
     return StopPoint(kind=first.kind, tensor=first.tensor, step=first.step, about=about, place=place)
+
+
+def _is_made(finding: Finding) -> bool:
+    """Return whether a finding is about a tensor or a collective of ranks, and not of a whole axis."""
+    if isinstance(finding.facts, ShardingFacts) and not finding.facts.is_misplaced:
+        return False
+    return finding.kind in _SHOWN or isinstance(finding.facts, CollectiveFacts)
+
+
+def _find_disagreement(result: CaseResult) -> StopPoint | None:
+    """Return the first collective that ranks did not issue alike in a run that hung or broke off, if any."""
+    traces = {report.rank: report.recent for report in result.rank_reports}
+    disagreement = find_disagreement(traces)
+    if disagreement is None:
+        return None
+    by_rank = disagreement.by_rank
+    record = next(iter(by_rank.values()))
+    return _stop_before(
+        CollectiveFacts(
+            axis=record.axis,
+            ranks=record.group,
+            number=record.sequence,
+            issues=tuple(
+                Issue(ranks=(rank,), signature=each.signature, site=each.site)
+                for rank, each in by_rank.items()
+            ),
+            counts=dict.fromkeys(by_rank, record.sequence),
+            group=record.group_name,
+        )
+    )
+
+
+def _stop_before(facts: CollectiveFacts) -> StopPoint:
+    about = f"{name_differing(facts)}, {'in which they differ' if facts.issues else 'up to which they agree'}"
+    collective = DifferingCollective(about=about, facts=facts)
+    return StopPoint(kind="", tensor="", step=0, about=about, collective=collective)
 
 
 def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:

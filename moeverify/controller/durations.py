@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from moeverify.controller.machine import default_cache
 from moeverify.controller.options import RunOptions
@@ -17,7 +18,7 @@ from moeverify.results.run import CaseResult
 
 _FILE = "durations.json"
 _MOST = 10_000  # of cases that are remembered, those that ran last
-_CONTENT = TypeAdapter(dict[str, float])
+_CONTENT = TypeAdapter(dict[str, Annotated[float, Field(ge=0.0, le=1e9)]])  # what no case takes is damage
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from moeverify.controller.machine import choose_device, describe_environment
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import OnEvent, find_overall_verdict, pass_results
 from moeverify.controller.search_path import search_path
+from moeverify.input_file import read_sources
 from moeverify.launch.world import external_world
 from moeverify.results.record import Record
 from moeverify.results.run import CaseResult, RunResult
@@ -132,8 +133,8 @@ def make_key(case: Case, options: RunOptions) -> str:
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     if fault is not None or has_own_code(case):
         # Code of the user's own decides the verdict too: all of it that stands where the case does.
-        for path in sorted(Path(search_path(case)[0]).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for _, source in read_sources(Path(search_path(case)[0])):
+            digest.update(source)
     return f"{case.name} {digest.hexdigest()[:16]}"
 
 

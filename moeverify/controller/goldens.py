@@ -12,7 +12,7 @@ from moeverify.controller.machine import default_cache, golden_code
 from moeverify.controller.options import RunOptions
 from moeverify.controller.search_path import search_path
 from moeverify.controller.tasks import make_job
-from moeverify.errors import FormatError
+from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.golden.file import GoldenFile, golden_path, read_golden
 from moeverify.golden.proximity import Fingerprint, worst_distance
 from moeverify.jobs import GoldenJob, GoldenOrder, GoldenSummary, Refusal
@@ -50,8 +50,14 @@ class GoldenSet:
 
     @classmethod
     def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
-        """Return the goldens of these cases, each once; `fresh` makes all of them anew."""
+        """Return the goldens of these cases, each once; `fresh` makes all of them anew.
+
+        Raises: CaseError where goldens or full goldens are to be in what is no folder.
+        """
         cache = (options.cache_folder or default_cache()).resolve()
+        for folder, option in ((cache, "--cache"), (options.golden_folder, "--goldens")):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise CaseError([Problem(f"{folder} is no folder", path=option, remedy="name a folder")])
         codes = {also: golden_code(also) for also in {case.checks.also for case in cases}}
         orders: dict[Path, GoldenOrder] = {}
         first: dict[Path, Case] = {}

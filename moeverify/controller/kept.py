@@ -11,6 +11,10 @@ from typing import Generic, Protocol, Self, TypeVar
 from pydantic import ValidationError
 
 from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.input_file import parse_json, read_input, read_sources
+from moeverify.report.files import write_atomically
+
+_MOST_BYTES = 1 << 32  # a benchmark of thousands of runs
 
 
 class NamedRecord(Protocol):
@@ -24,7 +28,7 @@ class NamedRecord(Protocol):
         """Return the record as one line."""
 
     @classmethod
-    def model_validate_json(cls, line: str, /) -> Self:
+    def model_validate_json(cls, line: str | bytes, /) -> Self:
         """Return the record of a line; ValidationError where it is none."""
 
 
@@ -36,7 +40,8 @@ class KeptRows(Generic[R]):
 
     The file has a line about what made the rows, then a line a run.
 
-    Raises: CaseError where the file is of other code or another machine, FormatError where it is none of ours.
+    Raises: CaseError where the file is of other code or another machine, or no regular file; FormatError where it is
+        none of ours or is damaged.
     """
 
     def __init__(self, path: Path | None, environment: Mapping[str, str], record: type[R]) -> None:
@@ -45,6 +50,8 @@ class KeptRows(Generic[R]):
         self._record = record
         if path is None:
             return
+        if path.exists() and not path.is_file():  # to write into a pipe waits for whoever reads
+            raise CaseError([Problem(f"{path} is no regular file", "--keep", remedy="name another one")])
         header = {"environment": dict(environment), "code": code_version()}
         if path.exists() and path.stat().st_size:
             self._read(path, header)
@@ -60,27 +67,33 @@ class KeptRows(Generic[R]):
             file.write(row.model_dump_json() + "\n")
 
     def _read(self, path: Path, header: Mapping[str, object]) -> None:
-        first, _, rest = path.read_text(encoding="utf-8").partition("\n")
-        lines = rest.split("\n")[:-1]  # without the last line's end the last line is cut off: run that again
+        content = read_input(path, _MOST_BYTES)
+        first, _, rest = content.partition(b"\n")
         try:
-            known = json.loads(first)
-            rows = [self._record.model_validate_json(line) for line in lines]
-        except (ValueError, ValidationError) as error:
+            known = parse_json(first)
+        except ValueError as error:
             raise FormatError(f"{path}: not a file of kept runs") from error
         if known != header:
             message = f"{path} was kept by other code or on another machine"
             raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
-        self.rows = {row.name: row for row in rows}
-        if not rest.endswith("\n") and rest:
-            kept = [first, *(row.model_dump_json() for row in rows)]
-            path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        # Without the last line's end the last line is cut off: run that again.
+        for number, line in enumerate(rest.split(b"\n")[:-1], start=2):
+            try:
+                row = self._record.model_validate_json(line)
+            except ValidationError as error:
+                text = f"{path}:{number}: damaged, and no kept run; remove this line to run it again"
+                raise FormatError(text) from error
+            self.rows[row.name] = row
+        if not content.endswith(b"\n"):
+            whole = [first, *(row.model_dump_json().encode() for row in self.rows.values())]
+            write_atomically(path, b"\n".join(whole) + b"\n")
 
 
 def code_version() -> str:
     """Return 16 hex digits that change with any of our code."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path, content in read_sources(root):
         digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
+        digest.update(content)
     return digest.hexdigest()[:16]

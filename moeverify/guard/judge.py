@@ -154,6 +154,7 @@ class Judge:
                     issues=found.list_issues(),
                     counts=dict(counts),
                     is_message=stream.is_message,
+                    group=stream.group,
                 ),
             )
             return

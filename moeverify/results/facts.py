@@ -285,8 +285,8 @@ class CollectiveFacts(Record):
     """The first collective in which the ranks of a group differ: its number from 1, and what each rank issued.
 
     `issues` are in order of how many ranks did the same; there are none where that is no longer known, and then the
-    ranks agree in all before `number`. `counts` say how many each rank issued in all. `sender` and `receiver` are
-    positions in the group, for messages from one to the other.
+    ranks agree in all before `number`. `counts` say how many each rank issued in all. Of messages from one rank to
+    another, `ranks` are the sender and the receiver. `group` is torch's name for the group.
     """
 
     about: Literal["collective"] = "collective"
@@ -296,6 +296,7 @@ class CollectiveFacts(Record):
     issues: tuple[Issue, ...] = ()
     counts: dict[int, int]
     is_message: bool = False
+    group: str = ""
 
 
 Facts = Annotated[

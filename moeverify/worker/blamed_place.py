@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
-from moeverify.collectives.interception import flatten
+from moeverify.collectives.interception import Collective, flatten
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.first_divergence import READING_BOUNDS, locate_tokens
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS
@@ -136,8 +136,8 @@ class BlamedStop:
 
     # At a collective.
 
-    def _look_at_collective(self, site: str, frame: FrameType | None, operands: Any) -> None:
-        if self.has_stopped or site != self._place.site:
+    def _look_at_collective(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:
+        if self.has_stopped or collective.site != self._place.site:
             return
         brought = [tensor.detach() for tensor in flatten(operands)]
         values = (self._find_value(each, micro_batch=0) for each in brought)

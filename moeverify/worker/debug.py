@@ -25,6 +25,7 @@ from moeverify.parallel.meshes import build_meshes
 from moeverify.results.checks import CheckName, Kind
 from moeverify.train.program import Program
 from moeverify.worker.blamed_place import BlamedStop, read_expected
+from moeverify.worker.differing_collective import DifferingStop
 from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.verify import Assembly, make_bounds, train_observed
 
@@ -137,7 +138,14 @@ def debug_case(
     expected = read_expected(
         case, golden, at, device
     )  # before a fault: it would be in one device's model too
-    with injected(fault):
+    differing = None
+    with ExitStack() as stack:
+        multiprocessing_pdb.arm(hold=True)
+        stack.callback(multiprocessing_pdb.disarm)
+        if at.collective is not None:  # it may be issued before the model is there
+            differing = DifferingStop(at.collective, dist.get_rank(), trace, stop_rank)
+            stack.enter_context(differing.watching())
+        stack.enter_context(injected(fault))
         assemble_program = Assembly(case, device, build_meshes(case.layout, device.type))
         program = (assemble_program if at.place is None else assemble_program.without_graphs())()
         reference = GoldenReference(program, golden, make_bounds(case, golden))
@@ -148,15 +156,11 @@ def debug_case(
             )
         watch = StopWatch(at, golden, reference, has_part(at, program), blamed)
         checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
-        multiprocessing_pdb.set_reference(reference)
-        multiprocessing_pdb.arm(hold=True)
-        try:
-            with closing(watch):
-                train_observed(case, golden, program, watch, checks, num_steps=max(at.step, 0) + 1)
-        finally:
-            multiprocessing_pdb.disarm()
-            multiprocessing_pdb.set_reference(None)
-    stopped = gather_on_first(watch.report())
+        num_steps = None if differing is not None else max(at.step, 0) + 1
+        with closing(watch):
+            train_observed(case, golden, program, watch, checks, num_steps=num_steps, reference=reference)
+    has_stopped = watch.report() or (differing is not None and differing.has_stopped)
+    stopped = gather_on_first(has_stopped)
     if stopped is None:
         return None
     return DebugResult(ranks=tuple(rank for rank, has_stopped in enumerate(stopped) if has_stopped))

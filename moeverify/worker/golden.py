@@ -6,13 +6,15 @@ import ctypes
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+import multiprocessing_pdb
 from moeverify.case.schema import Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.golden.store import StoredGolden, is_stored, sweep_unfinished
@@ -23,6 +25,7 @@ from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.layout.observer import INITIAL
 from moeverify.recording.golden import make_golden
 from moeverify.train.target import describe_error, import_path
+from multiprocessing_pdb.rank.reference import ReferenceRow
 
 _ANSWERS: TypeAdapter[GoldenSummary | Refusal] = TypeAdapter(GoldenSummary | Refusal)
 
@@ -44,10 +47,22 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
     return GoldenResult(goldens=found, device_class=device_class(context.device))
 
 
+class _NothingYet:
+    """Answers `diff --golden` while one device computes the golden; see `multiprocessing_pdb.rank.reference`."""
+
+    def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
+        """Refuse. Raises: LookupError."""
+        raise LookupError(
+            "this rank computes the golden itself, as the one device: there is nothing to compare with until the"
+            " layout trains"
+        )
+
+
 def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary | Refusal:
     recipe = order.recipe
     _error_file(folder).unlink(missing_ok=True)
     try:
+        multiprocessing_pdb.set_reference(_NothingYet())
         with _limit(order.timeout):
             return _have_one(order, folder, device)
     except _OverTimeError:
@@ -60,6 +75,8 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
             raise
         text = f"one device cannot train `{recipe.model.title}`: {describe_error(error)}"
         return _note_error(folder, text)
+    finally:
+        multiprocessing_pdb.set_reference(None)
 
 
 def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary:

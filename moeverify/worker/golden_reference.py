@@ -36,6 +36,12 @@ _WHAT = (
 )
 
 
+_NOTE = (
+    "what this step has shown before the first question is not compared: ask again in the next step; weights, and"
+    " gradients that are not complete, are compared at any time"
+)
+
+
 @dataclass(frozen=True)
 class _Known:
     """One shard that the golden has too. `statistics` are of the moment when it was shown; None asks for now's."""
@@ -56,13 +62,23 @@ class _Known:
 
 
 class GoldenReference:
-    """Compares what a rank has at the step in which it is stopped; see `multiprocessing_pdb.rank.reference`."""
+    """Compares what a rank has at the step in which it is stopped; see `multiprocessing_pdb.rank.reference`.
 
-    def __init__(self, program: Program, golden: StoredGolden, bounds: Bounds) -> None:
+    One that `waits` costs nothing until it is asked: from the next step on it compares all that is shown. Before that
+    it knows the weights, and gradients that are not complete yet.
+    """
+
+    def __init__(
+        self, program: Program, golden: StoredGolden, bounds: Bounds, *, waits: bool = False
+    ) -> None:
         self._program = program
         self._golden = golden
         self._bounds = bounds
         self._step = 0
+        self.note = ""  # what the last answer leaves out
+        self._compares = not waits
+        self._is_asked = not waits
+        self._missed: set[str] = set()  # kinds that this step has shown and nobody has compared
         self._known: list[_Known] = []
         self._last_update: _Known | None = None
         self._read_norms = cache(self._compute_norms)
@@ -70,11 +86,16 @@ class GoldenReference:
     def begin_step(self, step: int) -> None:
         """Forget the step before."""
         self._step = step
+        self._compares = self._is_asked
+        self._missed.clear()
         self._known.clear()
         self._last_update = None
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Compare one shard now; see `moeverify.layout.observer.Observer`."""
+        if not self._compares:
+            self._missed.add(kind)
+            return
         if kind not in KIND_ORDER or kind in UNCOMPARED_KINDS | ZERO_KINDS:
             return
         expected = self._golden.read(step, kind, name, region)
@@ -99,12 +120,15 @@ class GoldenReference:
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
         """Return how a value differs from the golden's at this step; see `Reference`."""
+        self._is_asked = True
+        self.note = _NOTE if self._missed and value is None else ""
         if value is None:
             return list(self._compare_each([*self._known, *self._list_weights(self._program.shards)], check))
         known = self._find(value)
         if not known:
+            hint = _NOTE if self._missed else _WHAT
             raise LookupError(
-                f"{_describe(value)} is nothing that the golden has at step {self._step}; {_WHAT}"
+                f"{_describe(value)} is nothing that the golden has at step {self._step}; {hint}"
             )
         return list(self._compare_each(known, check))
 
@@ -139,7 +163,9 @@ class GoldenReference:
 
     def _list_weights(self, shards: Iterable[LocalShard]) -> Iterator[_Known]:
         """Yield the parameters as they are now, against the golden's of the last step that has changed them."""
-        is_updated = any(known.kind == Kind.UPDATE and known.step == self._step for known in self._known)
+        is_updated = Kind.UPDATE in self._missed or any(
+            known.kind == Kind.UPDATE and known.step == self._step for known in self._known
+        )
         step = self._step if is_updated else self._step - 1
         kind = Kind.INITIAL_WEIGHT if step == INITIAL else Kind.WEIGHT
         for shard in shards:
@@ -172,6 +198,8 @@ class GoldenReference:
     def _list_gradients(self, shards: Iterable[LocalShard], gradient: Tensor) -> list[_Known]:
         """Return what `.grad` is: the gradient that was shown, or one that is not complete yet."""
         found: list[_Known] = []
+        if Kind.GRADIENT in self._missed:  # the clip may have changed them since
+            return found
         for shard in shards:
             shown = [
                 known for known in self._known if known.kind == Kind.GRADIENT and known.name == shard.name

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import multiprocessing_pdb
 from moeverify.axes.groups import axis_affects
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
@@ -38,6 +40,7 @@ from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
 from moeverify.worker.error_map import map_errors
+from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
 from moeverify.worker.load_watch import LoadWatch, sum_load
 
@@ -177,11 +180,18 @@ def train_observed(
     watches: Sequence[Watch[Any]] = (),
     *,
     num_steps: int | None = None,
+    reference: GoldenReference | None = None,
 ) -> list[float]:
-    """Train under the layout before the checks, and return the learning rate of each step."""
+    """Train under the layout before the checks, and return the learning rate of each step.
+
+    Meanwhile a rank that stops in the debugger compares with the `reference`, or else with one made for this.
+    """
     place = list_coordinates(case)[dist.get_rank()]
     training = Training(case.recipe, program, case.layout, place)
-    with open_observers(training, observer, checks, watches) as observers:
+    if reference is None:
+        reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
+        watches = [*watches, _Informed(reference)]
+    with open_observers(training, observer, checks, watches) as observers, _comparing_with(reference):
         return train(
             case.recipe,
             program,
@@ -191,6 +201,24 @@ def train_observed(
             forced=case.checks.steps == "forced",
             num_steps=num_steps,
         )
+
+
+class _Informed(Watch[None]):
+    """Shows a reference what a run shows."""
+
+    def __init__(self, reference: GoldenReference) -> None:
+        self.begin_step = reference.begin_step  # type: ignore[method-assign]
+        self.observe = reference.observe  # type: ignore[method-assign]
+
+
+@contextmanager
+def _comparing_with(reference: GoldenReference) -> Iterator[None]:
+    """Have `diff --golden` compare with it."""
+    multiprocessing_pdb.set_reference(reference)
+    try:
+        yield
+    finally:
+        multiprocessing_pdb.set_reference(None)
 
 
 def make_bounds(case: Case, golden: StoredGolden) -> Bounds:

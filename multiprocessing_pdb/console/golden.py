@@ -72,6 +72,8 @@ def compare_with_golden(targets: Sequence[Target], expression: str, seconds: flo
         blocks.insert(0, f"{name_ranks(given)}: nothing here can be compared yet")
     elif given:
         blocks[:0] = format_verdicts(tensors, given)
+    notes = {text for answer in answers if (text := read_text(answer.frame, "note"))}
+    blocks += [f"  {text}" for text in sorted(notes)]
     return "\n".join(blocks)
 
 

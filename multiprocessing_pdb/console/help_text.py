@@ -7,8 +7,8 @@ attach R           a whole pdb session with one rank; detach or Ctrl-D leaves it
                    (ranks, slices, mesh axes, labels); any command below takes a selection too
 diff EXPR          evaluates on all ranks and groups equal answers; tensors by form, norm and first difference
 diff --golden [EXPR]
-                   a value, or all that is complete, against what it should be: ranks of moeverify run --debug,
-                   and programs that call set_reference(); a Tra() under plain moeverify run has no golden
+                   a value, or all that is complete, against what it should be: ranks of moeverify run while they
+                   train under a layout, and programs that call set_reference()
 where              the stacks of the stopped ranks, equal ones once
 step next until return c
                    in lockstep on all stopped ranks, or on a selection

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 _NONE = (
-    "this process knows no expected values: `moeverify run CASE --debug` starts ranks that do, and other programs"
-    " name theirs with set_reference()"
+    "this process knows no expected values: the ranks of `moeverify run` do, once they train under the layout, and"
+    " other programs name theirs with set_reference(); for a script, `moeverify compare` compares two of its runs"
+    " that `moeverify watch` has recorded"
 )
 
 
@@ -32,7 +33,7 @@ class ReferenceRow:
 
 
 class Reference(Protocol):
-    """Where expected values come from."""
+    """Where expected values come from. One with a text `note` shows that beside each answer: what it leaves out."""
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
         """Return how a value of this rank differs from what is expected where the rank is stopped.

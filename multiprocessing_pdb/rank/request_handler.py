@@ -104,7 +104,7 @@ class RequestHandler:
                 return {"error": f"{frame['text']} is None here"}
             rows = reference.compare(found, self._make_check(connection, frame))
         self._rows[connection] = rows
-        return {"count": len(rows)}
+        return {"count": len(rows), "note": str(getattr(reference, "note", ""))}
 
     def _list_rows(self, debugger: Any, connection: int, frame: Frame) -> Frame:
         begin = int(frame["begin"])

@@ -33,22 +33,31 @@ from moeverify.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from moeverify.controller.finished import FinishedCases
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.options import RunOptions
-from moeverify.errors import FormatError
+from moeverify.errors import CaseError, FormatError
 from moeverify.golden.file import GoldenFile, golden_path, write_golden
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.jobs import GoldenSummary
 from moeverify.layout.region import Region
 from moeverify.placement.synthetic import make_trace
 from moeverify.placement.trace_file import TraceWriter
+from moeverify.report.formats.registry import write_run
+from moeverify.results.cause import Cause
+from moeverify.results.facts import CollectiveFacts, Issue
+from moeverify.results.failure import End, RankEnd
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place
+from moeverify.results.run import CaseResult, Event, RankReport, RunResult
+from moeverify.results.trace import CollectiveRecord
 from moeverify.validation.load import load_cases
 from moeverify.worker.golden import find_damage
 
 pytestmark = pytest.mark.slow
 
 ASKED = os.environ.get("MOEVERIFY_TEST_BAD_INPUTS")
-COUNT = int(ASKED or 30)
+COUNT = int(ASKED or 20)
 PATIENCE = 60  # seconds for one input, on a machine that may be busy
 CASES = Path(__file__).parents[2] / "cases"
 
@@ -183,7 +192,13 @@ def judge(done: Result, codes: tuple[int, ...]) -> str:
     return "" if done.exit_code < 2 or done.stderr.strip() else "no word on why"
 
 
-@pytest.mark.parametrize("name", ["fsdp2-cp-ep", "megablocks-fp32", "forced", "gpt-tp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fsdp2-cp-ep", "megablocks-fp32", "forced", "gpt-tp", "ep2-graphs", "ep2-joined", "ep2-exchange"),
+        *("float8-tp-sp", "float8-mixed-fsdp2", "ep4-replicas", "pp-zbv", "tp-ep-etp-sp"),
+    ],
+)
 def test_cases(invoke: Any, try_all: Any, tmp_path: Path, name: str) -> None:
     shutil.copytree(CASES, tmp_path / "cases")
     source = tmp_path / "cases" / f"{name}.yaml"
@@ -192,14 +207,16 @@ def test_cases(invoke: Any, try_all: Any, tmp_path: Path, name: str) -> None:
             path.unlink()
     (source.parent / "good.yaml").write_text("recipe: {model: {preset: stress}}\nlayout: {dp_shard: 2}\n")
     codes = (0, 2)
-    try_all(f"cases {name}", source, spoil_yaml, lambda: judge(invoke("check", source.parent), codes))
+    command = "mesh" if len(name) % 2 else "check"
+    try_all(f"cases {name}", source, spoil_yaml, lambda: judge(invoke(command, source.parent), codes))
 
 
-def test_recipes(invoke: Any, try_all: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["stress-adamw", "stress-float8-mixed", "deepseek-v3", "megablocks-own"])
+def test_recipes(invoke: Any, try_all: Any, tmp_path: Path, name: str) -> None:
     shutil.copytree(CASES / "recipes", tmp_path / "recipes")
-    (tmp_path / "a.yaml").write_text("recipe: stress-adamw\nlayout: {dp_shard: 2}\n")
-    recipe = tmp_path / "recipes" / "stress-adamw.yaml"
-    try_all("recipes", recipe, spoil_yaml, lambda: judge(invoke("check", tmp_path), (0, 2)))
+    (tmp_path / "a.yaml").write_text(f"recipe: {name}\nlayout: {{dp_shard: 2}}\n")
+    recipe = tmp_path / "recipes" / f"{name}.yaml"
+    try_all(f"recipe {name}", recipe, spoil_yaml, lambda: judge(invoke("check", tmp_path), (0, 2)))
 
 
 @pytest.mark.parametrize("option", ["layout.tp", "recipe.model.moe", "recipe.steps", "checks.skip"])
@@ -209,6 +226,74 @@ def test_overrides(invoke: Any, case_file: Path, option: str) -> None:
         value = spoil_bytes(dice.choice((b"2", b"{a: 1}", b"[x]", b"true")), dice).decode("latin-1")
         with impatience():
             assert not judge(invoke("check", case_file, "--set", f"{option}={value}"), (0, 2)), repr(value)
+
+
+DIFFERING = CollectiveFacts(
+    axis="tp",
+    ranks=(0, 1),
+    number=3,
+    issues=(Issue(ranks=(0,), signature="b"),),
+    counts={0: 3, 1: 2},
+    group="7",
+)
+
+
+@pytest.mark.parametrize("command", ["report", "explain", "diff", "history"])
+def test_results_with_findings(invoke: Any, keep: Any, try_all: Any, command: str) -> None:
+    """Of a case that differs, and of one that hung."""
+    file = keep("run", "mismatch", 1.0) / "result.json"
+    run = RunResult.model_validate_json(file.read_bytes())
+    fields = {
+        "kind": "",
+        "step": -1,
+        "rank": 0,
+        "ranks": (0, 1),
+        "error": 1.0,
+        "bound": 0.0,
+        "coordinates": {},
+    }
+    finding = Finding(
+        check="trace", tensor="tp group (0,1)", code=Cause.COLLECTIVES, facts=DIFFERING, **fields
+    )
+    place = Place(ranks=(0,), axes=("tp",))
+    numbers = {"expected": 1.0, "actual": 2.0, "index": (0, 3), "kind": "gradient", "step": 0}
+    other = Finding(check="gradient", tensor="a.weight", place=place, **fields | numbers)
+    place_in = {"group": (0, 1), "group_name": "7", "axis": "tp", "sequence": 3, "number": 9, "peer": -1}
+    what = {"op": "all_reduce", "shape": (4,), "dtype": "float64", "num_tensors": 1, "signature": "b"}
+    state = {"site": "a.py:1 in f", "state": "started", "started": 1.0, "seconds": None}
+    record = CollectiveRecord(**place_in, **what, **state)
+    rank = {"rank": 0, "state": "hung", "end": RankEnd(how=End.OVER_TIME, timeout=3.0), "recent": (record,)}
+    rank |= {"collective": record, "stack": "File x.py, line 3", "pid": 7, "host": "here"}
+    hung = {"verdict": "error", "name": "hung", "rank_reports": (RankReport(**rank),), "reason": "why"}
+    changes: tuple[dict[str, Any], ...] = ({"findings": (finding, other)}, hung)
+    cases = tuple(run.cases[0].model_copy(update=each) for each in changes)
+    write_run("json", run.model_copy(update={"cases": cases}), file)
+    place_of = {"history": file.parent.parent}.get(command, file.parent)
+    more = {
+        "diff": [keep("other")],
+        "report": ["--html", file.parent / "p.html", "--csv", file.parent / "c.csv"],
+    }
+    codes = (0, 1, 2) if command == "diff" else (0, 2)
+    words = (command, place_of, *more.get(command, []))
+    try_all(f"findings {command}", file, spoil_json, lambda: judge(invoke(*words), codes))
+
+
+def test_kept_verdicts(case_file: Path, tmp_path: Path, try_all: Any) -> None:
+    cases, options = load_cases([case_file]), RunOptions(device="cpu")
+    file = tmp_path / "kept.jsonl"
+    result = CaseResult(name="fsdp2-2", file="", verdict="mismatch", ranks=2, seconds=1.0)
+    finished = FinishedCases.open(file, cases, options)
+    finished.keeping(lambda event: None)(Event(kind="case-end", case=result.name, result=result))
+
+    def attempt() -> str:
+        content = file.read_bytes()
+        try:
+            found = FinishedCases.open(file, cases, options).results
+        except (FormatError, CaseError) as error:
+            return "" if file.read_bytes() == content else f"the file was changed: {error}"
+        return "" if all(each.verdict in ("pass", "mismatch") for each in found.values()) else str(found)
+
+    try_all("kept", file, spoil_lines, attempt)
 
 
 @pytest.mark.parametrize("command", ["report", "explain", "diff"])
@@ -350,11 +435,31 @@ def spoil_lines(content: bytes, dice: random.Random) -> bytes:
     return b"\n".join(lines)
 
 
+@pytest.mark.parametrize("role", ["run", "trusted run", "noise"])
 @pytest.mark.parametrize("name", ["rank0.jsonl", "rank0.bin"])
-def test_recordings(invoke: Any, recorded: Path, try_all: Any, name: str) -> None:
-    words = ("compare", recorded / "good", recorded / "spoiled", "--quiet")
+def test_recordings(invoke: Any, recorded: Path, try_all: Any, name: str, role: str) -> None:
+    good, spoiled = recorded / "good", recorded / "spoiled"
+    folders = {
+        "run": (good, spoiled),
+        "trusted run": (spoiled, good),
+        "noise": (good, good, "--noise", spoiled),
+    }
     spoil = spoil_bytes if name.endswith("bin") else spoil_lines
-    try_all(f"recording {name}", recorded / "spoiled" / name, spoil, lambda: judge(invoke(*words), (0, 1, 2)))
+    words = ("compare", *folders[role], "--quiet")
+    try_all(f"{role} {name}", spoiled / name, spoil, lambda: judge(invoke(*words), (0, 1, 2)))
+
+
+@pytest.mark.parametrize("name", ["rank0.jsonl", "rank0.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_recordings_that_are_no_files(
+    invoke: Any, recorded: Path, tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    shutil.copytree(recorded / "good", tmp_path / "strange")
+    (tmp_path / "strange" / name).unlink()
+    make(tmp_path / "strange" / name)
+    with impatience():
+        done = invoke("compare", recorded / "good", tmp_path / "strange", "--quiet")
+    assert not judge(done, (2,))
 
 
 def test_manifests(tmp_path: Path, try_all: Any) -> None:

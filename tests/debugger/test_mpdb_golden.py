@@ -39,6 +39,7 @@ def test_shards_are_one_tensor_and_the_rank_that_differs_is_named(ranks):
         "1 of 3 tensors differ from the golden\n"
         "  wrong w: relative error 1, bound 0.1\n"
         "    on rank 3; most on rank 3 at [1, 2]: expected 3, actual 8\n"
+        "  the optimizer's state is left out\n"
     )
 
 
@@ -58,7 +59,8 @@ def test_a_program_without_expected_values_is_told_what_to_do(site):
     site.start_ranks(1, "expected.py")
     site.await_ranks(1)
     said = site.ask("diff --golden x")
-    assert "this process knows no expected values: `moeverify run CASE --debug` starts ranks that do" in said
+    assert "this process knows no expected values: the ranks of `moeverify run` do" in said
+    assert "`moeverify compare` compares two" in said
 
 
 STRANGE = [None, -1.0, 10**400, "1e999", "nan", "-inf", "x", "", [], {}, True, "\x1b]0;title\x07"]

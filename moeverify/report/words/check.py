@@ -349,13 +349,18 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: CollectiveFacts, finding: Finding) -> Words:
-    what = f"collective #{facts.number} of {facts.axis} group ({_join(facts.ranks, ',')})"
     counts = ", ".join(f"rank {rank} {count}" for rank, count in facts.counts.items())
     return Words(
-        f"the ranks issue different collectives, first as {what}",
+        f"the ranks issue different collectives, first as {name_differing(facts)}",
         f"axis {facts.axis}",
         (*list_issues(facts), f"issued in all: {counts}"),
     )
+
+
+def name_differing(facts: CollectiveFacts) -> str:
+    """Return which collective it is in which ranks differ first."""
+    axis = f"{facts.axis} " if facts.axis else ""
+    return f"collective #{facts.number} of {axis}group ({_join(facts.ranks, ',')})"
 
 
 def list_issues(facts: CollectiveFacts) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from moeverify.diagnose import diagnosis
 from moeverify.faults.patch import Original, Patch
@@ -119,6 +120,25 @@ def reduce_other_shapes() -> None:
 def reduce_other_types() -> None:
     """Reduce as many bytes on both ranks, as other types."""
     dist.all_reduce(torch.zeros(4, dtype=torch.float64 if dist.get_rank() == 0 else torch.int64))
+
+
+def reduce_late(patch: Patch) -> None:
+    """Reduce other shapes on the ranks of the first tp group, after the second step of the optimizer."""
+
+    @patch.wrap(build_optimizer)
+    def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        optimizer, calls = original(*arguments, **named), itertools.count()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        meshes = (parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+        mesh = next(mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ()))
+
+        def reduce(*_: Any) -> None:
+            if next(calls) == 1:
+                shape = (2, 8) if dist.get_rank() == 0 else (16,)
+                dist.all_reduce(torch.zeros(shape), group=mesh["tp"].get_group())
+
+        optimizer.register_step_post_hook(reduce)
+        return optimizer
 
 
 def swap() -> None:

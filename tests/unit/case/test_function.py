@@ -31,6 +31,23 @@ def test_a_module_that_makes_names_when_it_runs_is_believed(tmp_path, line):
     assert examine_function("makes_names:anything", [str(tmp_path)], "--fault") is None
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"x = " + b"-" * 200_000 + b"1\n",
+        b"x = a" + b".b" * 100_000,
+        b"x = 1\0\n",
+        b"\xff\xfe",
+        b"# coding: none\n",
+    ],
+)
+def test_what_no_parser_reads_is_a_problem_of_that_file(tmp_path, source):
+    (tmp_path / "unreadable.py").write_bytes(source)
+    problem = examine_function("unreadable:f", [str(tmp_path)], "--fault")
+    assert problem is not None
+    assert "unreadable.py" in problem.message
+
+
 def test_packages_are_walked_without_an_import(tmp_path):
     package = tmp_path / "deep" / "er"
     package.mkdir(parents=True)

@@ -69,6 +69,7 @@ def test_the_first_difference_has_its_places(find: Callable[..., Finding]) -> No
             Issue(ranks=(1,), signature="c", site="b.py:2 in g"),
         ),
         counts={0: 3, 1: 2},
+        group="5",
     )
     assert (finding.tensor, finding.code) == ("tp group (0,1)", "collectives")
     assert finding.where == "axis tp"

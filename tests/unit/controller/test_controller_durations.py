@@ -29,7 +29,16 @@ def test_the_last_duration_of_each_case_and_device_counts(tmp_path: Path) -> Non
     assert Durations.of(RunOptions(device="cuda", cache_folder=tmp_path)).read(["a"]) == {}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"cpu a": "x"}', '{"cpu a": null}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "\xff",
+        *(f'{{"cpu a": {value}}}' for value in ('"x"', "null", "1e999", "NaN", "-5", "1e300")),
+    ],
+)
 def test_a_file_that_is_something_else_is_written_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / "durations.json").write_text(content, encoding="latin-1")
     durations = Durations.of(RunOptions(device="cpu", cache_folder=tmp_path))

@@ -9,6 +9,7 @@ import pytest
 
 from moeverify.controller.goldens import GoldenSet
 from moeverify.controller.options import RunOptions
+from moeverify.errors import CaseError
 from moeverify.golden.file import GoldenFile, golden_path, write_golden
 from moeverify.jobs import GoldenOrder, GoldenSummary, Refusal
 from moeverify.report.words.note import describe_golden, describe_nearness
@@ -23,6 +24,16 @@ TENSORS: dict[str, list[float] | str] = {"0/gradient/x": [4.0, 1.0, -1.0], "0/ro
 @pytest.fixture
 def goldens(tmp_path: Path) -> GoldenSet:
     return GoldenSet.of(load_cases([CASE]), RunOptions(device="cuda", golden_folder=tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--cache", "--goldens"])
+def test_a_place_that_is_no_folder_is_refused_before_anything_starts(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    options = RunOptions(**{"--cache": {"cache_folder": file}, "--goldens": {"golden_folder": file}}[option])
+    with pytest.raises(CaseError, match="file is no folder") as caught:
+        GoldenSet.of(load_cases([CASE]), options)
+    assert caught.value.problems[0].path == option
 
 
 def record(goldens: GoldenSet, device_class: str, **changes: Any) -> Path:

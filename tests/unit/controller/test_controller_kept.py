@@ -1,5 +1,7 @@
 """Clean runs in parts: what is kept is not run again, and never mixed with what other code has said."""
 
+import os
+
 import pytest
 
 from moeverify.controller import clean_matrix as clean
@@ -54,6 +56,53 @@ def test_a_file_of_somebody_else_is_refused(tmp_path, text):
     with pytest.raises((FormatError, CaseError)):
         KeptRows(path, HERE, CleanRow)
     assert path.read_text() == text
+
+
+def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "rows"
+    KeptRows(path, HERE, CleanRow).add(row("a"))
+    KeptRows(path, HERE, CleanRow).add(row("b"))
+    header, first, second, _ = path.read_bytes().split(b"\n")
+    for damaged in (first[:9] + b"\xff" + first[10:], b"[" * 100_000, b"{}", b""):
+        content = b"\n".join([header, damaged, second, b""])
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match=":2: damaged"):
+            KeptRows(path, HERE, CleanRow)
+        assert path.read_bytes() == content
+    for damaged in (b"\xff" + header, b"[" * 100_000, b"9" * 5000):
+        path.write_bytes(b"\n".join([damaged, first, b""]))
+        with pytest.raises((FormatError, CaseError)):
+            KeptRows(path, HERE, CleanRow)
+
+
+def test_a_header_that_lacks_its_end_is_completed(tmp_path):
+    path = tmp_path / "rows"
+    KeptRows(path, HERE, CleanRow)
+    path.write_bytes(path.read_bytes()[:-1])
+    KeptRows(path, HERE, CleanRow).add(row("a"))
+    assert list(KeptRows(path, HERE, CleanRow).rows) == ["a"]
+
+
+def test_rows_that_were_read_stay_where_the_disk_refuses_to_mend_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    KeptRows(path, HERE, CleanRow).add(row("a"))
+    with path.open("a") as file:
+        file.write('{"name": "cut off')
+    content = path.read_bytes()
+
+    def refuse(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        KeptRows(path, HERE, CleanRow)
+    assert path.read_bytes() == content
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CaseError, match="no regular file"):
+        KeptRows(tmp_path / "pipe", HERE, CleanRow)
 
 
 def test_only_what_is_left_is_run(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_code_of_the_users_own_that_has_changed_runs_again(tmp_path: Path) -> No
     assert _list_left(file, cases) == []
     (tmp_path / "own.py").write_text("def divide(model, mesh):\n    return divided(model)\n")
     assert _list_left(file, cases) == ["a"]
+
+
+def test_what_stands_beside_the_users_code_and_is_none_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(CASE.replace("dp_shard: 2", "dp_shard: 2, parallelize: 'own:divide'"))
+    (tmp_path / "own.py").write_text("def divide(model, mesh):\n    return model\n")
+    cases, file = _load(tmp_path), tmp_path / "kept.jsonl"
+    _end(FinishedCases.open(file, cases, OPTIONS), "a", "pass")
+    (tmp_path / ".#own.py").symlink_to("user@host.4711")  # Emacs locks a file that is edited so
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    assert _list_left(file, cases) == []
 
 
 def test_a_line_that_was_cut_off_runs_again(tmp_path: Path, cases: list[Case]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ class Stopped:
     """Asks the reference what it says once a tensor is shown, as somebody at a prompt would."""
 
     def __init__(
-        self, reference: GoldenReference, program: Program, at: tuple[int, str, str], ask: Ask
+        self, reference: GoldenReference, program: Program, at: tuple[Any, str, str], ask: Ask
     ) -> None:
         self.reference, self.program = reference, program
         self._at, self._ask = at, ask
@@ -190,3 +192,44 @@ def test_what_the_golden_has_not_is_refused(stop_at: Callable[..., list[object]]
 
     (refused,) = stop_at((0, "gradient", WEIGHT), ask)
     assert refused == ["this Tensor of shape (3,)", "'layers.9'", "this int"]
+
+
+def ask_while_it_waits(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+    """Return what is said of everything with its note, of a gradient, and of what has a name alone."""
+    said: list[object] = [list_differing(compare(reference, None)), reference.note]
+    for value in (find_weight(program), find_weight(program).grad, f"gradient {WEIGHT}"):
+        try:
+            said.append([row.name for row in compare(reference, value)])
+        except LookupError as error:
+            said.append(str(error).partition("; ")[2])
+    return [*said, reference.note]
+
+
+def test_one_that_waits_compares_what_is_shown_from_the_step_after_the_first_question(
+    case: Case, golden: StoredGolden
+) -> None:
+    program = assemble_single(case.recipe, CPU)
+    reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
+    observer = Stopped(reference, program, (ANY, "gradient_norm", "clip_coefficient"), ask_while_it_waits)
+    train(case.recipe, program, observer)
+    early, late = observer.said
+    assert isinstance(early, list)
+    nothing, note, weight, gradient, named, own_note = early
+    assert (nothing, weight, own_note) == ([], [f"initial weight {WEIGHT} before step 0"], "")
+    # The clip has changed gradients by now: what .grad holds must not pass for what the golden has.
+    assert gradient == named == note
+    assert "ask again in the next step" in note
+    gradient = f"gradient {WEIGHT} at step 1"
+    before = [f"weight {WEIGHT} at step 0"]
+    assert late == [[], "", before, [gradient], [gradient], ""]
+
+
+def test_one_that_waits_and_is_not_asked_compares_nothing(
+    case: Case, golden: StoredGolden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("something was compared")
+
+    monkeypatch.setattr("moeverify.worker.golden_reference.measure", refuse)
+    program = assemble_single(case.recipe, CPU)
+    train(case.recipe, program, GoldenReference(program, golden, make_bounds(case, golden), waits=True))

@@ -1,0 +1,88 @@
+"""On every rank: stop before the first collective that the ranks of a group do not issue alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from moeverify.collectives.interception import Collective, flatten
+from moeverify.collectives.ledger import Stream
+from moeverify.collectives.trace import CollectiveTrace
+from moeverify.jobs import DifferingCollective
+from moeverify.results.facts import CollectiveFacts
+from moeverify.worker.blamed_place import Stop
+
+_KEY = "debug: a rank has stopped before the collective that differs"
+
+
+class DifferingStop:
+    """Stops this rank once, before it issues the collective in which ranks differ.
+
+    A rank that issues no further one in that group stops at the next collective of any kind when others have stopped,
+    or else when it has trained to the end. One of another group of the same axis stops at the collective of the same
+    number, so that it can be looked at beside the others.
+    """
+
+    def __init__(self, at: DifferingCollective, rank: int, trace: CollectiveTrace, stop: Stop) -> None:
+        self._at = at
+        self._facts = at.facts
+        self._trace = trace
+        self._stop_rank = stop
+        self._is_member = rank in at.facts.ranks
+        self._last = at.facts.counts.get(rank, at.facts.number)  # what this rank issues in the group in all
+        self._num_issued = 0
+        self.has_stopped = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stop while the block runs, or at its end."""
+        self._trace.on_issue = self._look
+        try:
+            yield
+            if self._is_over and not self.has_stopped:
+                self._stop(None, f"{self._at.about}: this rank has issued no further one")
+        finally:
+            self._trace.on_issue = None
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether this rank has issued all that it issues in the group, and that is fewer than others do."""
+        return self._is_member and self._num_issued >= self._last < self._facts.number
+
+    def _look(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:
+        if self.has_stopped:
+            return
+        own = collective.stream is not None and is_alike(collective.stream, self._facts, self._is_member)
+        if not own and self._is_over and dist.distributed_c10d._get_default_store().check([_KEY]):
+            about = f"{self._at.about}: this rank issues no further one, and comes to this one instead"
+        elif own and collective.place == self._facts.number:
+            about = self._at.about
+            dist.distributed_c10d._get_default_store().set(_KEY, "1")
+        else:
+            self._num_issued += own
+            return
+        brought = [tensor.detach() for tensor in flatten(operands)]
+        self._stop(frame, about, issued=collective.signature, operands=brought)
+
+    def _stop(self, frame: FrameType | None, about: str, **values: object) -> None:
+        self.has_stopped = True
+        names: Mapping[str, object] = {**values, "peers": dict(self._list_peers())}
+        self._stop_rank(about, frame, names)
+
+    def _list_peers(self) -> Iterator[tuple[int, str | None]]:
+        """Yield what each rank of the group has issued there before; None where it issued no further one."""
+        for issue in self._facts.issues:
+            for rank in issue.ranks:
+                yield rank, issue.signature
+
+
+def is_alike(stream: Stream, facts: CollectiveFacts, is_member: bool) -> bool:
+    """Return whether the ranks of a stream meet where those that differ do: in their group, or in one of its axis."""
+    if is_member:
+        found = (stream.group, stream.ranks, stream.is_message)
+        return found == (facts.group, facts.ranks, facts.is_message)
+    return bool(stream.axis) and stream.axis == facts.axis and not (stream.is_message or facts.is_message)
