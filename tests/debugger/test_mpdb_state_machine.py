@@ -50,7 +50,16 @@ COMMANDS = [
     *["watch number changes", "watch total nan", "watch", "unwatch", "until total > 0", "until inner(1)"],
 ]
 TYPED = ["n", "s", "p inner(1)", "display scratch", "interact", "1 + 1", "EOF", "clear", "y", "detach", "c"]
-ON_CONSOLE = ["ls", "where", "diff scratch", "diff inner(1)", "@all n", "@all p inner(1)", "interrupt", "next"]
+ON_CONSOLE = [
+    "ls",
+    "where",
+    "diff scratch",
+    "diff inner(1)",
+    "@all n",
+    "@all p inner(1)",
+    "interrupt",
+    "next",
+]
 END = ["unwatch", f"clear {' '.join(map(str, range(1, 30)))}", "continue"]
 
 
@@ -98,7 +107,7 @@ class Mazes:
         self.facts[number] = {}
         environment = {**self.environment, **request.pop("environment", {})}
         log = str(self.directory / "log")
-        request |= {"number": number, "environment": environment, "log": log}
+        request = {"frees": False, **request, "number": number, "environment": environment, "log": log}
         self.channel.send(json.dumps(request).encode())
         while "pid" not in self.facts[number]:
             wait([self], 1.0)
@@ -129,6 +138,7 @@ PROGRAM = st.fixed_dictionaries(
         "ops": st.lists(st.sampled_from(sorted(maze.OPS)), min_size=1, max_size=3),
         "in_thread": st.booleans(),
         "armed": st.sampled_from([False, False, True]),
+        "frees": st.sampled_from([False] * 7 + [True]),  # all modules at the end, as an interpreter does
     }
 )
 

@@ -1,10 +1,12 @@
 """Forks a process for each run of the maze, and for each console, of the state machine's sequences.
 
-`python mazes.py SOCKET` has imported the maze, the debugger and the console when it is asked for the first: that is
-most of what such a process needs. A request is a datagram of JSON. What becomes of a process is told in the same way: by
-the process itself each prompt at which a thread begins and ends to wait, and the result; by this server how it ended.
+`python mazes.py SOCKET` has imported the maze, the debugger and the console when it is asked for the first. A request is
+a datagram of JSON. What becomes of a process is told in the same way: by the process itself each prompt at which a
+thread begins and ends to wait, and the result; by this server its pid, and how it ended.
 """
 
+import atexit
+import gc
 import json
 import os
 import selectors
@@ -18,7 +20,9 @@ import maze
 
 import multiprocessing_pdb
 from multiprocessing_pdb.console import command_line
-from multiprocessing_pdb.rank import debugger, server, session
+from multiprocessing_pdb.rank import debugger, exception_hooks, monitor, server, session
+
+IMPORTED_EARLY = exception_hooks, monitor
 
 _CHANNEL = socket.socket(fileno=int(sys.argv[1]))
 
@@ -80,6 +84,13 @@ def run_console(request):
         tell(request["number"], {"error": traceback.format_exc()})
 
 
+def exit_at_once():
+    """End as a program does as far as threads and exit handlers go; freeing all modules takes ten times as long."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
 def begin_process(request):
     """Make this forked process one that was started on its own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,9 +134,13 @@ def main():
     """Serve, and be what was asked for."""
     server._TICK_SECONDS = 0.02  # a socket file that was removed is made again sooner
     debugger._load_class()
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would write to all pages, and copy them
     request = serve()
     begin_process(request)
     {"program": run_program, "console": run_console}[request["do"]](request)
+    if not request["frees"]:
+        exit_at_once()
 
 
 if __name__ == "__main__":
