@@ -1,8 +1,8 @@
 """Whatever is done at the prompts: a stopped thread has a way in, and the program computes what it would alone.
 
-A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them through
-their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same ones each
-time.
+A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them
+through their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same
+ones each time.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-PROGRAMS = Path(__file__).resolve().parent / "programs"
-sys.path.insert(0, str(PROGRAMS))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 import maze
 
 from multiprocessing_pdb.console.broadcast import Answer, ask, collect
@@ -32,6 +31,7 @@ from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.source import LocalSource
 
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "1000"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
@@ -130,7 +130,7 @@ class Mazes:
         while "status" not in self.facts[number]:
             wait([self], 1.0)
         log, twice = self.facts.pop(number)["result"]
-        return {name: value for name, value in log}, twice
+        return dict(log), twice
 
 
 PROGRAM = st.fixed_dictionaries(
@@ -202,8 +202,10 @@ class Debugging(RuleBasedStateMachine):
         found = self._await(lambda: self._find(console), "a program neither ends nor can be reached")
         return found[at % len(found)]
 
-    def _waits(self, target):
-        return any(f"+{target.label}+" in stem for stem in self.mazes.prompts)
+    def _list_prompts(self, target):
+        """Return the prompts of a rank's thread; a child that it has forked may have its label."""
+        own = f"+{target.label}+{target.info.get('pid')}-"
+        return {stem for stem in self.mazes.prompts if own in stem}
 
     def _send(self, target, *requests):
         """Send requests and wait for the answers, but not for one that only another thread's going on can bring."""
@@ -217,7 +219,7 @@ class Debugging(RuleBasedStateMachine):
             answer, idle = Answer(target), itertools.count()
 
             def is_done(answer=answer, number=number, idle=idle):
-                others = any(f"+{target.label}+" not in stem for stem in self.mazes.prompts)
+                others = self.mazes.prompts - self._list_prompts(target)
                 return collect(answer, number, None) or (others and next(idle) >= 3)
 
             self._await(is_done, f"no answer to {request}", [target.link.channel])
@@ -258,7 +260,7 @@ class Debugging(RuleBasedStateMachine):
     def interrupt_what_never_ends(self, text, at):
         """Interrupt an expression; until it has begun there is nothing to interrupt."""
         target = self._choose(at, 0)
-        if target is None or not self._waits(target) or target.info.get("nested"):
+        if target is None or not self._list_prompts(target) or target.info.get("nested"):
             return
         try:
             number = target.ask({"do": "line", "text": text, "nested": False})
@@ -361,6 +363,9 @@ class Debugging(RuleBasedStateMachine):
     def _end_programs(self):
         deadline = time.monotonic() + self.patience
         while (found := self._await(self._find, "a program neither ends nor can be reached")) != [None]:
+            ask(
+                found, {"do": "status"}, self.patience
+            )  # another console may have typed what leads to a question
             for target in found:
                 self._let_go(target)
             if time.monotonic() > deadline:

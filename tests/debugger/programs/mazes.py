@@ -1,7 +1,7 @@
 """Forks a process for each run of the maze, and for each console, of the state machine's sequences.
 
-`python mazes.py SOCKET` has imported the maze, the debugger and the console when it is asked for the first. A request is
-a datagram of JSON. What becomes of a process is told in the same way: by the process itself each prompt at which a
+`python mazes.py SOCKET` has imported the maze, the debugger and the console when it is asked for the first. A request
+is a datagram of JSON. What becomes of a process is told in the same way: by the process itself each prompt at which a
 thread begins and ends to wait, and the result; by this server its pid, and how it ended.
 """
 
