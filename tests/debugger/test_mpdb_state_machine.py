@@ -137,7 +137,7 @@ PROGRAM = st.fixed_dictionaries(
     {
         "ops": st.lists(st.sampled_from(sorted(maze.OPS)), min_size=1, max_size=3),
         "in_thread": st.booleans(),
-        "armed": st.sampled_from([False, False, True]),
+        "armed": st.sampled_from([False] * 5 + [True]),
         "frees": st.sampled_from([False] * 7 + [True]),  # all modules at the end, as an interpreter does
     }
 )
@@ -173,12 +173,13 @@ class Debugging(RuleBasedStateMachine):
 
     def _await(self, condition, what, channels=()):
         """Wait until something that any process tells makes the condition true, and return what it then is."""
-        deadline = time.monotonic() + self.patience
+        deadline, moments = time.monotonic() + self.patience, MOMENT
         self.mazes.pump()
         while not (found := condition()):
             if time.monotonic() > deadline:
                 self._fail(what)
-            wait([self.mazes, *channels], MOMENT)
+            wait([self.mazes, *channels], min(moments, 0.02))
+            moments *= 1.1
         return found
 
     def _fail(self, what):
@@ -295,7 +296,7 @@ class Debugging(RuleBasedStateMachine):
     @rule(
         typed=st.lists(st.sampled_from(TYPED), min_size=1, max_size=4),
         then=st.lists(st.sampled_from(ON_CONSOLE), max_size=2),
-        moments=st.sampled_from([0, 2, 10, 200]),
+        moments=st.sampled_from([0, 2, 10, 50]),
         at=st.integers(0, 3),
     )
     def use_and_kill_console(self, typed, then, moments, at):

@@ -132,7 +132,7 @@ def serve():
 
 def main():
     """Serve, and be what was asked for."""
-    server._TICK_SECONDS = 0.02  # a socket file that was removed is made again sooner
+    server._TICK_SECONDS = 0.05  # a socket file that was removed is made again sooner
     debugger._load_class()
     gc.collect()
     gc.freeze()  # a collection in a forked process would write to all pages, and copy them
