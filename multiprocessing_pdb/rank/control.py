@@ -69,6 +69,7 @@ class Control:
     def __init__(self) -> None:
         self.rank = identify(process=True)
         self._since = time.time()
+        self._lock = threading.Lock()
         self._asked = ""  # what the main thread was asked for and has not done yet
         self._coordinates: dict[str, int] = {}
         name = self.rank.file_stem() + CONTROL_SUFFIX
@@ -93,13 +94,20 @@ class Control:
         server.send(connection, {"id": frame.get("id"), **answer})
 
     def _ask_main(self, what: str, function: Callable[[FrameType], None]) -> Frame:
-        if PROCESS.has_open():
-            return {"error": "a thread of this rank is stopped or being stepped already"}
-        self._asked = what
+        """Have the main thread do one thing at a time: CPython 3.11 hangs in a traced call while more is pending."""
+        with self._lock:
+            if PROCESS.has_open():
+                return {"error": "a thread of this rank is stopped or being stepped already"}
+            if self._asked:
+                is_same = self._asked == what == "stop"
+                return {} if is_same else {"error": f"asked to {self._asked}; a call into C has to end first"}
+            self._asked = what
 
         def run(frame: FrameType) -> None:
-            self._asked = ""
-            function(frame)
+            try:
+                function(frame)
+            finally:
+                self._asked = ""
 
         call_in_main_thread(run)
         return {}
