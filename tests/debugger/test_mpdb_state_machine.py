@@ -60,6 +60,7 @@ ON_CONSOLE = [
     "interrupt",
     "next",
 ]
+GONE = ("gone: ", "the rank went on before", "the rank runs", "interrupted")
 END = ["unwatch", f"clear {' '.join(map(str, range(1, 30)))}", "continue"]
 
 
@@ -210,13 +211,12 @@ class Debugging(RuleBasedStateMachine):
 
     def _send(self, target, *requests):
         """Send requests and wait for the answers, but not for one that only another thread's going on can bring."""
-        if target is None:
-            return
-        for request in requests:
+        answers = []
+        for request in requests if target is not None else ():
             try:
                 number = target.ask(request)
             except LinkClosedError:
-                return
+                break
             answer, idle = Answer(target), itertools.count()
 
             def is_done(answer=answer, number=number, idle=idle):
@@ -226,6 +226,8 @@ class Debugging(RuleBasedStateMachine):
             self._await(is_done, f"no answer to {request}", [target.link.channel])
             if not answer.frame and not answer.failure:
                 target.give_up(number, str(request))
+            answers.append(answer)
+        return answers
 
     @rule(command=st.sampled_from(COMMANDS), at=st.integers(0, 3), console=st.integers(0, 1))
     def command(self, command, at, console):
@@ -330,18 +332,25 @@ class Debugging(RuleBasedStateMachine):
 
     @invariant()
     def every_prompt_is_reachable(self):
-        """A thread that waits at a prompt has a socket file, and its server answers."""
+        """A thread that waits at a prompt has a socket file, its server answers, and so does the prompt."""
         self.mazes.pump()
         for stem in tuple(self.mazes.prompts):
-            self._await(lambda stem=stem: self._is_reachable(stem), f"{stem} waits, and cannot be asked")
+            what = f"{stem} waits, and cannot be asked"
+            (target,) = self._await(lambda stem=stem: self._reach(stem), what)
+            for answer in self._send(target, {"do": "evaluate", "text": "1 + 1"}):
+                if answer.failure and not answer.failure.startswith(GONE):
+                    self._fail(f"the prompt of {stem} does not work: {answer.failure}")
 
-    def _is_reachable(self, stem):
-        """Return whether a thread answers through its file; it may go on and stop anew while the console looks."""
+    def _reach(self, stem):
+        """Return [target] if a thread answers through its file, [None] if it has gone on meanwhile, else []."""
         if stem not in self.mazes.prompts:
-            return True
+            return [None]
+        targets = self.consoles[0].refresh()
         link = self.consoles[0].sources[0].refresh().get(stem)
-        targets = [target for target in self.consoles[0].refresh() if target.link is link]
-        return any(not answer.failure for answer in ask(targets, {"do": "status"}, self.patience))
+        targets = [target for target in targets if target.link is link]
+        return [
+            answer.target for answer in ask(targets, {"do": "status"}, self.patience) if not answer.failure
+        ]
 
     def teardown(self):
         """Let everything run on; the programs must end with their results, and leave nothing."""
