@@ -32,10 +32,11 @@ _PENDING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _CALLBACKS: list[Any] = []  # C must find them when it calls
 
 
-def call_in_main_thread(function: Callable[[FrameType], None]) -> None:
+def call_in_main_thread(function: Callable[[FrameType], None]) -> bool:
     """Have the main thread call `function` with its current frame, before its next bytecode.
 
-    A call into C has to end first. No signal is sent: the program's own calls are not interrupted.
+    A call into C has to end first. No signal is sent: the program's own calls are not interrupted. Returns False
+    when the interpreter's queue of such calls is full.
     """
 
     def run(_: int | None) -> int:
@@ -46,7 +47,7 @@ def call_in_main_thread(function: Callable[[FrameType], None]) -> None:
 
     callback = _PENDING(run)
     _CALLBACKS.append(callback)
-    ctypes.pythonapi.Py_AddPendingCall(callback, None)
+    return bool(ctypes.pythonapi.Py_AddPendingCall(callback, None) == 0)
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
@@ -109,7 +110,9 @@ class Control:
             finally:
                 self._asked = ""
 
-        call_in_main_thread(run)
+        if not call_in_main_thread(run):
+            self._asked = ""
+            return {"error": "too many calls wait for the main thread; a call into C has to end first"}
         return {}
 
     def stop(self, reason: str) -> None:

@@ -33,9 +33,8 @@ class Interruption:
     what the interrupted thread waits for may be such a thread. So the exception is offered for moments only.
     """
 
-    _offers = (
-        threading.Lock()
-    )  # one offer at a time in this process: its end clears a flag of the interpreter
+    # One offer at a time in this process: its end clears a flag of the interpreter.
+    _offers = threading.Lock()
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
