@@ -32,10 +32,11 @@ _PENDING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _CALLBACKS: list[Any] = []  # C must find them when it calls
 
 
-def call_in_main_thread(function: Callable[[FrameType], None]) -> None:
+def call_in_main_thread(function: Callable[[FrameType], None]) -> bool:
     """Have the main thread call `function` with its current frame, before its next bytecode.
 
-    A call into C has to end first. No signal is sent: the program's own calls are not interrupted.
+    A call into C has to end first. No signal is sent: the program's own calls are not interrupted. Returns False
+    when the interpreter's queue of such calls is full.
     """
 
     def run(_: int | None) -> int:
@@ -46,7 +47,7 @@ def call_in_main_thread(function: Callable[[FrameType], None]) -> None:
 
     callback = _PENDING(run)
     _CALLBACKS.append(callback)
-    ctypes.pythonapi.Py_AddPendingCall(callback, None)
+    return bool(ctypes.pythonapi.Py_AddPendingCall(callback, None) == 0)
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
@@ -69,6 +70,7 @@ class Control:
     def __init__(self) -> None:
         self.rank = identify(process=True)
         self._since = time.time()
+        self._lock = threading.Lock()
         self._asked = ""  # what the main thread was asked for and has not done yet
         self._coordinates: dict[str, int] = {}
         name = self.rank.file_stem() + CONTROL_SUFFIX
@@ -93,15 +95,24 @@ class Control:
         server.send(connection, {"id": frame.get("id"), **answer})
 
     def _ask_main(self, what: str, function: Callable[[FrameType], None]) -> Frame:
-        if PROCESS.has_open():
-            return {"error": "a thread of this rank is stopped or being stepped already"}
-        self._asked = what
+        """Have the main thread do one thing at a time: CPython 3.11 hangs in a traced call while more is pending."""
+        with self._lock:
+            if PROCESS.has_open():
+                return {"error": "a thread of this rank is stopped or being stepped already"}
+            if self._asked:
+                is_same = self._asked == what == "stop"
+                return {} if is_same else {"error": f"asked to {self._asked}; a call into C has to end first"}
+            self._asked = what
 
         def run(frame: FrameType) -> None:
-            self._asked = ""
-            function(frame)
+            try:
+                function(frame)
+            finally:
+                self._asked = ""
 
-        call_in_main_thread(run)
+        if not call_in_main_thread(run):
+            self._asked = ""
+            return {"error": "too many calls wait for the main thread; a call into C has to end first"}
         return {}
 
     def stop(self, reason: str) -> None:

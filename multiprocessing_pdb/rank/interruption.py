@@ -18,7 +18,6 @@ _Result = TypeVar("_Result")
 # How long an exception is offered to a thread that is not the main one, and how long it is withdrawn afterwards.
 _OFFER_SECONDS = 0.02
 _PAUSE_SECONDS = 0.05
-_OFFERS = threading.Lock()  # one offer at a time in this process: its end clears a flag of the interpreter
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,6 +33,9 @@ class Interruption:
     what the interrupted thread waits for may be such a thread. So the exception is offered for moments only.
     """
 
+    # One offer at a time in this process: its end clears a flag of the interpreter.
+    _offers = threading.Lock()
+
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
         self._lock = threading.Lock()
@@ -41,6 +43,12 @@ class Interruption:
         self._sent = False
         self._previous: Any = None
         self._offered = type("Interrupted", (Interrupted,), {"__init__": self._mark_delivered})
+
+    def survive_fork(self) -> None:
+        """Forget in a forked child what the parent's other threads were doing: they may have held the locks."""
+        self._lock = threading.Lock()
+        self._sent = False
+        type(self)._offers = threading.Lock()
 
     def _is_main(self) -> bool:
         return self._thread is threading.main_thread()
@@ -117,7 +125,7 @@ class Interruption:
     def _offer(self) -> None:
         """Offer the exception now and then until it is delivered, or not wanted any more."""
         while True:
-            with _OFFERS:
+            with self._offers:
                 with self._lock:
                     if not self._allowed or not self._sent:
                         return

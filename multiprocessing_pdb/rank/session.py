@@ -72,6 +72,7 @@ class Session:
         self._banner = self._prompt = ""
         self._is_fresh = True  # nothing printed since this stop began
         self._handler = RequestHandler()
+        self._pid = os.getpid()
         self._thread_id = threading.get_native_id()
         self.interruption = Interruption(threading.current_thread())
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -93,6 +94,8 @@ class Session:
             return self._reopen(stop)
 
     def _reopen(self, stop: Stop) -> bool:
+        if self._pid != os.getpid():
+            self._begin_in_child()
         if self._endpoint is not None:
             return True
         self.rank = identify()
@@ -174,15 +177,26 @@ class Session:
     def abandon(self) -> None:
         """Forget the endpoint in a forked child; a stop there opens its own."""
         endpoint, self._endpoint = self._endpoint, None
-        self._current = None
         if endpoint is not None:
             endpoint.abandon()
+        self._begin_in_child()
+
+    def _begin_in_child(self) -> None:
+        """Go on in the child that this thread has forked: with no console, and as another thread for the kernel."""
+        self._pid, self._thread_id = os.getpid(), threading.get_native_id()
+        self._current = None
+        self._requests = queue.SimpleQueue()
+        self._attached = set()
+        self._handler = RequestHandler()
+        self.interruption.survive_fork()
 
     def _set_state(self, state: str) -> None:
         self._state, self._state_since = state, time.time()
 
     def _read_line(self) -> str:
         """Finish the line before, then answer requests until one is a line for the prompt."""
+        if self._endpoint is None and not self._open_in_child():
+            return "" if self._is_question() else "continue\n"
         self.interruption.forbid()
         accepts, self.accepts_stops = self.accepts_stops, False
         try:
@@ -204,6 +218,14 @@ class Session:
                     self._reply(request, {"error": self._refuse_line()})
         finally:
             self.accepts_stops = accepts
+
+    def _open_in_child(self) -> bool:
+        """Open an endpoint for a child that a command has forked and that comes back to the prompt."""
+        with UNSTOPPED:
+            if not self._reopen(self.debuggers[-1].stop):
+                return False
+        PROCESS.timeouts.hold(self)
+        return True
 
     def _is_of_an_earlier_stop(self, request: Request) -> bool:
         """Return whether a request came in while its endpoint was being closed: nobody means it for this stop."""

@@ -140,16 +140,19 @@ def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] 
     if debugger is None:
         sys.settrace(trace)
         return
-    if place is None:
-        debugger.start_tracing(frame)
-        debugger.set_next(frame)
-        return
-    file, line, condition = place
-    problem = debugger.set_break(file, line, cond=condition)  # before tracing: it would stop in here
-    if problem:
-        write_stderr(f"rank {debugger.session.rank.label}: {problem}")
-        debugger.session.close("resumed")
-        sys.settrace(trace)
-        return
+    if place is not None:
+        file, line, condition = place
+        problem = debugger.set_break(file, line, cond=condition)  # before tracing: it would stop in here
+        if problem:
+            write_stderr(f"rank {debugger.session.rank.label}: {problem}")
+            debugger.session.close("resumed")
+            sys.settrace(trace)
+            return
     debugger.start_tracing(frame)
-    debugger.set_continue()
+    # In a pending call. While another one waits for its end, CPython 3.11 lets no traced function begin.
+    sys.settrace(None)
+    if place is None:
+        debugger.set_next(frame)
+    else:
+        debugger.set_continue()
+    sys.settrace(debugger.trace_dispatch)

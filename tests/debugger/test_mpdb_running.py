@@ -175,3 +175,21 @@ def test_watch_and_until_stop_where_an_expression_changes(site):
     site.ask("unwatch", "c")
     site.await_exit(rank)
     assert site.read("rank0") == "total nan\n"
+
+
+@pytest.mark.parametrize("place", [[], [27]])
+def test_a_stop_that_is_asked_for_again_while_it_is_done_is_done_once(site, place):
+    (process,) = site.start_ranks(1, "pending.py", *place)
+    site.await_ranks(1)
+    assert ("break" if place else "asked to") in site.ask("ls")
+    site.ask("@all clear 1", "c")
+    site.await_exit(process)
+    assert site.read("rank0") == "total 3\n"
+
+
+def test_a_stop_that_is_asked_for_twice_is_one_stop(site):
+    ranks, go = start_steady(site, 1)
+    site.ask(*["stop"] * 20)
+    site.await_ranks(1)
+    site.ask("c")
+    finish(site, ranks, go)

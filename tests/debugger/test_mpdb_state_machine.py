@@ -1,17 +1,21 @@
 """Whatever is done at the prompts: a stopped thread has a way in, and the program computes what it would alone.
 
-Programs run in threads of the test's own process, so that thousands of sequences are driven through the real
-sockets in minutes: MPDB_TEST_SEQUENCES=2000 asks for as many new ones of each prompt. Without it they are the same
+A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them
+through their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same
 ones each time.
 """
 
+import contextlib
+import itertools
+import json
 import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -22,262 +26,405 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 import maze
 
-from multiprocessing_pdb.console.broadcast import Answer, collect
+from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.link import LinkClosedError, wait
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.source import LocalSource
-from multiprocessing_pdb.rank import debugger, endpoint, server, session
-from multiprocessing_pdb.rank.process_state import PROCESS
 
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "25"))  # for each of pdb and pdbpp
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "1000"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
 )  # a lost rank is lost for ever, a slow one is not
+PATIENCE_ONCE_LOST = 10.0  # while a sequence is made shorter that has lost a rank
 MOMENT = 0.002
-PROMPTS = []
-LINES = [
-    number for number, line in enumerate(Path(maze.__file__).read_text().splitlines(), 1) if "Tra(" in line
-]
+SOURCE = Path(maze.__file__).read_text().splitlines()
+LINES = [number for number, line in enumerate(SOURCE, 1) if "Tra(" in line or "total +=" in line]
 COMMANDS = [
-    *["next", "step", "until", "return", "continue"] * 3,
-    *["up", "down", "where", "list", "args", "undisplay", "clear 1"],
+    *["n", "s", "unt", "r", "c", "next", "step", "until", "return", "continue"] * 2,
+    *["u", "d", "up", "down", "where", "list", "args", "undisplay", "clear 1"],
     *["p inner(3)", "p Loud(1)", "pp outer(1)", "!scratch = 5", "inner(1)", "p scratch", "p 1 / 0"],
-    *["p list(generate(2))", "p Tra()", "p in_loop(1)", "p in_threads(1)"],
+    *["p list(generate(2))", "p Tra()", "p in_loop(1)", "p in_threads(1)", "p fork(1)", "p fail(1)"],
     *["display inner(1)", "display Loud(2)", "debug inner(2)", "debug Tra()", "q", "interact", "EOF", "y"],
-    *["commands", "silent", "end", "p fail(1)", "tbreak inner", "break inner", "alias x p 1", "x", "clear"],
+    *["commands", "silent", "end", "tbreak inner", "break inner", "b outer", "alias x p 1", "x", "clear"],
+    *["watch number changes", "watch total nan", "watch", "unwatch", "until total > 0", "until inner(1)"],
 ]
+TYPED = ["n", "s", "p inner(1)", "display scratch", "interact", "1 + 1", "EOF", "clear", "y", "detach", "c"]
+ON_CONSOLE = [
+    "ls",
+    "where",
+    "diff scratch",
+    "diff inner(1)",
+    "@all n",
+    "@all p inner(1)",
+    "interrupt",
+    "next",
+]
+GONE = ("gone: ", "the rank went on before", "the rank runs", "interrupted")
+END = ["unwatch", f"clear {' '.join(map(str, range(1, 14)))}", "continue"]
 
 
-class Program(threading.Thread):
-    """One run of the maze."""
+class Mazes:
+    """The processes of all sequences, and what they have told."""
 
-    def __init__(self, ops):
-        super().__init__(name="program", daemon=True)
-        self.ops = ops
-        self.result = None
+    def __init__(self, directory, flavour):
+        self.directory = Path(directory)
+        self.runtime = self.directory / "run"
+        self.numbers = itertools.count(1)
+        self.facts = {}  # of a process by its number: pid, result, status, error
+        self.prompts = set()  # the stems of threads that wait at one
+        self.environment = {"MPDB_DIR": str(self.runtime), "MPDB_JOB": "states", "MPDB_PDB": flavour}
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.server = subprocess.Popen(
+                [sys.executable, PROGRAMS / "mazes.py", str(theirs.fileno())],
+                env={**os.environ, **self.environment, "PYTHONPATH": str(PROGRAMS.parents[2])},
+                pass_fds=[theirs.fileno()],
+            )
 
-    def run(self):
-        """Play, and keep what was computed."""
-        try:
-            self.result = maze.play(self.ops)
-        except BaseException as error:
-            self.result = error
+    def fileno(self):
+        return self.channel.fileno()
+
+    def pump(self):
+        """Take in what has been told; with `fileno` this is a channel that can be waited on."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                fact = self.channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                assert fact, "the server of mazes has ended"
+                self._take(json.loads(fact))
+
+    def _take(self, fact):
+        known = self.facts.get(fact.pop("number"), {})  # of an earlier sequence: what a program has forked
+        if "prompt" in fact:
+            (self.prompts.add if fact["waits"] else self.prompts.discard)(fact["prompt"])
+        else:
+            known.update(fact)
+        if "status" in fact:
+            self.prompts -= {stem for stem in self.prompts if f"+{known['pid']}-" in stem}
+
+    def start(self, **request):
+        """Fork a process and return its number, once it has a pid."""
+        number = next(self.numbers)
+        self.facts[number] = {}
+        environment = {**self.environment, **request.pop("environment", {})}
+        log = str(self.directory / "log")
+        request = {"frees": False, **request, "number": number, "environment": environment, "log": log}
+        self.channel.send(json.dumps(request).encode())
+        while "pid" not in self.facts[number]:
+            wait([self], 1.0)
+        return number
+
+    def kill(self, number):
+        """Kill a process and what it has forked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.facts[number]["pid"], signal.SIGKILL)
+
+    def close(self):
+        self.channel.close()
+        self.server.wait()
+
+    def find_expected(self):
+        """Return what each operation computes without a debugger."""
+        ops = sorted(maze.OPS)
+        environment = {"MPDB_DISABLE": "1"}
+        number = self.start(do="program", ops=ops, in_thread=False, armed=False, environment=environment)
+        while "status" not in self.facts[number]:
+            wait([self], 1.0)
+        log, twice = self.facts.pop(number)["result"]
+        return dict(log), twice
 
 
-# Sessions whose thread waits at a prompt, whatever the debugger itself believes. The frames of running threads are
-# not walked for it: that is not safe in CPython. The name makes steps pass over it, as over the debugger's own code.
-_WATCH_PROMPTS = """
-def read_line(self):
-    prompts.append(self)
-    try:
-        return original(self)
-    finally:
-        prompts.remove(self)
-"""
-
-
-def watch_prompts(monkeypatch):
-    """Keep the list of prompts from now on."""
-    names = {
-        "__name__": "multiprocessing_pdb.watch",
-        "prompts": PROMPTS,
-        "original": session.Session._read_line,
+PROGRAM = st.fixed_dictionaries(
+    {
+        "ops": st.lists(st.sampled_from(sorted(maze.OPS)), min_size=1, max_size=3),
+        "in_thread": st.booleans(),
+        "armed": st.sampled_from([False] * 5 + [True]),
+        "frees": st.sampled_from([False] * 7 + [True]),  # all modules at the end, as an interpreter does
     }
-    exec(_WATCH_PROMPTS, names)
-    PROMPTS.clear()
-    monkeypatch.setattr(session.Session, "_read_line", names["read_line"])
+)
 
 
 class Debugging(RuleBasedStateMachine):
     """Random commands from consoles that come and go."""
 
-    directory = ""
+    mazes = None
+    expected = None
+    patience = PATIENCE
 
     def __init__(self):
         super().__init__()
         self.consoles = [self._open_console(), self._open_console()]
-        self.program = None
+        self.programs = {}
+        self.killed = set()
+        self.is_lost = False
+        self.ends_early = False
+        (self.mazes.directory / "log").write_text("")
 
     def _open_console(self):
         return RankRegistry([LocalSource(lambda text: None)], None)
 
-    @initialize(ops=st.lists(st.sampled_from(sorted(maze.OPS)), min_size=1, max_size=3))
-    def start(self, ops):
-        """Start the program."""
-        self.program = Program(ops)
-        self.program.start()
+    @initialize(
+        programs=st.lists(PROGRAM, min_size=1, max_size=2),
+        ends_early=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, programs, ends_early):
+        """Start one rank or two."""
+        for rank, program in enumerate(programs):
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(len(programs))}
+            number = self.mazes.start(do="program", environment=environment, **program)
+            self.programs[number] = program
+        self.ends_early = ends_early
 
-    def _await(self, condition, what, seconds=PATIENCE):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}; {self._explain()}"
-            time.sleep(MOMENT)
+    def _await(self, condition, what, channels=()):
+        """Wait until something that any process tells makes the condition true, and return what it then is."""
+        deadline, moments = time.monotonic() + self.patience, MOMENT
+        self.mazes.pump()
+        while not (found := condition()):
+            if time.monotonic() > deadline:
+                self._fail(what)
+            wait([self.mazes, *channels], min(moments, 0.02))
+            moments *= 1.1
+        return found
 
-    def _explain(self):
-        threads = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = [
-            "".join([f"{threads.get(ident)}\n", *traceback.format_stack(frame)[-6:]])
-            for ident, frame in sys._current_frames().items()
-        ]
-        return f"ops {self.program.ops}, prompts {PROMPTS}\n" + "\n".join(stacks)
+    def _fail(self, what):
+        self.is_lost = True
+        type(self).patience = min(PATIENCE, PATIENCE_ONCE_LOST)
+        log = (self.mazes.directory / "log").read_text()
+        facts = {number: self.mazes.facts[number] for number in self.programs}
+        raise AssertionError(f"{what}; prompts {self.mazes.prompts}, {self.programs}, {facts}\n{log}")
+
+    def _is_over(self):
+        return all("status" in self.mazes.facts[number] for number in self.programs)
+
+    def _find(self, console=0):
+        """Return the ranks at a prompt, or [None] when all programs are over."""
+        if self._is_over():
+            return [None]
+        return [target for target in self.consoles[console].find() if target.state in ("stopped", "busy")]
 
     def _choose(self, at, console):
-        """Return a rank that can be asked something, or None when the program is over."""
-        registry = self.consoles[console]
+        """Return a rank that can be asked something, or None when the programs are over."""
+        found = self._await(lambda: self._find(console), "a program neither ends nor can be reached")
+        return found[at % len(found)]
 
-        def stopped():
-            if not self.program.is_alive():
-                return [None]
-            return [target for target in registry.find() if target.state in ("stopped", "busy")]
+    def _list_prompts(self, target):
+        """Return the prompts of a rank's thread; a child that it has forked may have its label."""
+        own = f"+{target.label}+{target.info.get('pid')}-"
+        return {stem for stem in self.mazes.prompts if own in stem}
 
-        self._await(lambda: bool(stopped()), "the program neither ends nor can be reached")
-        found = stopped()
-        return found[at % len(found)] if found else None
+    def _send(self, target, *requests):
+        """Send requests and wait for the answers, but not for one that only another thread's going on can bring."""
+        answers = []
+        for request in requests if target is not None else ():
+            try:
+                number = target.ask(request)
+            except LinkClosedError:
+                break
+            answer, idle = Answer(target), itertools.count()
 
-    def _send(self, target, request):
-        """Send a request and wait for its answer, but not for one that only another rank's going on can bring."""
-        if target is None:
-            return
-        try:
-            number = target.ask(request)
-        except LinkClosedError:
-            return
-        answer, deadline, idle = Answer(target), time.monotonic() + PATIENCE, 0
-        while not collect(answer, number, None) and idle < 3:
-            assert time.monotonic() < deadline, f"no answer to {request}; {self._explain()}"
-            wait([target.link.channel], MOMENT)
-            others = any(found._state == "stopped" and found._requests.empty() for found in tuple(PROMPTS))
-            idle = idle + 1 if others else 0
-        if idle:
-            target.give_up(number, str(request))
+            def is_done(answer=answer, number=number, idle=idle):
+                others = self.mazes.prompts - self._list_prompts(target)
+                return collect(answer, number, None) or (others and next(idle) >= 3)
+
+            self._await(is_done, f"no answer to {request}", [target.link.channel])
+            if not answer.frame and not answer.failure:
+                target.give_up(number, str(request))
+            answers.append(answer)
+        return answers
 
     @rule(command=st.sampled_from(COMMANDS), at=st.integers(0, 3), console=st.integers(0, 1))
     def command(self, command, at, console):
         """Type a line."""
         self._send(self._choose(at, console), {"do": "line", "text": command})
 
-    @rule(
-        line=st.sampled_from(LINES), kind=st.sampled_from(["break", "tbreak", "until"]), at=st.integers(0, 3)
-    )
+    @rule(line=st.sampled_from(LINES), kind=st.sampled_from(["b", "tbreak", "until"]), at=st.integers(0, 3))
     def set_breakpoint(self, line, kind, at):
         """Stop at a line that calls Tra(), the next one, or none."""
         place = f"{line}" if kind == "until" else f"{maze.__file__}:{line}"
         self._send(self._choose(at, 0), {"do": "line", "text": f"{kind} {place}"})
 
-    @rule(request=st.sampled_from(["attach", "detach", "interrupt", "where", "stacks", "status"]))
-    def request(self, request):
+    @rule(
+        do=st.sampled_from(["attach", "detach", "interrupt", "where", "frames", "stacks", "status"]),
+        at=st.integers(0, 3),
+    )
+    def request(self, do, at):
         """Ask for something that is no line."""
-        self._send(self._choose(0, 0), {"do": request})
+        self._send(self._choose(at, 0), {"do": do})
 
-    @rule(text=st.sampled_from(["scratch", "inner(1)", "Loud(3)", "1 / 0", "locals()"]))
-    def diff(self, text):
+    @rule(text=st.sampled_from(["scratch", "inner(1)", "Loud(3)", "1 / 0", "locals()"]), at=st.integers(0, 3))
+    def diff(self, text, at):
         """Evaluate as diff does."""
-        self._send(self._choose(0, 1), {"do": "evaluate", "text": text})
+        self._send(self._choose(at, 1), {"do": "evaluate", "text": text})
+
+    @rule(command=st.sampled_from(["next", "continue", "p inner(1)"]))
+    def lockstep(self, command):
+        """Have all ranks do the same, and wait for none."""
+        self._choose(0, 0)
+        ask(self.consoles[0].find(), {"do": "line", "text": command, "command": True}, MOMENT)
+
+    @rule(text=st.sampled_from(["p spin()", "!spin()", "spin()"]), at=st.integers(0, 3))
+    def interrupt_what_never_ends(self, text, at):
+        """Interrupt an expression; until it has begun there is nothing to interrupt."""
+        target = self._choose(at, 0)
+        if target is None or not self._list_prompts(target) or target.info.get("nested"):
+            return
+        try:
+            number = target.ask({"do": "line", "text": text, "nested": False})
+        except LinkClosedError:
+            return
+        answer = Answer(target)
+
+        def is_done():
+            if collect(answer, number, None):
+                return True
+            ask([target], {"do": "interrupt"}, MOMENT)
+            return False
+
+        self._await(is_done, f"{text} was not interrupted", [target.link.channel])
+
+    @rule(do=st.sampled_from(["stop", "break"]), line=st.sampled_from(LINES))
+    def stop_running(self, do, line):
+        """Ask an armed rank that runs to stop; it may stop by itself before."""
+        request = {"do": do, "place": f"{maze.__file__}:{line}"}
+        ask(self.consoles[1].find_armed(), request, MOMENT)
 
     @rule(console=st.integers(0, 1), text=st.sampled_from(["next", "p inner(1)", "continue"]))
-    def kill_console(self, console, text):
+    def close_console(self, console, text):
         """Let a console vanish while a rank works for it."""
         target = self._choose(0, console)
         if target is not None:
-            target.ask({"do": "line", "text": text})
+            with contextlib.suppress(LinkClosedError):
+                target.ask({"do": "line", "text": text})
         self.consoles[console].close()
         self.consoles[console] = self._open_console()
+
+    @rule(
+        typed=st.lists(st.sampled_from(TYPED), min_size=1, max_size=4),
+        then=st.lists(st.sampled_from(ON_CONSOLE), max_size=2),
+        moments=st.sampled_from([0, 2, 10, 50]),
+        at=st.integers(0, 3),
+    )
+    def use_and_kill_console(self, typed, then, moments, at):
+        """Attach with a console of its own process, and kill that, if it has not done all after some moments."""
+        target = self._choose(at, 0)
+        if target is None:
+            return
+        number = self.mazes.start(do="console", lines=[f"attach {target.label}", *typed, *then])
+        known, left = self.mazes.facts[number], itertools.count()
+        self._await(lambda: "status" in known or next(left) >= moments, "cannot come")
+        self.mazes.kill(number)
+        self._await(lambda: "status" in known, "the console does not end")
+        assert "error" not in known, known["error"]
+
+    @rule(at=st.integers(0, 3))
+    def kill_rank(self, at):
+        """Kill the process of a rank as the console does."""
+        target = self._choose(at, 0)
+        numbers = [n for n in self.programs if target and self.mazes.facts[n]["pid"] == target.info["pid"]]
+        if len(self.programs) - len(self.killed) > 1 and numbers:
+            self.killed.update(numbers)
+            with contextlib.suppress(LinkClosedError):
+                target.link.kill()
+            self._await(lambda: "status" in self.mazes.facts[numbers[0]], "a killed rank does not end")
 
     @rule()
     def remove_files(self):
         """Remove the socket files, as a cleaner of /tmp may; the server makes them again by itself."""
-        for path in Path(self.directory).glob("*.sock"):
+        for path in self.mazes.runtime.glob("*.sock"):
             path.unlink(missing_ok=True)
 
     @invariant()
     def every_prompt_is_reachable(self):
-        """A thread that waits at a prompt has a socket file, and its server answers."""
-        if self.program is None:
-            return
-        for found in tuple(PROMPTS):
-            name = f"{found.rank.file_stem()}.sock"
-            stem = name.removesuffix(".sock")
-            self._await(
-                lambda found=found, name=name: found not in PROMPTS or (Path(self.directory) / name).exists(),
-                f"a prompt of {name} without a way in",
-            )
-            # Again and again: it may go on and stop anew while the console looks.
-            self._await(
-                lambda found=found, stem=stem: (
-                    stem in self.consoles[0].sources[0].refresh() or found not in PROMPTS
-                ),
-                f"{name} cannot be connected to",
-            )
+        """A thread that waits at a prompt has a socket file, its server answers, and so does the prompt."""
+        self.mazes.pump()
+        for stem in tuple(self.mazes.prompts):
+            what = f"{stem} waits, and cannot be asked"
+            (target,) = self._await(lambda stem=stem: self._reach(stem), what)
+            for answer in self._send(target, {"do": "evaluate", "text": "1 + 1"}):
+                if answer.failure and not answer.failure.startswith(GONE):
+                    self._fail(f"the prompt of {stem} does not work: {answer.failure}")
+
+    def _reach(self, stem):
+        """Return [target] if a thread answers through its file, [None] if it has gone on meanwhile, else []."""
+        if stem not in self.mazes.prompts:
+            return [None]
+        targets = self.consoles[0].refresh()
+        link = self.consoles[0].sources[0].refresh().get(stem)
+        targets = [target for target in targets if target.link is link]
+        return [
+            answer.target for answer in ask(targets, {"do": "status"}, self.patience) if not answer.failure
+        ]
 
     def teardown(self):
-        """Let everything run on; the program must end with its result, and leave nothing."""
-        if self.program is None:
-            return
-        registry = self.consoles[0]
-        deadline = time.monotonic() + PATIENCE
-        while self.program.is_alive() and time.monotonic() < deadline:
-            for target in registry.find():
-                if target.info.get("nested") is True:
-                    self._send(
-                        target, {"do": "line", "text": "end" if "com" in target.info["prompt"] else "EOF"}
-                    )
-                elif target.state in ("stopped", "busy"):
-                    self._send(target, {"do": "line", "text": "clear 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15"})
-                    self._send(target, {"do": "line", "text": "continue", "command": True})
-            self.program.join(MOMENT)
-        assert not self.program.is_alive(), f"lost; {self._explain()}"
-        assert self.program.result == expect(self.program.ops)
-        self._await(lambda: not PROCESS.has_open(), "sessions left open")
-        for console in self.consoles:
-            console.close()
-        assert not list(Path(self.directory).glob("*.sock"))
-
-
-_EXPECTED = {}
-
-
-def expect(ops):
-    """Return what the program computes without a debugger."""
-    key = tuple(ops)
-    if key not in _EXPECTED:
-        os.environ["MPDB_DISABLE"] = "1"
+        """Let everything run on; the programs must end with their results, and leave nothing."""
         try:
-            _EXPECTED[key] = maze.play(ops)
+            if not self.is_lost:
+                self._end_programs()
         finally:
-            del os.environ["MPDB_DISABLE"]
-    return _EXPECTED[key]
+            for number in self.programs:
+                self.mazes.kill(number)
+            for number in self.programs:
+                while "status" not in self.mazes.facts[number]:
+                    wait([self.mazes], 1.0)
+            for console in self.consoles:
+                console.close()
+            for path in self.mazes.runtime.glob("*"):
+                path.unlink(missing_ok=True)
+            self.mazes.prompts.clear()
+            self.mazes.facts.clear()
+
+    def _end_programs(self):
+        deadline = time.monotonic() + self.patience
+        while (found := self._await(self._find, "a program neither ends nor can be reached")) != [None]:
+            ask(
+                found, {"do": "status"}, self.patience
+            )  # another console may have typed what leads to a question
+            for target in found:
+                self._let_go(target)
+            if time.monotonic() > deadline:
+                self._fail("a program does not end")
+        for number, program in self.programs.items():
+            fact, (values, twice) = self.mazes.facts[number], self.expected
+            result = [[[name, values[name]] for name in program["ops"]], twice]
+            if number in self.killed and fact["status"] == -signal.SIGKILL:
+                continue  # else it had come to its end before
+            if (fact.get("result"), fact["status"]) != (result, 0):
+                self._fail("another result")
+        self._await(lambda: not self._list_sockets(), "sockets left open")
+
+    def _list_sockets(self):
+        """Return the socket files; those of killed processes are removed by a console that looks."""
+        self.consoles[0].refresh()
+        return list(self.mazes.runtime.glob("*.sock"))
+
+    def _let_go(self, target):
+        if target.info.get("nested") is True:
+            end = "end" if "com" in target.info["prompt"] else "EOF"
+            self._send(target, {"do": "line", "text": end})
+            return
+        lines = [*END] if not self.ends_early else ["!__import__('os').environ['MPDB_DISABLE'] = '1'", *END]
+        self._send(target, *({"do": "line", "text": line, "nested": False} for line in lines))
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("flavour", ["pdb", "pdbpp"])
 def test_no_sequence_loses_a_rank_or_changes_the_result(flavour, monkeypatch):
     directory = tempfile.mkdtemp(prefix="mpdb-states-", dir="/tmp")
-    shutil.rmtree(directory)
-    monkeypatch.setenv("MPDB_DIR", directory)
-    monkeypatch.setenv("MPDB_JOB", "states")
-    monkeypatch.setenv("MPDB_PDB", flavour)
-    monkeypatch.setattr(server, "_TICK_SECONDS", 0.02)
-    for module in (endpoint, session, debugger):
-        monkeypatch.setattr(module, "write_stderr", lambda text: None)
-    monkeypatch.setattr(Debugging, "directory", directory)
-    watch_prompts(monkeypatch)
-    debugger._load_class.cache_clear()
-    limits = settings(
-        max_examples=SEQUENCES,
-        stateful_step_count=12,
-        deadline=None,
-        database=None,
-        derandomize="MPDB_TEST_SEQUENCES" not in os.environ,
-        phases=[
-            Phase.generate
-        ],  # a lost rank stays in this process, and each shorter sequence would be lost with it
-        suppress_health_check=list(HealthCheck),
-    )
-    machine = type("Sequences", (Debugging,), {})
-    machine.TestCase.settings = limits
+    mazes = Mazes(directory, flavour)
     try:
-        case = machine.TestCase()
-        case.runTest()
+        monkeypatch.setenv("MPDB_DIR", str(mazes.runtime))
+        names = {"mazes": mazes, "expected": mazes.find_expected()}
+        machine = type("Sequences", (Debugging,), names)
+        machine.TestCase.settings = settings(
+            max_examples=SEQUENCES,
+            stateful_step_count=10,
+            deadline=None,
+            database=None,
+            derandomize="MPDB_TEST_SEQUENCES" not in os.environ,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        )
+        machine.TestCase().runTest()
     finally:
-        debugger._load_class.cache_clear()
+        mazes.close()
         shutil.rmtree(directory, ignore_errors=True)

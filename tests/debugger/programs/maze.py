@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
+import time
 
 from multiprocessing_pdb import MultiprocessingPdb, post_mortem
 
@@ -132,6 +134,32 @@ def lost_object(value):
     return value
 
 
+def fork(value):
+    """Compute in a child process, which stops by itself."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(inner(value))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def steady(count):
+    """Run for a while without a Tra(): an armed process can be stopped here."""
+    total = 0
+    for number in range(count):
+        time.sleep(0.0005)
+        total += number
+    return total
+
+
+def spin():
+    """Never end."""
+    while True:
+        time.sleep(0.001)
+
+
 OPS = {
     "inner": lambda: inner(3),
     "outer": lambda: outer(2),
@@ -147,6 +175,8 @@ OPS = {
     "caught": lambda: caught(6),
     "looked_at": lambda: looked_at(7),
     "managed": lambda: managed(8),
+    "fork": lambda: fork(9),
+    "steady": lambda: steady(20),
     "exec": lambda: exec("Tra(); x = 1"),
     "nothing": lambda: None,
 }
