@@ -27,6 +27,7 @@ if count_gpus() == 0:
 
 # A shell that starts pytest in the background has switched SIGINT off, for what the tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so has `nohup` SIGHUP
 
 # What commands print is the same on a CI server; the tests of workflows set them.
 for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
