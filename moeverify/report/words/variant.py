@@ -291,6 +291,27 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("experts", "reversed"): "with the experts in reverse order",
     ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
     ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
+    (
+        "experts",
+        "by-units",
+    ): "with slices of the hidden units of all experts on the ranks of ep in the place of whole experts",
+    **{
+        (f"{part}-held", way): words.format(what=what, number="{number}")
+        for part, what in (
+            ("gate", "gate weights"),
+            ("up", "up weights"),
+            ("down", "down weights"),
+            ("gate-bias", "gate biases"),
+            ("up-bias", "up biases"),
+            ("down-bias", "down biases"),
+        )
+        for way, words in (
+            ("first-rank", "with the {what} of the first rank's experts over ep on every rank"),
+            ("of-rank", "with the {what} of the rank {number} further over ep in the place of each"),
+            ("reversed", "with the {what} of the experts in reverse order"),
+            ("across", "with the {what} of experts numbered in turn over the ranks of ep and not rank by rank"),
+        )
+    },
     ("experts", "along"): "with experts numbered rank by rank where they are dealt in turn",
     ("down-bias", "unweighted"): "with a down bias that is not weighted",
 }
