@@ -63,6 +63,27 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
     ("softmax", "not-normalized"): "without the softmax's denominator",
     ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
+    ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
+    ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
+    ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
+    ("merge", "denominator-last"): "with the values of all chunks over the denominator of the last rank's alone",
+    ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
+    ("merge", "denominator-first"): "with the values of all chunks over the denominator of the rank's own alone",
+    (
+        "merge",
+        "numerator-factor",
+    ): "with the factor that rescales earlier chunks in the place of their rescaled values",
+    (
+        "merge",
+        "denominator-factor",
+    ): "with the factor that rescales earlier chunks in the place of their rescaled denominators",
+    ("merge", "numerator-opposite"): "with earlier chunks' values divided by what rescales them, not multiplied",
+    (
+        "merge",
+        "denominator-opposite",
+    ): "with earlier chunks' denominators divided by what rescales them, not multiplied",
+    ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
+    ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
     (
         "queries",
         "own",
