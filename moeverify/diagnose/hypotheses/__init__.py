@@ -22,6 +22,7 @@ ORDER = (
         "one_factor",
         "loss_terms",
         "router_terms",
+        "tied_uses",
         "batch_shares",
         "padding",
         "share_terms",

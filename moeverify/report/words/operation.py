@@ -70,6 +70,8 @@ def _(operation: Scaled, explanation: Explanation) -> str:
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         return _describe_whole(wrong[0], explanation)
+    if all(each.part.use for each in wrong):
+        return _describe_uses(wrong, explanation)
     if all(each.part.tokens is None for each in wrong):
         return _describe_terms(wrong, explanation)
     return _describe_shares(wrong)
@@ -169,6 +171,11 @@ def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> 
         f"the part of the {each.part.term} loss{of_router(each.part)} is {describe_factor(each.factor)}"
         for each in wrong
     ]
+    return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
+
+
+def _describe_uses(wrong: Sequence[Contribution], explanation: Explanation) -> str:
+    parts = [f"the part of {name_part(each.part)} is {describe_factor(each.factor)}" for each in wrong]
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 
