@@ -73,9 +73,8 @@ class TiedUses(Hypothesis):
         self, tensor: WrongTensor, found: Sequence[Weights], residual: float, inputs: DiagnosisInputs
     ) -> Outcome:
         """Explain copies that have one use each, of which each use is in some."""
-        uses = {weights.index(1.0) for weights in found if sorted(weights)[:-1] == [0.0] * (len(weights) - 1)
-                and max(weights) == 1.0}
-        if len(uses) < len(found) or len(uses) < len(found[0]):
+        single = {tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))}
+        if set(found) != single:
             return self.refuse(residual=residual)
         operation = Unreduced(
             axes=(Product(times=(TIED_USES,)),), num_replicas=len(found), factor=Factor(value=1.0)
