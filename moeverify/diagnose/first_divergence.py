@@ -194,12 +194,32 @@ def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
     """Return the first reading that is wrong, in the order of one device.
 
     Where modules hand a tensor from one to the other, one device reads it at both, as equal values. A layout may put
-    a collective between the two: of these the one that ranks read first is the first.
+    a collective between the two: of these the one that ranks read first is the first. Without one the module that
+    made it is named, and not the one that has got it.
     """
     if not wrong:
         return None
     alike = [each for each in wrong if torch.equal(each.reading.local, wrong[0].reading.local)]
-    return min(alike, key=lambda each: each.order)
+    first = min(alike, key=lambda each: each.order)
+    # Where ranks have the same at both, nothing lies between them, and the module that made it is known.
+    made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
+    return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
+
+
+def _is_made_there(judged: _Judged) -> bool:
+    """Return whether the module where it was read has made it: its output, or the gradient of its input."""
+    reading = judged.reading
+    return reading.end == ("output" if reading.direction == FORWARD else "input")
+
+
+def _have_same(first: WrongTensor, second: WrongTensor) -> bool:
+    """Return whether ranks have the same values of two readings, shard by shard."""
+    if len(first.shards) != len(second.shards):
+        return False
+    return all(
+        one.region.key == other.region.key and torch.equal(one.values(), other.values())
+        for one, other in zip(first.shards, second.shards, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)  # two of them are never equal: `list.index` would compare their tensors
