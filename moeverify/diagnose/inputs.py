@@ -96,7 +96,9 @@ class DiagnosisInputs:
 
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return where in a module a tensor was read; None for what is no module's output or gradient."""
-        return next((origin for origin in self.origins.values() if origin.tensor is tensor), None)
+        around = self.search.around.values() if self.search is not None else ()
+        known = [*self.origins.values(), *(each for found in around for each in found)]
+        return next((origin for origin in known if origin.tensor is tensor), None)
 
     def comes_from_loss(self, origin: Origin) -> bool:
         """Return whether what a loss passes back to the model is wrong: no gradient was right before it.
