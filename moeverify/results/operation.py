@@ -136,11 +136,13 @@ class Replaced(Record):
 class Unmoved(Record):
     """The optimizer has not changed the weight, or a step has not changed the state, though it should have.
 
-    With `ranks` that holds of these alone, and what the others have is right.
+    With `ranks` that holds of these alone, and what the others have is right. `unused` says that these hold the
+    parameter, and that no gradient of it comes there.
     """
 
     kind: Literal["unmoved"] = "unmoved"
     ranks: tuple[int, ...] = ()
+    unused: bool = False
 
 
 class NormOfNorms(Record):

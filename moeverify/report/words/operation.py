@@ -280,6 +280,11 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Unmoved, explanation: Explanation) -> str:
     subject, quantity = name_subject(explanation.subject), explanation.subject.quantity
+    if quantity is Quantity.UPDATE and operation.unused:
+        copies, it = subject.pick("a copy", "copies"), subject.pick("it", "them")
+        where = f"{format_ranks(operation.ranks)} {'hold' if len(operation.ranks) > 1 else 'holds'}"
+        zero = f"{subject} {subject.be} zero there and {subject.pick('matches', 'match')} elsewhere"
+        return f"{where} {copies} that nothing there uses: no gradient comes to {it}, {zero}"
     if quantity is Quantity.UPDATE and operation.ranks:
         match = subject.pick("matches", "match")
         return f"{subject} {subject.be} zero on {format_ranks(operation.ranks)} and {match} elsewhere"
