@@ -340,7 +340,18 @@ def _make_inputs(
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
+        numbers=_list_numbers(case, clip),
     )
+
+
+def _list_numbers(case: Case, clip: Tensor | None) -> dict[str, float]:
+    """Return the numbers by which losses and gradients are multiplied, by name."""
+    reference = case.recipe.model.reference
+    found = {} if clip is None else {"clip coefficient": float(clip)}
+    if reference is not None and reference.moe is not None:
+        found["weight of the balance loss"] = reference.moe.balance_coef
+        found["weight of the z loss"] = reference.moe.z_coef
+    return {name: number for name, number in found.items() if number}
 
 
 def _find_formula(

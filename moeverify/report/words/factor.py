@@ -84,6 +84,9 @@ def describe_amount(factor: Factor) -> str:
 
 def describe_sources(factor: Factor) -> str:
     """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
+    if factor.rounded is not None:
+        what = f"the {factor.rounded.name}" if factor.rounded.name else "it"
+        return f"{what} is rounded to {factor.rounded.dtype}"
     if not factor.equals:
         return ""
     value = format_factor(factor.value**factor.power)
