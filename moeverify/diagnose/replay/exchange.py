@@ -98,7 +98,9 @@ class Exchanges:
             ways = ["skipped", "inverse"] if part != "there-and-back" else ["skipped"]
             ways += [*self._list_turns(), "experts-reversed", "experts-rolled"]
             found += [Change(part=part, way=way) for way in ways]
-            found += [Change(part=part, way=way, number=n) for way in _SHIFTED for n in (1, -1)]
+            # From other rows in one of the two orders is the same as with its rows rolled.
+            shifted = _SHIFTED if part == "there-and-back" else _SHIFTED[1:]
+            found += [Change(part=part, way=way, number=n) for way in shifted for n in (1, -1)]
         ways = ["reversed", "rolled", "late", "early", *(["by-rank"] if self._num_ranks > 1 else [])]
         found += [Change(part="counts", way=way) for way in ways]
         found += [

@@ -31,8 +31,6 @@ _ORDERED: Mapping[tuple[str, str], str] = {
     ("there-and-back", "skipped"): "{what} not sorted by expert",
     ("there", "inverse"): "{what} sorted by the inverse of the order of experts",
     ("back", "inverse"): "{what} sorted by expert once more and not by rank again",
-    ("there", "addresses"): "{what} sorted by expert from rows that are off by {number}",
-    ("back", "addresses"): "{what} sorted by rank again from rows that are off by {number}",
     ("there-and-back", "addresses"): "{what} sorted from rows that are off by {number}",
     ("there", "blocks"): "{what} sorted by expert in blocks that begin {late}",
     ("back", "blocks"): "{what} sorted by rank again in blocks that begin {late}",
