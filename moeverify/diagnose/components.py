@@ -46,8 +46,8 @@ class Components:
     the names that a user's loss gives them. `padding[term]` is what padding tokens would add to lm and z; for balance
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
-    it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a weight
-    that has several.
+    it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
+    weight that has several.
     """
 
     cells: tuple[Cell, ...]

@@ -85,8 +85,8 @@ class Search:
     """What came of the search: the origin of each direction, how many readings were right before, how far off.
 
     `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
-    `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a module
-    may have a part of a sum by right, which is made in the one that calls it.
+    `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
+    module may have a part of a sum by right, which is made in the one that calls it.
     """
 
     origins: Mapping[str, Origin]

@@ -1,4 +1,4 @@
-"""Single numbers that were rounded to a narrower dtype: a factor near 1 that is what rounding makes of a known number.
+"""Single numbers that were rounded to a narrower dtype: factors near 1 that rounding makes of a known number.
 
 A tensor that is rounded has errors of all directions. A number that is rounded, such as the weight of a loss or the
 coefficient of a clip, scales all that is multiplied by it alike: by 1.00000005, as a float32 of 0.001 does. And a
@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from moeverify.case.schema import ReferenceModel
 from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -21,14 +23,26 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Factor, RoundedNumber
 from moeverify.results.operation import Scaled
 
-_BITS: Mapping[torch.dtype, int] = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-"""Bits of the significand, the narrowest first."""
+_DTYPES: Mapping[str, tuple[torch.dtype, int]] = {
+    "bfloat16": (torch.bfloat16, 8),
+    "float16": (torch.float16, 11),
+    "float32": (torch.float32, 24),
+}
+"""Narrower dtypes with the bits of their significands, the narrowest first."""
 
 _MORE_BITS = 4  # a sum of a few rounded numbers of like size has so many more at most
 _NEAR = 2.0**-7  # of 1: rounding to any of these dtypes makes no more of a number
 _EXACT = 1e-11  # how well a fit in float64 knows a factor
 _UNITS = 2.0**-50  # of a quotient of numbers in float64
 _REPORTED = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
+
+
+def list_numbers(model: ReferenceModel | None, clip: Tensor | None) -> dict[str, float]:
+    """Return the numbers by which losses and gradients are multiplied: weights of losses, a clip's coefficient."""
+    found = {} if clip is None else {"clip": float(clip)}
+    if model is not None and model.moe is not None:
+        found |= {"balance": model.moe.balance_coef, "z": model.moe.z_coef}
+    return {name: number for name, number in found.items() if number}
 
 
 def name_rounded(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:
@@ -58,28 +72,26 @@ def _name(factor: Factor, explanation: Explanation, tensor: WrongTensor, inputs:
     return factor if found is None else factor.model_copy(update={"rounded": found})
 
 
-def _find_rounded(
-    factor: float, numbers: Mapping[str, float], sizes: Sequence[int]
-) -> RoundedNumber | None:
+def _find_rounded(factor: float, numbers: Mapping[str, float], sizes: Sequence[int]) -> RoundedNumber | None:
     """Return the number whose rounded value is this many times itself; it may be a multiple that was rounded."""
     for name, number in numbers.items():
         for size in sizes:
-            for dtype in _BITS:
+            for dtype, (kind, _) in _DTYPES.items():
                 value = number * size
-                if value and abs(_round(value, dtype) / value - factor) <= _EXACT and factor != 1.0:
-                    return RoundedNumber(name=name, dtype=_name_dtype(dtype))
+                if value and abs(_round(value, kind) / value - factor) <= _EXACT and factor != 1.0:
+                    return RoundedNumber(name=name, dtype=dtype)
     return None
 
 
 def _read_reported(actual: float, expected: float, numbers: Mapping[str, float]) -> RoundedNumber | None:
     """Return the narrower dtype of which a reported number is, or a few of which it sums up."""
-    for dtype, bits in _BITS.items():
+    for dtype, (_, bits) in _DTYPES.items():
         unit = 2.0**-bits * (1 << _MORE_BITS)
         if abs(actual / expected - 1.0) > unit:
             continue
         for found, right in zip(_list_parts(actual, numbers), _list_parts(expected, numbers), strict=True):
             if _has_bits(found, bits + _MORE_BITS) and not _has_bits(right, bits + _MORE_BITS):
-                return RoundedNumber(dtype=_name_dtype(dtype))
+                return RoundedNumber(dtype=dtype)
     return None
 
 
@@ -99,7 +111,3 @@ def _has_bits(value: float, bits: int) -> bool:
 
 def _round(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype))
-
-
-def _name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

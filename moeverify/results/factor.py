@@ -48,8 +48,8 @@ class RoundedNumber(Record):
 class Factor(Record):
     """A measured factor, and the simplest products that equal its `power`: more than one is an ambiguity.
 
-    A norm is off by a factor whose square is an integer: there `power` is 2. Near 1 it may be what the rounding of one
-    number makes of all that is multiplied by it.
+    A norm is off by a factor whose square is an integer: there `power` is 2. Near 1 it may be what the rounding of
+    one number makes of all that is multiplied by it.
     """
 
     value: float

@@ -45,8 +45,8 @@ class Part(Record):
 
     `term` is a loss term (lm, balance, z) of which the tensor is a gradient, and `router` the one of whose layer that
     term is, where it is a sum over layers. `added` is something else that was added
-    to it. `group` are the parameters whose squares are meant, of a norm. `use` is one of several that a weight has, of
-    a gradient: what comes through that.
+    to it. `group` are the parameters whose squares are meant, of a norm. `use` is one of several that a weight has,
+    of a gradient: what comes through that.
     """
 
     term: str = ""

@@ -22,7 +22,6 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason, Trial
 
-
 _FITTED = 1e-10  # of a coefficient: what the fit leaves of rounding
 
 

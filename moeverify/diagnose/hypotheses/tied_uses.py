@@ -1,4 +1,4 @@
-"""Hypothesis: what comes through one use of a tied weight is lost, or counts otherwise, or the uses were not added up."""
+"""Hypothesis: what comes through a use of a tied weight is lost, counts otherwise, or was not added to the others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class TiedUses(Hypothesis):
         self, tensor: WrongTensor, found: Sequence[Weights], residual: float, inputs: DiagnosisInputs
     ) -> Outcome:
         """Explain copies that have one use each, of which each use is in some."""
-        single = {tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))}
+        single = {
+            tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))
+        }
         if set(found) != single:
             return self.refuse(residual=residual)
         operation = Unreduced(

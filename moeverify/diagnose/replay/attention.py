@@ -331,9 +331,7 @@ class AttentionFormula(Formula):
         top = masked.amax(-1, keepdim=True)
         share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
         if way in SOFTMAXES:
-            return merge_softmaxes(
-                masked, place.owner, self.chunks.owner, len(self.chunks.positions), way
-            )
+            return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
         total = share.sum(-1, keepdim=True)
         if way == "extra-one":
             total = total + (-top).exp()

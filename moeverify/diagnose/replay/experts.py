@@ -204,7 +204,10 @@ class ExpertsFormula(TokenFormula):
             self._run(x, first, changes, units * self._slice(rank, self.num_ranks))
             for rank in range(self.num_ranks)
         ]
-        out, last = (torch.stack(each).gather(0, _widen(owner, each[0])).squeeze(0) for each in zip(*parts, strict=True))
+        out, last = (
+            torch.stack(each).gather(0, _widen(owner, each[0])).squeeze(0)
+            for each in zip(*parts, strict=True)
+        )
         return out, last
 
     def _slice(self, number: int, count: int | None = None) -> Tensor:
@@ -245,7 +248,9 @@ class ExpertsFormula(TokenFormula):
                 up = up + held.up_bias[at("up-bias", expert)] * times_of(changes.get("up-bias"))
                 change = changes.get("down-bias")
                 is_whole = change is None or change.way == "unweighted"
-                biases[chosen] = held.down_bias[at("down-bias", expert)] * (1.0 if is_whole else times_of(change))
+                biases[chosen] = held.down_bias[at("down-bias", expert)] * (
+                    1.0 if is_whole else times_of(change)
+                )
             inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
             outputs[chosen] = inside @ held.down[at("down", expert)].T[orders[2]]
         return outputs, biases

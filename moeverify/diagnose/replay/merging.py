@@ -25,14 +25,18 @@ SOFTMAXES: Mapping[str, tuple[str, str]] = {
 }
 """How chunks are merged: relative to which largest score each is taken, and what is not rescaled."""
 
-STEPS = (
-    "undivided",
-    "divided-twice",
-    *(f"{what}-{how}" for what in ("numerator", "denominator") for how in ("last", "first", "factor")),
-    *(f"{what}-opposite" for what in ("numerator", "denominator", "both")),
-    "denominator-mean",
-)
-"""What else of the loop over chunks may be otherwise: which of two sums is kept, and by what the first is multiplied."""
+STEPS: Mapping[str, tuple[str, str]] = {
+    "undivided": ("end", "undivided"),
+    "divided-twice": ("end", "divided-twice"),
+    **{
+        f"{what}-{how}": (what, how)
+        for how in ("last", "first", "factor", "opposite")
+        for what in ("numerator", "denominator")
+    },
+    "both-opposite": ("both", "opposite"),
+    "denominator-mean": ("denominator", "mean"),
+}
+"""What else of the loop over chunks may be otherwise: which sum is kept, and by what that of before is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def merge_by_steps(masked: Tensor, owner: Tensor, key_owner: Tensor, size: int, 
 
     Arguments as of `merge_softmaxes`.
     """
-    what, _, how = way.partition("-")
+    what, how = STEPS[way]
     largest = torch.full_like(masked[..., :1], -torch.inf)
     mixed = Merged(torch.zeros_like(masked), torch.zeros_like(largest))
     total = torch.zeros_like(largest)
@@ -93,7 +97,9 @@ def merge_by_steps(masked: Tensor, owner: Tensor, key_owner: Tensor, size: int, 
             weight = weight / int((key_owner == number).sum())
         if number:
             shrink = (_finite(largest) - _finite(best)).exp()
-            join = {name: _join(how if what in (name, "both") else "") for name in ("numerator", "denominator")}
+            join = {
+                name: _join(how if what in (name, "both") else "") for name in ("numerator", "denominator")
+            }
             constant = shrink if (what, how) == ("numerator", "factor") else torch.zeros_like(shrink)
             share = join["numerator"](share, mixed.weights, shrink)
             mixed = Merged(share, constant)
@@ -102,7 +108,7 @@ def merge_by_steps(masked: Tensor, owner: Tensor, key_owner: Tensor, size: int, 
         else:
             mixed = Merged(share, mixed.added)
         largest, total = best, weight
-    power = {"undivided": 0, "divided-twice": 2}.get(way, 1)
+    power = {"undivided": 0, "divided-twice": 2}.get(how, 1)
     return Merged(mixed.weights / total**power, mixed.added / total**power)
 
 

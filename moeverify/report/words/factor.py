@@ -35,6 +35,14 @@ _NO_AXES: Mapping[str, str] = {
 }
 
 
+_NUMBERS: Mapping[str, str] = {
+    "": "it",
+    "clip": "the clip coefficient",
+    "balance": "the weight of the balance loss",
+    "z": "the weight of the z loss",
+}
+
+
 def format_factor(value: float) -> str:
     """Return a factor to six digits, and to as many more as tell it from 1: a wrong factor is never printed as 1."""
     text = f"{value:.6g}"
@@ -85,7 +93,7 @@ def describe_amount(factor: Factor) -> str:
 def describe_sources(factor: Factor) -> str:
     """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
     if factor.rounded is not None:
-        what = f"the {factor.rounded.name}" if factor.rounded.name else "it"
+        what = _NUMBERS[factor.rounded.name]
         return f"{what} is rounded to {factor.rounded.dtype}"
     if not factor.equals:
         return ""

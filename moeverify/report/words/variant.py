@@ -66,9 +66,15 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
     ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
     ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
-    ("merge", "denominator-last"): "with the values of all chunks over the denominator of the last rank's alone",
+    (
+        "merge",
+        "denominator-last",
+    ): "with the values of all chunks over the denominator of the last rank's alone",
     ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
-    ("merge", "denominator-first"): "with the values of all chunks over the denominator of the rank's own alone",
+    (
+        "merge",
+        "denominator-first",
+    ): "with the values of all chunks over the denominator of the rank's own alone",
     (
         "merge",
         "numerator-factor",
@@ -77,7 +83,10 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
         "merge",
         "denominator-factor",
     ): "with the factor that rescales earlier chunks in the place of their rescaled denominators",
-    ("merge", "numerator-opposite"): "with earlier chunks' values divided by what rescales them, not multiplied",
+    (
+        "merge",
+        "numerator-opposite",
+    ): "with earlier chunks' values divided by what rescales them, not multiplied",
     (
         "merge",
         "denominator-opposite",
@@ -330,7 +339,10 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
             ("first-rank", "with the {what} of the first rank's experts over ep on every rank"),
             ("of-rank", "with the {what} of the rank {number} further over ep in the place of each"),
             ("reversed", "with the {what} of the experts in reverse order"),
-            ("across", "with the {what} of experts numbered in turn over the ranks of ep and not rank by rank"),
+            (
+                "across",
+                "with the {what} of experts numbered in turn over the ranks of ep and not rank by rank",
+            ),
         )
     },
     ("experts", "along"): "with experts numbered rank by rank where they are dealt in turn",
