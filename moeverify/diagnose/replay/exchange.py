@@ -281,11 +281,8 @@ class _Walk:
             if change.way in ("late", "early"):
                 found[own] = expert[own].roll(1 if change.way == "late" else -1)
                 continue
-            ways = {
-                "reversed": lambda: counts.flip(0),
-                "by-rank": lambda: torch.bincount(came_from[own], minlength=self.size),
-            }
-            turned = ways[change.way]() if change.way in ways else counts.roll(1)
+            by_rank = torch.bincount(came_from[own], minlength=self.size)
+            turned = {"reversed": counts.flip(0), "by-rank": by_rank}.get(change.way, counts.roll(1))
             found[own] = rank * self.per_rank + torch.arange(len(turned)).repeat_interleave(turned)
         # With more counts than experts the last rows have no expert, and nothing comes out of such code.
         return torch.minimum(found, (here + 1) * self.per_rank - 1)

@@ -28,9 +28,11 @@ SOFTMAXES: Mapping[str, tuple[str, str]] = {
 STEPS: Mapping[str, tuple[str, str]] = {
     "undivided": ("end", "undivided"),
     "divided-twice": ("end", "divided-twice"),
+    # Below, the last chunk alone is no step: it may have no key that a query sees, and nothing finite comes out.
+    "numerator-last": ("numerator", "last"),
     **{
         f"{what}-{how}": (what, how)
-        for how in ("last", "first", "factor", "opposite")
+        for how in ("first", "factor", "opposite")
         for what in ("numerator", "denominator")
     },
     "both-opposite": ("both", "opposite"),

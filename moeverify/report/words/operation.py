@@ -70,8 +70,6 @@ def _(operation: Scaled, explanation: Explanation) -> str:
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         return _describe_whole(wrong[0], explanation)
-    if all(each.part.use for each in wrong):
-        return _describe_uses(wrong, explanation)
     if all(each.part.tokens is None for each in wrong):
         return _describe_terms(wrong, explanation)
     return _describe_shares(wrong)
@@ -167,15 +165,10 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
 
 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    parts = [
-        f"the part of the {each.part.term} loss{of_router(each.part)} is {describe_factor(each.factor)}"
-        for each in wrong
-    ]
-    return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
-
-
-def _describe_uses(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    parts = [f"the part of {name_part(each.part)} is {describe_factor(each.factor)}" for each in wrong]
+    parts = []
+    for each in wrong:
+        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss{of_router(each.part)}"
+        parts.append(f"the part of {name} is {describe_factor(each.factor)}")
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 

@@ -66,10 +66,6 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
     ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
     ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
-    (
-        "merge",
-        "denominator-last",
-    ): "with the values of all chunks over the denominator of the last rank's alone",
     ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
     (
         "merge",

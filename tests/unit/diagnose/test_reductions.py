@@ -105,6 +105,22 @@ def test_what_is_right_already_is_reduced_once_more() -> None:
     assert counts.explanation.cause is Cause.STATE
 
 
+def test_a_reduction_with_ranks_that_have_another_tensor_is_read_too() -> None:
+    # Ranks 2 and 3 are another stage of a pipeline: what they bring has the shape of the tensor, and is another one.
+    right, other = draw(3, 4), draw(3, 4, seed=1)
+    brought = {
+        rank: [Brought(record(rank, GROUPS["world"], "all_reduce"), each.reshape(-1))]
+        for rank, each in enumerate((right, right, other, other))
+    }
+    total = 2 * right + 2 * other
+    tensor = make_tensor(right, total, total)
+    outcome = examine("misreduced", tensor, make_inputs(tensor, axes=AXES, brought=brought))
+    assert outcome.explanation.operation.axes == ()
+    assert outcome.explanation.operation.ranks == (0, 1, 2, 3)
+    del brought[3]
+    assert examine("misreduced", tensor, make_inputs(tensor, axes=AXES, brought=brought)).explanation is None
+
+
 def test_a_right_reduction_of_wrong_parts_is_not_blamed() -> None:
     parts = make_parts()
     wrong = [parts[0] * 2, *parts[1:]]
