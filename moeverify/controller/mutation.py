@@ -31,7 +31,7 @@ from moeverify.results.mutation import CoveredCode, Judgement, MutantRow, Outcom
 from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 
-_LONG: Mapping[str, Any] = {"batch": 2, "seq_len": 288}
+_LONG: Mapping[str, Any] = {"batch": 4, "seq_len": 288}
 _FLOAT8: Mapping[str, Any] = {"precision": "bfloat16", "float8": "rowwise_with_gw_hp"}
 _PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 """Experts on two ranks, some on both."""
@@ -75,6 +75,9 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 # Stacks and sentences name files by their whole path, which is that of a machine.
 _PARENT_FOLDER = f"{Path(__file__).resolve().parents[2]}/"
+
+_SPECIAL = ("weight decay", "placement", "length", "precision")
+"""In what cases differ beside axes, of which code that does not serve it needs nothing."""
 
 MOST_LAYOUTS = 8
 """Under how many layouts a mutant may run before it counts as one that survives."""
@@ -174,8 +177,8 @@ def _read_row(result: CaseResult, folder: Path) -> CoveredCode:
 def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
     """Return the layouts under which a mutant runs until it is killed: all execute what it changes.
 
-    The first is the smallest, of several as small the one with most axes of which the code is; code of every axis
-    shows most under data ranks. Those after it take most branches of the mutant's function that none before takes,
+    The first is the smallest, of several as small the plainest, with most axes of which the code is; code of every
+    axis shows most under data ranks. Those after it take most branches of the mutant's function that none before takes,
     then have most axes, degrees of them or other traits that none before has: of two ranks each is the next and the
     one before of the other, so that a degree of 4 shows what 2 hides. Narrower precisions come last: what they show,
     float64 shows more exactly.
@@ -214,7 +217,8 @@ class _Choice:
     def rank_first(self, wanted: set[str]) -> tuple[float, ...]:
         """Return by what the first of several is chosen, the least one first."""
         count = sum(axis in wanted for axis, _ in self.traits)
-        return self._is_narrow, self.row.ranks, -count, self.row.seconds
+        num_special = sum(name in _SPECIAL for name, _ in self.traits)
+        return self._is_narrow, self.row.ranks, num_special, -count, self.row.seconds
 
     def rank_next(self, taken: set[Span], seen: set[tuple[str, object]]) -> tuple[float, ...]:
         """Return by what those after it are chosen, beside what earlier ones have shown."""
@@ -233,15 +237,16 @@ def _list_traits(name: str) -> set[tuple[str, object]]:
     found: set[tuple[str, object]] = {
         (axis, degree) for axis, degree in list_degrees(case).items() if axis != TOP_K
     }
-    others = {
-        "weight decay": bool(recipe.optimizer.weight_decay),
-        "stages of a rank": count_stages(layout) // layout.pp - 1,
-        "flat shards": layout.data_parallel == "fsdp1",
-        "placement": is_placed(layout),
-        "length": recipe.data.seq_len > 256,
-        "precision": recipe.precision != "float64" and (recipe.precision, recipe.float8),
-    }
-    return found | {(name, value) for name, value in others.items() if value}
+    others = (
+        bool(recipe.optimizer.weight_decay),
+        is_placed(layout),
+        recipe.data.seq_len > 256,
+        recipe.precision != "float64" and (recipe.precision, recipe.float8),
+        count_stages(layout) // layout.pp - 1,
+        layout.data_parallel == "fsdp1",
+    )
+    names = (*_SPECIAL, "stages of a rank", "flat shards")
+    return found | {(name, value) for name, value in zip(names, others, strict=True) if value}
 
 
 def _list_branches(mutant: Mutant, row: CoveredCode) -> set[Span]:
