@@ -178,10 +178,10 @@ def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
     """Return the layouts under which a mutant runs until it is killed: all execute what it changes.
 
     The first is the smallest, of several as small the plainest, with most axes of which the code is; code of every
-    axis shows most under data ranks. Those after it take most branches of the mutant's function that none before takes,
-    then have most axes, degrees of them or other traits that none before has: of two ranks each is the next and the
-    one before of the other, so that a degree of 4 shows what 2 hides. Narrower precisions come last: what they show,
-    float64 shows more exactly.
+    axis shows most under data ranks. Those after it take most branches of the mutant's function that none before
+    takes, then have most axes, degrees of them or other traits that none before has: of two ranks each is the next
+    and the one before of the other, so that a degree of 4 shows what 2 hides. Narrower precisions come last: what
+    they show, float64 shows more exactly.
     """
     wanted = set(mutant.area.axes or DATA_AXES) | {"ep"}
     left = {

@@ -47,7 +47,7 @@ class Components:
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
     it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
-    weight that has several.
+    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
     """
 
     cells: tuple[Cell, ...]
@@ -57,6 +57,7 @@ class Components:
     names: tuple[str, ...]
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
+    by_scope: Callable[[], Mapping[str, Vector]] = dict
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -117,6 +118,7 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         names=tuple(held.name for held in program.shards),
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
+        by_scope=cache(gradient.balance_by_scope),
     )
 
 

@@ -77,6 +77,14 @@ class Misplaced(Record):
     axes: tuple[Product, ...] = ()
 
 
+class Rescoped(Record):
+    """A loss term is taken over other tokens at a time than it should: over the batch and not over each sequence."""
+
+    kind: Literal["rescoped"] = "rescoped"
+    term: str
+    scope: str
+
+
 class Unmasked(Record):
     """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
 
@@ -283,6 +291,7 @@ Operation = Annotated[
     | Unreduced
     | Misreduced
     | Misplaced
+    | Rescoped
     | Unmasked
     | Zeroed
     | Moved

@@ -66,6 +66,12 @@ class GradientParts(Protocol):
         Empty where the losses of single routers are not known.
         """
 
+    def balance_by_scope(self) -> Mapping[str, Vector]:
+        """Return the gradient of the balance loss as it would be over other tokens at a time, by their name.
+
+        Empty where no such loss is known.
+        """
+
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient that comes through each use of a weight that has several, by the name of the use.
 

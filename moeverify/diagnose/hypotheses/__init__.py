@@ -23,6 +23,7 @@ ORDER = (
         "loss_terms",
         "router_terms",
         "tied_uses",
+        "other_scope",
         "batch_shares",
         "padding",
         "share_terms",

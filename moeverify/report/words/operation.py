@@ -16,7 +16,12 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
-from moeverify.report.words.reduction import describe_misplaced, describe_misreduced, name_site
+from moeverify.report.words.reduction import (
+    describe_misplaced,
+    describe_misreduced,
+    describe_rescoped,
+    name_site,
+)
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -35,6 +40,7 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
+    Rescoped,
     Rounded,
     Scaled,
     Shifted,
@@ -301,6 +307,7 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 
 describe_operation.register(Misreduced, describe_misreduced)
 describe_operation.register(Misplaced, describe_misplaced)
+describe_operation.register(Rescoped, describe_rescoped)
 
 
 @describe_operation.register

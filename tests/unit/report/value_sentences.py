@@ -23,6 +23,7 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
+    Rescoped,
     Rounded,
     Scaled,
     Shifted,
@@ -167,6 +168,11 @@ VALUES = [
         explain(Cause.NORM, Quantity.UPDATE, Unclipped(coefficient=0.126881), tensors=tuple("abc")),
         "the gradient norm matches, and nothing was clipped by it: 3 updates are 1/0.126881x the expected value",
         "clip",
+    ),
+    (
+        explain(Cause.FORWARD, GRADIENT, Rescoped(term="balance", scope="batch")),
+        "in the gradient, the balance loss is taken over the whole batch and not over each sequence",
+        "",
     ),
     # rounding
     (
