@@ -60,6 +60,10 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "latent cp": ({"preset": "tiny-deepseek-v2-lite"}, {"cp": 2}),
     "latent fsdp2-ep": ({"preset": "tiny-deepseek-v3"}, {"dp_shard": 2, "ep": 2}),
     "fsdp2 recompute": ({}, {"dp_shard": 2, "micro_batches": 2, "recompute": True}),
+    "deep pp-interleaved": (
+        {"model": {"num_layers": 5}},
+        {**LAYOUTS["pp-interleaved"], "stage_layers": (2, 1, 1, 1)},
+    ),
     "fsdp1-replicas": ({}, {"dp_replicate": 2, "data_parallel": "fsdp1"}),
     "hsdp4-ep": ({}, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
     "tp4-ep2": ({}, {"tp": 4, "ep": 2}),
@@ -196,9 +200,10 @@ def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
         if not chosen:
             best = min(left.values(), key=lambda each: each.rank_first(wanted))
         else:
-            best = min(left.values(), key=lambda each: each.rank_next(taken, seen))
-            if not best.branches - taken and not best.traits - seen:
+            new = [each for each in left.values() if each.branches - taken or each.traits - seen]
+            if not new:
                 break
+            best = min(new, key=lambda each: each.rank_next(taken, seen))
         chosen.append(best.row.name)
         seen |= best.traits
         taken |= best.branches
@@ -244,8 +249,9 @@ def _list_traits(name: str) -> set[tuple[str, object]]:
         recipe.precision != "float64" and (recipe.precision, recipe.float8),
         count_stages(layout) // layout.pp - 1,
         layout.data_parallel == "fsdp1",
+        recipe.model.reference is not None and recipe.model.reference.num_layers > 4,
     )
-    names = (*_SPECIAL, "stages of a rank", "flat shards")
+    names = (*_SPECIAL, "stages of a rank", "flat shards", "many layers")
     return found | {(name, value) for name, value in zip(names, others, strict=True) if value}
 
 

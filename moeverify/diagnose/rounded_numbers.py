@@ -37,9 +37,14 @@ _UNITS = 2.0**-50  # of a quotient of numbers in float64
 _REPORTED = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 
 
-def list_numbers(model: ReferenceModel | None, clip: Tensor | None) -> dict[str, float]:
-    """Return the numbers by which losses and gradients are multiplied: weights of losses, a clip's coefficient."""
+def list_numbers(model: ReferenceModel | None, clip: Tensor | None, valid: Tensor | None) -> dict[str, float]:
+    """Return the numbers by which losses and gradients are multiplied.
+
+    They are the weights of losses, one over the valid tokens (B, S), and the coefficient of a clip.
+    """
     found = {} if clip is None else {"clip": float(clip)}
+    if valid is not None and bool(valid.any()):
+        found["valid"] = 1.0 / float(valid.sum())
     if model is not None and model.moe is not None:
         found |= {"balance": model.moe.balance_coef, "z": model.moe.z_coef}
     return {name: number for name, number in found.items() if number}
@@ -85,21 +90,26 @@ def _find_rounded(factor: float, numbers: Mapping[str, float], sizes: Sequence[i
 
 def _read_reported(actual: float, expected: float, numbers: Mapping[str, float]) -> RoundedNumber | None:
     """Return the narrower dtype of which a reported number is, or a few of which it sums up."""
-    for dtype, (_, bits) in _DTYPES.items():
-        unit = 2.0**-bits * (1 << _MORE_BITS)
-        if abs(actual / expected - 1.0) > unit:
-            continue
-        for found, right in zip(_list_parts(actual, numbers), _list_parts(expected, numbers), strict=True):
-            if _has_bits(found, bits + _MORE_BITS) and not _has_bits(right, bits + _MORE_BITS):
-                return RoundedNumber(dtype=dtype)
-    return None
+    error, parts = abs(actual / expected - 1.0), list(_list_parts(actual, expected, numbers))
+    found = [
+        dtype
+        for dtype, (_, bits) in _DTYPES.items()
+        if error <= 2.0**-bits
+        and any(
+            _has_bits(each, bits + _MORE_BITS) > _has_bits(right, bits + _MORE_BITS) for each, right in parts
+        )
+    ]
+    # Where the error is small by luck a wider dtype may have made it too.
+    return RoundedNumber(dtype=" or ".join(found)) if found else None
 
 
-def _list_parts(value: float, numbers: Mapping[str, float]) -> Iterator[float]:
-    """Yield a number, its square where it is a root, and what it is without a known number before it."""
-    yield value
-    yield value * value
-    yield from (value / number for number in numbers.values() if number)
+def _list_parts(
+    actual: float, expected: float, numbers: Mapping[str, float]
+) -> Iterator[tuple[float, float]]:
+    """Yield a number, its square if it is a root, and what it is without a known number before it; and the right ones."""
+    yield actual, expected
+    yield actual * actual, expected * expected
+    yield from ((actual / number, expected / number) for number in numbers.values() if number)
 
 
 def _has_bits(value: float, bits: int) -> bool:

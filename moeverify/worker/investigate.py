@@ -341,7 +341,7 @@ def _make_inputs(
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
-        numbers=list_numbers(case.recipe.model.reference, clip),
+        numbers=list_numbers(case.recipe.model.reference, clip, valid),
     )
 
 

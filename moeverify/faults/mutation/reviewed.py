@@ -19,10 +19,6 @@ EQUIVALENT: Mapping[str, str] = {
     "parallel.plan:_flat:other-group:0": (
         "where the two sizes differ a flat shard is alone in its group, and the sum over that changes nothing"
     ),
-    "parallel.gradients:finalize_gradients:skip-statement:0": (
-        "of the first parameter, an embedding over tp, the gradient stays whole on each rank: optimizers of torch bring "
-        "it to the placement of its parameter, and norms count it once"
-    ),
     "parallel.collectives:_Exchange.backward:add-detach:0": _NO_GRAPH,
     "parallel.collectives:_Exchange.forward:add-detach:0": _NO_GRAPH,
     "parallel.context_parallel.allgather:AllGatherCore.__call__:stale:0": _ONE_LAYOUT,

@@ -38,6 +38,7 @@ _NO_AXES: Mapping[str, str] = {
 _NUMBERS: Mapping[str, str] = {
     "": "it",
     "clip": "the clip coefficient",
+    "valid": "one over the number of valid tokens",
     "balance": "the weight of the balance loss",
     "z": "the weight of the z loss",
 }

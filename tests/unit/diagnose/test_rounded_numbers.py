@@ -17,7 +17,7 @@ from moeverify.results.factor import Factor, RoundedNumber, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 
-NUMBERS = {"balance": 0.02, "z": 0.001, "clip": 0.137}
+NUMBERS = {"balance": 0.02, "z": 0.001, "clip": 0.137, "valid": 1.0 / 349.0}
 
 
 def to(value: float, dtype: torch.dtype) -> float:
@@ -66,6 +66,11 @@ def test_a_reported_number_of_few_bits_was_rounded(dtype: torch.dtype) -> None:
         assert ask(actual / 2.3456789, actual).rounded == RoundedNumber(dtype=name)
 
 
+def test_a_reported_number_that_two_dtypes_may_have_made_is_said_to_be_of_either() -> None:
+    value = to(2.3456789, torch.float16)  # 2.345703125, ten bits
+    assert ask(value / 2.3456789, value).rounded == RoundedNumber(dtype="bfloat16 or float16")
+
+
 def test_a_reported_number_of_all_bits_was_not() -> None:
     for factor in (1.001, 1.0 + 1e-8, 1.01):
         assert ask(factor, 2.3456789 * factor).rounded is None
@@ -77,5 +82,7 @@ def test_below_float64_everything_is_rounded_and_nothing_is_said() -> None:
 
 def test_the_numbers_of_a_recipe() -> None:
     model = ReferenceModel(**PRESETS["stress"])
-    assert list_numbers(model, torch.tensor(0.25)) == {"clip": 0.25, "balance": 0.02, "z": 0.001}
-    assert list_numbers(None, None) == {}
+    valid = torch.tensor([[True, True], [True, False]])
+    found = list_numbers(model, torch.tensor(0.25), valid)
+    assert found == {"clip": 0.25, "balance": 0.02, "z": 0.001, "valid": 1.0 / 3.0}
+    assert list_numbers(None, None, None) == {}
