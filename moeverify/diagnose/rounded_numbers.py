@@ -84,7 +84,7 @@ def _find_rounded(factor: float, numbers: Mapping[str, float], sizes: Sequence[i
             for dtype, (kind, _) in _DTYPES.items():
                 value = number * size
                 if value and abs(_round(value, kind) / value - factor) <= _EXACT and factor != 1.0:
-                    return RoundedNumber(name=name, dtype=dtype)
+                    return RoundedNumber(name=name, dtypes=(dtype,))
     return None
 
 
@@ -100,13 +100,13 @@ def _read_reported(actual: float, expected: float, numbers: Mapping[str, float])
         )
     ]
     # Where the error is small by luck a wider dtype may have made it too.
-    return RoundedNumber(dtype=" or ".join(found)) if found else None
+    return RoundedNumber(dtypes=tuple(found)) if found else None
 
 
 def _list_parts(
     actual: float, expected: float, numbers: Mapping[str, float]
 ) -> Iterator[tuple[float, float]]:
-    """Yield a number, its square if it is a root, and what it is without a known number before it; and the right ones."""
+    """Yield a number, its square if it is a root, what is left without a known number, each beside the right one."""
     yield actual, expected
     yield actual * actual, expected * expected
     yield from ((actual / number, expected / number) for number in numbers.values() if number)

@@ -39,9 +39,12 @@ class Product(Record):
 
 
 class RoundedNumber(Record):
-    """A number that was rounded to a narrower dtype: one that has a name, or else what is reported."""
+    """A number that was rounded to a narrower dtype: one that has a name, or else what is reported.
 
-    dtype: str
+    Several `dtypes` may have made it.
+    """
+
+    dtypes: tuple[str, ...]
     name: str = ""
 
 

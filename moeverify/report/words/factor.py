@@ -95,7 +95,7 @@ def describe_sources(factor: Factor) -> str:
     """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
     if factor.rounded is not None:
         what = _NUMBERS[factor.rounded.name]
-        return f"{what} is rounded to {factor.rounded.dtype}"
+        return f"{what} is rounded to {' or '.join(factor.rounded.dtypes)}"
     if not factor.equals:
         return ""
     value = format_factor(factor.value**factor.power)

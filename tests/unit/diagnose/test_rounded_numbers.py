@@ -50,7 +50,7 @@ def ask(factor: float, actual: float | None = None, precision: torch.dtype = tor
 def test_a_number_that_was_rounded_is_named(name: str, dtype: torch.dtype, times: int) -> None:
     value = NUMBERS[name] * times
     found = ask(to(value, dtype) / value).rounded
-    assert found == RoundedNumber(name=name, dtype=str(dtype).removeprefix("torch."))
+    assert found == RoundedNumber(name=name, dtypes=(str(dtype).removeprefix("torch."),))
 
 
 @pytest.mark.parametrize("factor", [1.0 + 2.0**-9, 1.0 + 4.7e-8, 0.999, 1.02])
@@ -63,12 +63,12 @@ def test_a_reported_number_of_few_bits_was_rounded(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     parts = [to(value, dtype) for value in (1.0456789, 1.3)]
     for actual in (to(2.3456789, dtype), sum(parts), 0.02 * to(2.3456789 / 0.02, dtype)):
-        assert ask(actual / 2.3456789, actual).rounded == RoundedNumber(dtype=name)
+        assert ask(actual / 2.3456789, actual).rounded == RoundedNumber(dtypes=(name,))
 
 
 def test_a_reported_number_that_two_dtypes_may_have_made_is_said_to_be_of_either() -> None:
     value = to(2.3456789, torch.float16)  # 2.345703125, ten bits
-    assert ask(value / 2.3456789, value).rounded == RoundedNumber(dtype="bfloat16 or float16")
+    assert ask(value / 2.3456789, value).rounded == RoundedNumber(dtypes=("bfloat16", "float16"))
 
 
 def test_a_reported_number_of_all_bits_was_not() -> None:

@@ -182,7 +182,7 @@ VALUES = [
             scaled(
                 Contribution(
                     part=Part(term="z"),
-                    factor=Factor(value=1.0000000475, rounded=RoundedNumber(name="z", dtype="float32")),
+                    factor=Factor(value=1.0000000475, rounded=RoundedNumber(name="z", dtypes=("float32",))),
                 )
             ),
         ),
@@ -195,12 +195,15 @@ VALUES = [
             Cause.METRIC,
             Quantity.LOSS,
             scaled(
-                Contribution(part=WHOLE, factor=Factor(value=0.998, rounded=RoundedNumber(dtype="bfloat16")))
+                Contribution(
+                    part=WHOLE,
+                    factor=Factor(value=0.998, rounded=RoundedNumber(dtypes=("bfloat16", "float16"))),
+                )
             ),
             tensors=("lm",),
         ),
-        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16; the "
-        "gradients match",
+        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16 or float16; "
+        "the gradients match",
         "lm loss",
     ),
     (
