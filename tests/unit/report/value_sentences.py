@@ -202,8 +202,8 @@ VALUES = [
             ),
             tensors=("lm",),
         ),
-        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16 or float16; "
-        "the gradients match",
+        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16 or "
+        "float16; the gradients match",
         "lm loss",
     ),
     (
