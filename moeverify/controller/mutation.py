@@ -8,7 +8,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from moeverify.axes.expert_placement import is_placed
 from moeverify.axes.groups import TOP_K, list_degrees
+from moeverify.axes.stages import count_stages
 from moeverify.case.schema import Case
 from moeverify.controller.clean_matrix import LAYOUTS
 from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_curve
@@ -25,13 +27,19 @@ from moeverify.faults.mutation.sites import DATA_AXES
 from moeverify.faults.setting import make_case
 from moeverify.jobs import CoverageJob
 from moeverify.report.words.cause import describe_cause
-from moeverify.results.mutation import CoveredCode, Judgement, MutantRow, Outcome
+from moeverify.results.mutation import CoveredCode, Judgement, MutantRow, Outcome, Span
 from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 
+_LONG: Mapping[str, Any] = {"batch": 4, "seq_len": 288}
+_FLOAT8: Mapping[str, Any] = {"precision": "bfloat16", "float8": "rowwise_with_gw_hp"}
+_PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
+"""Experts on two ranks, some on both."""
+
 # What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches, an
-# optimizer with decay. Where a group is the whole world, another group in its place does nothing: so each is there
-# beside data parallelism too.
+# optimizer with decay, experts that a placement puts somewhere, replicas of all kinds, more positions and tokens than
+# bfloat16 can count, and other precisions. Where a group is the whole world, another group in its place does nothing:
+# so each is there beside data parallelism too.
 _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
     "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
@@ -52,12 +60,30 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "latent cp": ({"preset": "tiny-deepseek-v2-lite"}, {"cp": 2}),
     "latent fsdp2-ep": ({"preset": "tiny-deepseek-v3"}, {"dp_shard": 2, "ep": 2}),
     "fsdp2 recompute": ({}, {"dp_shard": 2, "micro_batches": 2, "recompute": True}),
+    "deep pp-interleaved": (
+        {"model": {"num_layers": 5}},
+        {**LAYOUTS["pp-interleaved"], "stage_layers": (2, 1, 1, 1)},
+    ),
+    "fsdp1-replicas": ({}, {"dp_replicate": 2, "data_parallel": "fsdp1"}),
+    "hsdp4-ep": ({}, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
+    "tp4-ep2": ({}, {"tp": 4, "ep": 2}),
+    "ddp-ep placed": ({}, {"dp_replicate": 2, "data_parallel": "ddp", "ep": 2, "placement": _PLACED}),
+    "fsdp2-ep-pp placed": ({}, {**LAYOUTS["fsdp2-ep-pp"], "placement": _PLACED}),
+    "long cp-alltoall": ({"data": _LONG}, LAYOUTS["cp-alltoall"]),
+    "long tp-ep": ({"data": _LONG}, LAYOUTS["tp-ep"]),
+    "mixed fsdp2-ep": ({"recipe": {"precision": "mixed"}}, LAYOUTS["fsdp2-ep"]),
+    "bfloat16 ddp-ep": ({"recipe": {"precision": "bfloat16"}}, LAYOUTS["ddp-ep"]),
+    "float8 fsdp2": ({"recipe": _FLOAT8}, LAYOUTS["fsdp2"]),
+    "float8 pp": ({"recipe": _FLOAT8}, LAYOUTS["pp"]),
 }
 
 # Stacks and sentences name files by their whole path, which is that of a machine.
 _PARENT_FOLDER = f"{Path(__file__).resolve().parents[2]}/"
 
-MOST_LAYOUTS = 6
+_SPECIAL = ("weight decay", "placement", "length", "precision")
+"""In what cases differ beside axes, of which code that does not serve it needs nothing."""
+
+MOST_LAYOUTS = 8
 """Under how many layouts a mutant may run before it counts as one that survives."""
 
 
@@ -108,7 +134,7 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
 
 @cache
 def list_cases() -> Mapping[str, Case]:
-    """Return the clean cases under which mutants may run, in float64, by name."""
+    """Return the clean cases under which mutants may run, by name: most in float64."""
     plain = {name: make_case(name, **layout) for name, layout in LAYOUTS.items()}
     more = {name: make_case(name, **options, **layout) for name, (options, layout) in _MORE.items()}
     return {name: case for name, case in {**plain, **more}.items() if not list(validate(case))}
@@ -155,41 +181,84 @@ def _read_row(result: CaseResult, folder: Path) -> CoveredCode:
 def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
     """Return the layouts under which a mutant runs until it is killed: all execute what it changes.
 
-    The first is the smallest, of several as small the one with most axes of which the code is; code of every axis
-    shows most under data ranks. Those after it have the most axes, or degrees of them, that none before has: of two
-    ranks each is the next and the one before of the other, so that a degree of 4 shows what 2 hides.
+    The first is the smallest, of several as small the plainest, with most axes of which the code is; code of every
+    axis shows most under data ranks. Those after it take most branches of the mutant's function that none before
+    takes, then have most axes, degrees of them or other traits that none before has: of two ranks each is the next
+    and the one before of the other, so that a degree of 4 shows what 2 hides. Narrower precisions come last: what
+    they show, float64 shows more exactly.
     """
     wanted = set(mutant.area.axes or DATA_AXES) | {"ep"}
     left = {
-        row.name: (row, _list_axes(row.name))
+        row.name: _Choice(row, _list_traits(row.name), _list_branches(mutant, row))
         for row in covered
         if mutant.is_executed(row.spans.get(mutant.file, ()))
     }
     chosen: list[str] = []
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[str, object]] = set()
+    taken: set[Span] = set()
     while left and len(chosen) < MOST_LAYOUTS:
         if not chosen:
-            best = min(
-                left.values(), key=lambda each: (each[0].ranks, -_count(each[1], wanted), each[0].seconds)
-            )
+            best = min(left.values(), key=lambda each: each.rank_first(wanted))
         else:
-            best = min(left.values(), key=lambda each: (-len(each[1] - seen), each[0].ranks, each[0].seconds))
-            if not best[1] - seen:
+            new = [each for each in left.values() if each.branches - taken or each.traits - seen]
+            if not new:
                 break
-        chosen.append(best[0].name)
-        seen |= left.pop(best[0].name)[1]
+            best = min(new, key=lambda each: each.rank_next(taken, seen))
+        chosen.append(best.row.name)
+        seen |= best.traits
+        taken |= best.branches
+        del left[best.row.name]
     return chosen
 
 
-def _list_axes(name: str) -> set[tuple[str, int]]:
-    """Return the axes of a case with their degrees, its micro-batches, and whether its optimizer decays weights."""
+@dataclass(frozen=True)
+class _Choice:
+    """A layout that executes a mutant, its axes and other traits, and what it executes of the mutant's function."""
+
+    row: CoveredCode
+    traits: set[tuple[str, object]]
+    branches: set[Span]
+
+    def rank_first(self, wanted: set[str]) -> tuple[float, ...]:
+        """Return by what the first of several is chosen, the least one first."""
+        count = sum(axis in wanted for axis, _ in self.traits)
+        num_special = sum(name in _SPECIAL for name, _ in self.traits)
+        return self._is_narrow, self.row.ranks, num_special, -count, self.row.seconds
+
+    def rank_next(self, taken: set[Span], seen: set[tuple[str, object]]) -> tuple[float, ...]:
+        """Return by what those after it are chosen, beside what earlier ones have shown."""
+        new = self.traits - seen
+        return self._is_narrow, -len(self.branches - taken), -len(new), self.row.ranks, self.row.seconds
+
+    @property
+    def _is_narrow(self) -> bool:
+        return list_cases()[self.row.name].recipe.precision != "float64"
+
+
+def _list_traits(name: str) -> set[tuple[str, object]]:
+    """Return the axes of a case with their degrees, its micro-batches, and in what else cases differ."""
     case = list_cases()[name]
-    found = {(axis, degree) for axis, degree in list_degrees(case).items() if axis != TOP_K}
-    return found | ({("weight decay", 1)} if case.recipe.optimizer.weight_decay else set())
+    layout, recipe = case.layout, case.recipe
+    found: set[tuple[str, object]] = {
+        (axis, degree) for axis, degree in list_degrees(case).items() if axis != TOP_K
+    }
+    others = (
+        bool(recipe.optimizer.weight_decay),
+        is_placed(layout),
+        recipe.data.seq_len > 256,
+        recipe.precision != "float64" and (recipe.precision, recipe.float8),
+        count_stages(layout) // layout.pp - 1,
+        layout.data_parallel == "fsdp1",
+        recipe.model.reference is not None and recipe.model.reference.num_layers > 4,
+    )
+    names = (*_SPECIAL, "stages of a rank", "flat shards", "many layers")
+    return found | {(name, value) for name, value in zip(names, others, strict=True) if value}
 
 
-def _count(axes: set[tuple[str, int]], wanted: set[str]) -> int:
-    return sum(axis in wanted for axis, _ in axes)
+def _list_branches(mutant: Mutant, row: CoveredCode) -> set[Span]:
+    """Return what a layout executes of the function in which a mutant is."""
+    first, last = mutant.function_lines
+    return {span for span in row.spans.get(mutant.file, ()) if first <= span[0] and span[2] <= last}
 
 
 class MutationRun:

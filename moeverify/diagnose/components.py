@@ -46,7 +46,8 @@ class Components:
     the names that a user's loss gives them. `padding[term]` is what padding tokens would add to lm and z; for balance
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
-    it is asked for, and empty where that is not known.
+    it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
+    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
     """
 
     cells: tuple[Cell, ...]
@@ -55,6 +56,8 @@ class Components:
     num_valid: tuple[int, ...]
     names: tuple[str, ...]
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
+    by_use: Callable[[], Mapping[str, Vector]] = dict
+    by_scope: Callable[[], Mapping[str, Vector]] = dict
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -114,6 +117,8 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         num_valid=tuple(int(mask.sum()) for mask in masks),
         names=tuple(held.name for held in program.shards),
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
+        by_use=cache(gradient.gradients_by_use),
+        by_scope=cache(gradient.balance_by_scope),
     )
 
 

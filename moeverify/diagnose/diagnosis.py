@@ -27,6 +27,7 @@ from moeverify.diagnose.recomputed import (
 )
 from moeverify.diagnose.recomputed_norm import explain_norm
 from moeverify.diagnose.repeated_reduction import name_repeated_reduction
+from moeverify.diagnose.rounded_numbers import name_rounded
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
@@ -296,7 +297,8 @@ def make_origins(
     """Return one finding for each cause, and the identities of these findings."""
     origins: list[Finding] = []
     explained: set[tuple[str, str, int]] = set()
-    for cause in causes:
+    for each in causes:
+        cause = name_rounded(each, inputs)
         head = _choose_head(cause, first)
         if _identity(head) in explained:
             continue

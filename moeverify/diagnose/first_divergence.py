@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,9 @@ NAME = "first_divergence"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 Coordinates = Mapping[int, Mapping[str, int]]
+
+_DISPATCHER = "dispatcher"  # of a block of experts, which calls them and stands beside them
+_MOST_AROUND = 4
 
 # Relative errors above which a reading is wrong: a thousand times what reordered sums of a few layers cost. Units of
 # rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: its rounding hides where it began.
@@ -82,6 +85,8 @@ class Search:
     """What came of the search: the origin of each direction, how many readings were right before, how far off.
 
     `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
+    `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
+    module may have a part of a sum by right, which is made in the one that calls it.
     """
 
     origins: Mapping[str, Origin]
@@ -89,6 +94,7 @@ class Search:
     worst_right: Mapping[str, float]
     bound: float
     matched: frozenset[str] = frozenset()
+    around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
 
     def observe(self, direction: Direction) -> FirstDivergence:
         """Return where a direction first differs, and what was right before."""
@@ -159,6 +165,7 @@ def find_origins(
         if (each := _judge(reading, ranks, bound)) is not None
     ]
     origins: dict[str, Origin] = {}
+    around: dict[str, tuple[Origin, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for direction in DIRECTIONS:
@@ -176,10 +183,12 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
+            near = _list_near(first, wrong)
+            around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, bound, matched)
+    return Search(origins, num_right, worst_right, bound, matched, around)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -194,12 +203,40 @@ def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
     """Return the first reading that is wrong, in the order of one device.
 
     Where modules hand a tensor from one to the other, one device reads it at both, as equal values. A layout may put
-    a collective between the two: of these the one that ranks read first is the first.
+    a collective between the two: of these the one that ranks read first is the first. Without one the module that
+    made it is named, and not the one that has got it.
     """
     if not wrong:
         return None
     alike = [each for each in wrong if torch.equal(each.reading.local, wrong[0].reading.local)]
-    return min(alike, key=lambda each: each.order)
+    first = min(alike, key=lambda each: each.order)
+    # Where ranks have the same at both, nothing lies between them, and the module that made it is known.
+    made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
+    return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
+
+
+def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
+    """Return what modules around the first wrong one, or beside it, made of it next, the innermost first."""
+    own = first.reading.module
+    modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
+    later = wrong[wrong.index(first) + 1 :]
+    return [each for each in later if each.reading.module in modules and _is_made_there(each)][:_MOST_AROUND]
+
+
+def _is_made_there(judged: _Judged) -> bool:
+    """Return whether the module where it was read has made it: its output, or the gradient of its input."""
+    reading = judged.reading
+    return reading.end == ("output" if reading.direction == FORWARD else "input")
+
+
+def _have_same(first: WrongTensor, second: WrongTensor) -> bool:
+    """Return whether ranks have the same values of two readings, shard by shard."""
+    if len(first.shards) != len(second.shards):
+        return False
+    return all(
+        one.region.key == other.region.key and torch.equal(one.values(), other.values())
+        for one, other in zip(first.shards, second.shards, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)  # two of them are never equal: `list.index` would compare their tensors

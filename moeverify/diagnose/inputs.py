@@ -66,7 +66,7 @@ class DiagnosisInputs:
     known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `shapes` has, of
     what has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
-    micro-batch.
+    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -88,6 +88,7 @@ class DiagnosisInputs:
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def origins(self) -> Mapping[str, Origin]:
@@ -96,7 +97,9 @@ class DiagnosisInputs:
 
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return where in a module a tensor was read; None for what is no module's output or gradient."""
-        return next((origin for origin in self.origins.values() if origin.tensor is tensor), None)
+        around = self.search.around.values() if self.search is not None else ()
+        known = [*self.origins.values(), *(each for found in around for each in found)]
+        return next((origin for origin in known if origin.tensor is tensor), None)
 
     def comes_from_loss(self, origin: Origin) -> bool:
         """Return whether what a loss passes back to the model is wrong: no gradient was right before it.

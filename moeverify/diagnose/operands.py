@@ -44,11 +44,13 @@ def find_operands(
     tp: int,
 ) -> Search:
     """Return the search with what was all-reduced inside the module of each origin, in the shape of its tensor."""
-    origins = {
-        direction: replace(origin, reduced=tuple(_match(origin, by_rank, coordinates, tp)))
-        for direction, origin in search.origins.items()
-    }
-    return replace(search, origins=origins)
+
+    def add(origin: Origin) -> Origin:
+        return replace(origin, reduced=tuple(_match(origin, by_rank, coordinates, tp)))
+
+    origins = {direction: add(origin) for direction, origin in search.origins.items()}
+    around = {direction: tuple(map(add, found)) for direction, found in search.around.items()}
+    return replace(search, origins=origins, around=around)
 
 
 def _match(

@@ -92,8 +92,9 @@ class ReadReduction:
 def list_meetings(brought: Mapping[int, Sequence[Brought]], sizes: Mapping[int, int]) -> list[Meeting]:
     """Return what ranks brought to all-reduces as large as their part of a tensor, the last ones first.
 
-    `sizes` has the elements of that part by rank. The n-th from the end of such collectives from one place in the
-    source belongs to the n-th from the end of the others: so many tensors may have one shape.
+    `sizes` has the elements of that part by rank; what others brought to the same collectives is there too. The
+    n-th from the end of such collectives from one place in the source belongs to the n-th from the end of the others:
+    so many tensors may have one shape.
     """
     found: dict[tuple[str, int], dict[int, Brought]] = {}
     for rank, size in sizes.items():
@@ -107,11 +108,31 @@ def list_meetings(brought: Mapping[int, Sequence[Brought]], sizes: Mapping[int, 
     return [
         Meeting(
             {rank: each.collective for rank, each in members.items()},
-            {rank: each.values.reshape(-1).to(torch.float64) for rank, each in members.items()},
+            {
+                rank: each.values.reshape(-1).to(torch.float64)
+                for rank, each in (_find_others(brought, members) | members).items()
+            },
         )
         for _, members in sorted(found.items(), key=lambda item: item[0][1])
         if set(members) == set(sizes)
     ]
+
+
+def _find_others(
+    brought: Mapping[int, Sequence[Brought]], members: Mapping[int, Brought]
+) -> dict[int, Brought]:
+    """Return what ranks without the tensor brought to the same collectives: those met in them by mistake.
+
+    Collectives of a group are numbered alike on its ranks.
+    """
+    met = {_number(each) for each in members.values()}
+    return {rank: each for rank, kept in brought.items() for each in kept if _number(each) in met}
+
+
+def _number(brought: Brought) -> tuple[object, ...]:
+    """Return what is equal for what ranks bring to one collective."""
+    record = brought.collective
+    return record.group, record.axis, record.sequence, brought.values.numel()
 
 
 def read_meeting(

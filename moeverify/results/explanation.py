@@ -98,7 +98,7 @@ class Explanation(Record):
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return any(
-                each.part != WHOLE or each.factor.equals or each.factor.is_zero
+                each.part != WHOLE or each.factor.equals or each.factor.is_zero or each.factor.rounded
                 for each in operation.contributions
             )
         return True

@@ -77,6 +77,14 @@ class Misplaced(Record):
     axes: tuple[Product, ...] = ()
 
 
+class Rescoped(Record):
+    """A loss term is taken over other tokens at a time than it should: over the batch and not over each sequence."""
+
+    kind: Literal["rescoped"] = "rescoped"
+    term: str
+    scope: str
+
+
 class Unmasked(Record):
     """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
 
@@ -136,11 +144,13 @@ class Replaced(Record):
 class Unmoved(Record):
     """The optimizer has not changed the weight, or a step has not changed the state, though it should have.
 
-    With `ranks` that holds of these alone, and what the others have is right.
+    With `ranks` that holds of these alone, and what the others have is right. `unused` says that these hold the
+    parameter, and that no gradient of it comes there.
     """
 
     kind: Literal["unmoved"] = "unmoved"
     ranks: tuple[int, ...] = ()
+    unused: bool = False
 
 
 class NormOfNorms(Record):
@@ -281,6 +291,7 @@ Operation = Annotated[
     | Unreduced
     | Misreduced
     | Misplaced
+    | Rescoped
     | Unmasked
     | Zeroed
     | Moved

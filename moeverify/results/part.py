@@ -45,7 +45,8 @@ class Part(Record):
 
     `term` is a loss term (lm, balance, z) of which the tensor is a gradient, and `router` the one of whose layer that
     term is, where it is a sum over layers. `added` is something else that was added
-    to it. `group` are the parameters whose squares are meant, of a norm.
+    to it. `group` are the parameters whose squares are meant, of a norm. `use` is one of several that a weight has,
+    of a gradient: what comes through that.
     """
 
     term: str = ""
@@ -54,6 +55,7 @@ class Part(Record):
     block: Block | None = None
     added: Literal["", "weight", "gradient-of-step-before"] = ""
     group: Group | None = None
+    use: str = ""
 
     @property
     def belongs(self) -> bool:

@@ -170,6 +170,14 @@ class CustomParts:
         """Return nothing: a user's loss is one number."""
         return ()
 
+    def balance_by_scope(self) -> dict[str, Vector]:
+        """Return nothing: a user's loss has no balance term that is known."""
+        return {}
+
+    def gradients_by_use(self) -> dict[str, Vector]:
+        """Return nothing: which weights a user's model uses several times is not known."""
+        return {}
+
     def _zeros(self) -> Vector:
         shards = self.run.shards
         return {shard.name: torch.zeros_like(shard.tensor, device="cpu").detach() for shard in shards}

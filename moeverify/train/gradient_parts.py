@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moeverify.case.schema import MoE
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.router import RouterStats
-from moeverify.model.transformer import ModelOutput
+from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses
@@ -90,6 +91,40 @@ class ReferenceParts:
             found.append({name: differentiate(term, self.run.shards) for name, term in terms.items()})
         return found
 
+    def balance_by_scope(self) -> Mapping[str, Vector]:
+        """Return the gradient of the balance loss as it would be in other scopes; see `GradientParts`."""
+        if self.moe is None or self.moe.balance_coef == 0.0:
+            return {}
+        routers, found = self._forward(self.batch.valid).routers, {}
+        for scope in ("sequence", "batch"):
+            if scope != self.moe.balance_scope:
+                moe = self.moe.model_copy(update={"balance_scope": scope})
+                balance, _ = router_losses(moe, routers, self.batch, self.normalizers, Sums())
+                found[scope] = differentiate(balance, self.run.shards)
+        return found
+
+    def gradients_by_use(self) -> Mapping[str, Vector]:
+        """Return the gradient through each use of a tied weight; see `GradientParts`."""
+        model = self.run.model
+        if not isinstance(model, Transformer) or not isinstance(model.lm_head, TiedHead) or not model.embed:
+            return {}
+        weight = model.embed.weight
+        whole = _add_up(self.gradients(self.batch.valid))
+        hook = model.lm_head.register_forward_hook(
+            lambda _, args, output: functional.linear(args[0], weight.detach())
+        )
+        try:
+            looked_up = _add_up(self.gradients(self.batch.valid))
+        finally:
+            hook.remove()
+        return {"embedding": looked_up, "head": {name: whole[name] - looked_up[name] for name in whole}}
+
     def _forward(self, mask: Tensor) -> ModelOutput:
         output: ModelOutput = self.run.model(self.batch.tokens, self.batch.positions, mask)
         return output
+
+
+def _add_up(terms: Mapping[str, Vector]) -> Vector:
+    """Return the sum of the terms' gradients."""
+    names = next(iter(terms.values()))
+    return {name: torch.stack([vector[name] for vector in terms.values()]).sum(dim=0) for name in names}

@@ -119,9 +119,14 @@ class Tap:
             shape = self._shapes.get(block)
             if shape is None or shape.numel() != len(value):
                 return value
+            name = f"{block}.dispatcher"
+            if end == "input":
+                self._begin(FORWARD, name)
             # A node of the graph of its own: its gradient is what comes through the experts, and by no other way.
             passed = value.view(*shape, -1)
-            self._take(f"{block}.dispatcher", end, passed, self._micro_batches.get(root, 0))
+            self._take(name, end, passed, self._micro_batches.get(root, 0))
+            if end == "output":
+                self._end(FORWARD, name)
             return passed.flatten(0, 1)
 
         return read

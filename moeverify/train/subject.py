@@ -7,7 +7,7 @@ says what its losses are, and takes its gradient apart. How a model is divided o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -64,6 +64,18 @@ class GradientParts(Protocol):
         """Return, for each router in order, the gradient of its balance and z loss over all valid tokens.
 
         Empty where the losses of single routers are not known.
+        """
+
+    def balance_by_scope(self) -> Mapping[str, Vector]:
+        """Return the gradient of the balance loss as it would be over other tokens at a time, by their name.
+
+        Empty where no such loss is known.
+        """
+
+    def gradients_by_use(self) -> Mapping[str, Vector]:
+        """Return the gradient that comes through each use of a weight that has several, by the name of the use.
+
+        Over all valid tokens and terms. Empty where there is no such weight, or where its uses are not known.
         """
 
 

@@ -40,6 +40,7 @@ from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import NamedFormula
+from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
@@ -340,6 +341,7 @@ def _make_inputs(
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
+        numbers=list_numbers(case.recipe.model.reference, clip, valid),
     )
 
 
@@ -480,10 +482,8 @@ def _search(
     readings = read_right()
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
-    by_rank = [each.readings for each in evidence.by_rank]
-    search = find_origins(
-        readings, by_rank, coordinates, case.layout.tp, dtype_of(case.recipe.precision), known
-    )
+    by_rank, precision = [each.readings for each in evidence.by_rank], dtype_of(case.recipe.precision)
+    search = find_origins(readings, by_rank, coordinates, case.layout.tp, precision, known)
     operands = [(each.readings, each.operands) for each in evidence.by_rank]
     return find_operands(search, operands, coordinates, case.layout.tp)
 

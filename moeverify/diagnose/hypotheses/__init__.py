@@ -22,6 +22,8 @@ ORDER = (
         "one_factor",
         "loss_terms",
         "router_terms",
+        "tied_uses",
+        "other_scope",
         "batch_shares",
         "padding",
         "share_terms",

@@ -22,6 +22,8 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason, Trial
 
+_FITTED = 1e-10  # of a coefficient: what the fit leaves of rounding
+
 
 class LinearFit(Hypothesis):
     """Gradients are a sum of some parts of their goldens, each with a coefficient of its own.
@@ -58,7 +60,7 @@ class LinearFit(Hypothesis):
         sources, counts = self.sources(tensors, inputs), self.counts(inputs)
         contributions = list_contributions(fit, sources, counts)
         # A factor of 1 + 1e-7 is right by itself, but it is all that is off, and so it is what is wrong.
-        wrong = tuple(each for each in contributions if not each.is_right) or contributions
+        wrong = tuple(each for each in contributions if not each.is_right) or _list_off(contributions)
         operation = self.describe(wrong, fit, inputs)
         explanation = explain_by(self.cause, operation, tensors, inputs, residual=fit.residual)
         evidence = (FitResult(contributions=contributions, residual=fit.residual),)
@@ -93,6 +95,12 @@ def list_contributions(
         Contribution(part=part, factor=find_factor(value, sources, counts=counts))
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
     )
+
+
+def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+    """Return the parts whose factors are off by more than a fit in float64 leaves; all where none is."""
+    off = (each for each in contributions if abs(each.factor.value - float(each.part.belongs)) > _FITTED)
+    return tuple(off) or contributions
 
 
 def knows(components: Components | None, tensors: Sequence[WrongTensor]) -> bool:

@@ -40,6 +40,17 @@ class MisreducedHypothesis(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Try every all-reduce of the size of the tensor, the last ones first."""
         (tensor,) = tensors
+        outcome = self._test(tensor, inputs)
+        origin = inputs.origin_of(tensor)
+        if outcome.explanation is not None or origin is None or inputs.search is None:
+            return outcome
+        for near in inputs.search.around.get(origin.direction, ()):
+            found = self._test(near.tensor, inputs)
+            if found.explanation is not None:
+                return found
+        return outcome
+
+    def _test(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome:
         shards = [shard for shard in tensor.shards if shard.region.numel]
         if any(shard.local is None for shard in shards) or len({shard.rank for shard in shards}) < 2:
             return self.untried(Reason.NOT_HELD)

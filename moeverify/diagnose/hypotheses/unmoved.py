@@ -8,6 +8,7 @@ from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import LargestValue
 from moeverify.results.operation import Unmoved
@@ -27,12 +28,14 @@ class UnmovedHypothesis(Hypothesis):
         if expected == 0.0:
             return self.untried(Reason.EXPECTED_IS_ZERO)
         seen = LargestValue(expected=expected, actual=actual)
-        ranks = _find_unmoved(tensor) if actual != 0.0 else ()
+        ranks = _find_unmoved(tensor)
         if actual != 0.0 and not ranks:
             return self.refuse(seen)
-        if ranks:
-            return self.accept(explain_by(Cause.STALE, Unmoved(ranks=ranks), tensors, inputs), seen)
-        return self.accept(explain_by(Cause.STALE, Unmoved(), tensors, inputs), seen)
+        is_everywhere = set(ranks) == {shard.rank for shard in tensor.shards if shard.region.numel}
+        if not ranks or is_everywhere:
+            return self.accept(explain_by(Cause.STALE, Unmoved(), tensors, inputs), seen)
+        operation = Unmoved(ranks=ranks, unused=set(ranks) <= _find_unused(tensor, inputs))
+        return self.accept(explain_by(Cause.STALE, operation, tensors, inputs), seen)
 
 
 def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
@@ -46,6 +49,14 @@ def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
             return ()
         unmoved.append(shard.rank)
     return tuple(unmoved)
+
+
+def _find_unused(tensor: WrongTensor, inputs: DiagnosisInputs) -> set[int]:
+    """Return the ranks that hold a parameter, and to which no gradient of it comes."""
+    step, _, name = tensor.key
+    gradient = inputs.tensors.get((step, Kind.GRADIENT, name))
+    shards = gradient.shards if gradient is not None else ()
+    return {shard.rank for shard in shards if shard.local is None}
 
 
 HYPOTHESIS = UnmovedHypothesis()

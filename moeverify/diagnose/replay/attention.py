@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
 from moeverify.model.rope import compute_rotation
@@ -52,6 +53,8 @@ class Chunks:
 
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
+
+    alone = frozenset({"merge"})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -108,8 +111,9 @@ class AttentionFormula(Formula):
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
         ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
-        ways += [way for way in _MERGES if way not in ways]
-        return found + [Change(part="softmax", way=way) for way in ways]
+        ways += [way for way in SOFTMAXES if way not in ways]
+        found += [Change(part="softmax", way=way) for way in ways]
+        return found + [Change(part="merge", way=way) for way in STEPS]
 
     def _list_lengths(self) -> Sequence[int]:
         """Return the numbers of positions that something may be cut to: all, or where these are many some."""
@@ -156,8 +160,9 @@ class AttentionFormula(Formula):
             cap = float(changes["scores"].number or 1.0)
             scores = cap * torch.tanh(scores / cap)
         visible = self._see(cell, place, changes).unsqueeze(1)
-        weights = self._normalize(scores, visible, place, changes)
-        mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
+        merged = self._normalize(scores, visible, place, changes)
+        mixed = torch.einsum("bnst,btnd->bsnd", merged.weights, v[:, :, sources])
+        mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
         return mixed.flatten(2)
 
@@ -300,8 +305,18 @@ class AttentionFormula(Formula):
 
     def _normalize(
         self, scores: Tensor, visible: Tensor, place: _Queries, changes: Mapping[str, Change]
+    ) -> Merged:
+        """Return the weights of the values: a softmax over visible keys, or otherwise."""
+        masked = scores.masked_fill(~visible, -torch.inf)
+        merge, chunks = changes.get("merge"), self.chunks
+        if merge is not None:
+            return merge_by_steps(masked, place.owner, chunks.owner, len(chunks.positions), merge.way)
+        weights = self._weigh(scores, visible, place, changes)
+        return Merged(weights, torch.zeros_like(weights[..., :1]))
+
+    def _weigh(
+        self, scores: Tensor, visible: Tensor, place: _Queries, changes: Mapping[str, Change]
     ) -> Tensor:
-        """Return the weights (b, N, s, S) of the values: a softmax over visible keys, or otherwise."""
         change, hidden = changes.get("softmax"), changes.get("hidden")
         way = "" if change is None else change.way
         if hidden is not None:
@@ -315,8 +330,8 @@ class AttentionFormula(Formula):
         masked = scores.masked_fill(~visible, -torch.inf)
         top = masked.amax(-1, keepdim=True)
         share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
-        if way in _MERGES:
-            return self._merge(masked, place, way)
+        if way in SOFTMAXES:
+            return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
         total = share.sum(-1, keepdim=True)
         if way == "extra-one":
             total = total + (-top).exp()
@@ -326,37 +341,6 @@ class AttentionFormula(Formula):
             over_heads = (masked - masked.amax(1, keepdim=True)).exp().nan_to_num()
             return over_heads / over_heads.sum(1, keepdim=True).clamp(min=1e-300)
         return share / total
-
-    def _merge(self, masked: Tensor, place: _Queries, way: str) -> Tensor:
-        """Return the weights where the softmax of each rank's keys is merged with those of others wrongly.
-
-        The largest score that a chunk is taken relative to is its own, or the largest so far: over the ring from the
-        query's rank on, or over the ranks in order. Without rescaling it stays so, above, below, or both.
-        """
-        size, (largest, what) = len(self.chunks.positions), _MERGES[way]
-        top = masked.amax(-1, keepdim=True)
-        weights, above, below = torch.zeros_like(masked), torch.zeros_like(top), torch.zeros_like(top)
-        so_far = torch.full_like(top, -torch.inf)
-        for number in range(size):
-            turn = (
-                (place.owner - number) % size if largest == "ring" else torch.full_like(place.owner, number)
-            )
-            part = masked.masked_fill(self.chunks.owner != turn, -torch.inf)
-            best = part.amax(-1, keepdim=True)
-            so_far = torch.maximum(so_far, best)
-            against = best if largest not in ("ring", "order") else so_far
-            share = (part - torch.where(torch.isfinite(against), against, torch.zeros_like(against))).exp()
-            total = share.sum(-1, keepdim=True)
-            above = above + (total > 0)
-            if what == "chunks":
-                weights = weights + share / total.clamp(min=1e-300)
-                continue
-            right = (part - top).exp()
-            weights = weights + (right if what == "denominator" else share)
-            below = below + (right.sum(-1, keepdim=True) if what == "numerator" else total)
-        if way == "sum-of-chunks":
-            return weights
-        return weights / (above if way == "mean-of-chunks" else below)
 
 
 def _exchange(heads: Tensor, change: Change | None) -> Tensor:
@@ -402,16 +386,6 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
     "ranks": ("owner", "owner"),
 }
 _HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
-# How chunks are merged: relative to which largest score each is taken, and what is not rescaled.
-_MERGES: Mapping[str, tuple[str, str]] = {
-    "mean-of-chunks": ("own", "chunks"),
-    "sum-of-chunks": ("own", "chunks"),
-    **{
-        f"{largest}-{what}": (largest, what)
-        for what in ("both", "numerator", "denominator")
-        for largest in ("own", "ring", "order")
-    },
-}
 _MOST_LENGTHS = 64
 _MOST_OFFSET = 3
 _SCALES = ("none", "width", "value-width", "rotated-width", "all-heads", "multiplied")

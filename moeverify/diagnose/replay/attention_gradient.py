@@ -42,7 +42,8 @@ class AttentionGradientFormula(Formula):
         self.ways = [
             *([] if of == "q" or size == 1 else ways + moves),
             *(heads if size > 1 and is_cut else []),
-            *forward.ways,
+            # Merged otherwise, the forward pass would be wrong before.
+            *(way for way in forward.ways if way.part != "merge"),
         ]
         self.fits = forward.fits
 

@@ -24,6 +24,7 @@ BEFORE, AFTER = ("sent", "arrived", "sorted"), ("computed", "unsorted", "returne
 
 PARTS = frozenset({*BEFORE, *AFTER, "there", "back", "there-and-back", "counts", "copies", "restored"})
 _ORDERS = ("there", "back", "there-and-back")
+_SHIFTED = ("addresses", "blocks")  # rows, or the beginnings of blocks of rows, at other addresses
 _TRANSPOSED = "transposed-"  # with the number of rows
 _MOST_COPIES = 1 << 18
 
@@ -97,7 +98,11 @@ class Exchanges:
             ways = ["skipped", "inverse"] if part != "there-and-back" else ["skipped"]
             ways += [*self._list_turns(), "experts-reversed", "experts-rolled"]
             found += [Change(part=part, way=way) for way in ways]
-        found += [Change(part="counts", way=way) for way in ("reversed", "rolled", "late", "early")]
+            # From other rows in one of the two orders is the same as with its rows rolled.
+            shifted = _SHIFTED if part == "there-and-back" else _SHIFTED[1:]
+            found += [Change(part=part, way=way, number=n) for way in shifted for n in (1, -1)]
+        ways = ["reversed", "rolled", "late", "early", *(["by-rank"] if self._num_ranks > 1 else [])]
+        found += [Change(part="counts", way=way) for way in ways]
         found += [
             Change(part="counts", way="merged", number=n) for n in range(self.num_experts // self._num_ranks)
         ]
@@ -150,11 +155,12 @@ class _Walk:
         by_expert = expert.argsort(stable=True)
         content = content[self._fill("sent", source, owner)][arrived]
         content = content[self._fill("arrived", here, came_from)]
-        content = content[self._order("there", came_from, expert, by_expert)]
+        content = content[self._shift("there", here, self._order("there", came_from, expert, by_expert))]
         content = content[self._fill("sorted", here, None)]
-        computed = self._count(expert[by_expert], here)
+        computed = self._count(expert[by_expert], here, came_from)
         row = torch.arange(len(content))[self._fill("computed", here, None)]
-        row = row[_invert(self._order("back", came_from, expert, by_expert))]
+        back = _invert(self._order("back", came_from, expert, by_expert))
+        row = row[self._shift("back", here, back)]
         row = row[self._fill("unsorted", here, came_from)][_invert(arrived)]
         row = row[self._fill("returned", source, owner)]
         if change.part != "restored":
@@ -212,7 +218,7 @@ class _Walk:
     def _order(self, part: str, came_from: Tensor, expert: Tensor, by_expert: Tensor) -> Tensor:
         """Return the row that stands at each place by expert, where it may be ordered by other counts."""
         change = self.change
-        if change.part not in (part, "there-and-back"):
+        if change.part not in (part, "there-and-back") or change.way in _SHIFTED:
             return by_expert
         if change.way == "skipped":
             return torch.arange(len(by_expert))
@@ -226,6 +232,24 @@ class _Walk:
                 found[own] = own[self._order_by_others(came_from[own], expert[own] % self.per_rank)]
         return found
 
+    def _shift(self, part: str, here: Tensor, order: Tensor) -> Tensor:
+        """Return the row that is read for each place, where the addresses on a rank are off.
+
+        All of them by so many rows; or blocks of rows move as they should, and begin so many rows too late.
+        """
+        change, number = self.change, int(self.change.number or 0)
+        if change.part not in (part, "there-and-back") or change.way not in _SHIFTED:
+            return order
+        found = order.clone()
+        for rank in range(self.size):
+            own = (here == rank).nonzero().flatten()
+            if not len(own):
+                continue
+            places, rows = torch.arange(len(own)), order[own] - own[0]
+            rows = rows + number if change.way == "addresses" else places + (rows - places).roll(number)
+            found[own] = own[rows % len(own)]
+        return found
+
     def _order_by_others(self, came_from: Tensor, expert: Tensor) -> Tensor:
         """Return the order of one rank's rows by counts (n, e) whose rows or columns stand in another order."""
         size, per_rank, way = self.size, self.per_rank, self.change.way
@@ -235,8 +259,11 @@ class _Walk:
         labels = torch.arange(per_rank).repeat(size).repeat_interleave(counts.flatten())
         return labels.argsort(stable=True)
 
-    def _count(self, expert: Tensor, here: Tensor) -> Tensor:
-        """Return the expert that computes each row, which counts of others may say."""
+    def _count(self, expert: Tensor, here: Tensor, came_from: Tensor) -> Tensor:
+        """Return the expert that computes each row, which counts of others may say.
+
+        `expert` is the right one, `came_from` the rank that sent the row, in the order of arrival.
+        """
         change = self.change
         if change.part != "counts":
             return expert
@@ -254,9 +281,11 @@ class _Walk:
             if change.way in ("late", "early"):
                 found[own] = expert[own].roll(1 if change.way == "late" else -1)
                 continue
-            turned = counts.flip(0) if change.way == "reversed" else counts.roll(1)
-            found[own] = rank * self.per_rank + torch.arange(self.per_rank).repeat_interleave(turned)
-        return found
+            by_rank = torch.bincount(came_from[own], minlength=self.size)
+            turned = {"reversed": counts.flip(0), "by-rank": by_rank}.get(change.way, counts.roll(1))
+            found[own] = rank * self.per_rank + torch.arange(len(turned)).repeat_interleave(turned)
+        # With more counts than experts the last rows have no expert, and nothing comes out of such code.
+        return torch.minimum(found, (here + 1) * self.per_rank - 1)
 
 
 def _invert(order: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from moeverify.model.router import Routing
 from moeverify.results.operation import Change
 
 _UNITS = ("gate-units", "up-units", "down-units")
+_HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
+"""The parameters of experts; with `-held` the part of what a rank holds of one."""
 _MOST_CAPACITY = 64
 
 
@@ -99,7 +101,17 @@ class ExpertsFormula(TokenFormula):
             ways += [Change(part="experts", way=way) for way in ("first-rank", "across", "along")]
             ways.append(Change(part="experts", way="reversed-in-rank"))
             ways += [Change(part="experts", way="next-in-rank", number=number) for number in (1, -1)]
+            ways += self._list_held()
         return [*ways, Change(part="experts", way="reversed")]
+
+    def _list_held(self) -> list[Change]:
+        """Return what ranks of ep may hold in the place of their experts: of all parameters, or of one."""
+        is_whole = self.held.gate.shape[1] % self.num_ranks == 0
+        ways = [Change(part="experts", way="by-units")] if is_whole else []
+        for name in _HELD if self.held.down_bias is not None else _HELD[:3]:
+            ways += [Change(part=f"{name}-held", way=way) for way in ("first-rank", "reversed", "across")]
+            ways += [Change(part=f"{name}-held", way="of-rank", number=number) for number in (1, -1)]
+        return ways
 
     def _list_slices(self) -> list[Change]:
         """Return what ranks that hold slices of each expert may have otherwise."""
@@ -158,7 +170,11 @@ class ExpertsFormula(TokenFormula):
         is_before = "weights" in changes and changes["weights"].way == "before"
         is_apart = "down-bias" in changes and changes["down-bias"].way == "unweighted"
         weight = weights.unsqueeze(-1)
-        out, last = self._run(rows * weight if is_before else rows, ids, changes, units)
+        rows = rows * weight if is_before else rows
+        if "experts" in changes and changes["experts"].way == "by-units":
+            out, last = self._run_by_units(rows, self.ids[cell.rows][:, cell.positions], changes, units)
+        else:
+            out, last = self._run(rows, ids, changes, units)
         last = last * bias
         added = last if is_apart else 0.0
         out = out if is_apart else out + last
@@ -175,10 +191,29 @@ class ExpertsFormula(TokenFormula):
         )
         return experts, copies
 
-    def _slice(self, number: int) -> Tensor:
-        """Return ones at the hidden units (F) of a slice, zeros elsewhere."""
+    def _run_by_units(
+        self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `_run` does where each rank of ep holds a slice of the hidden units of all experts.
+
+        What comes for its own experts it gives to the first ones of all.
+        """
+        owner = ids // max(self.count // self.num_ranks, 1)
+        first = ids % max(self.count // self.num_ranks, 1)
+        parts = [
+            self._run(x, first, changes, units * self._slice(rank, self.num_ranks))
+            for rank in range(self.num_ranks)
+        ]
+        out, last = (
+            torch.stack(each).gather(0, _widen(owner, each[0])).squeeze(0)
+            for each in zip(*parts, strict=True)
+        )
+        return out, last
+
+    def _slice(self, number: int, count: int | None = None) -> Tensor:
+        """Return ones at the hidden units (F) of a slice of so many, those of etp by default, zeros elsewhere."""
         width = self.held.gate.shape[1]
-        part = torch.arange(width) // (width // self.layout.num_slices)
+        part = torch.arange(width) // (width // (count or self.layout.num_slices))
         return (part == number).to(self.held.gate.dtype)
 
     def _keep_units(self, change: Change | None, cell: Cell) -> tuple[Tensor, float]:
@@ -197,25 +232,37 @@ class ExpertsFormula(TokenFormula):
         self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of experts (b, s, k, H) without their last bias, and that bias; one expert at a time."""
-        held = self.held
+        held, at = self.held, self._find_held(changes)
         is_exchanged = "gate" in changes and changes["gate"].way == "weights-exchanged"
         orders = [self._order_units(changes.get(part)) for part in _UNITS]
         outputs = torch.zeros(*ids.shape, held.down.shape[1], dtype=x.dtype)
         biases = torch.zeros_like(outputs)
         for expert in sorted(set(ids.flatten().tolist())):
             chosen = ids == expert
-            gate, up = x[chosen] @ held.gate[expert].T, x[chosen] @ held.up[expert].T
+            gate = x[chosen] @ held.gate[at("gate", expert)].T
+            up = x[chosen] @ held.up[at("up", expert)].T
             if is_exchanged:
                 gate, up = up, gate
             if held.gate_bias is not None and held.up_bias is not None and held.down_bias is not None:
-                gate = gate + held.gate_bias[expert] * times_of(changes.get("gate-bias"))
-                up = up + held.up_bias[expert] * times_of(changes.get("up-bias"))
+                gate = gate + held.gate_bias[at("gate-bias", expert)] * times_of(changes.get("gate-bias"))
+                up = up + held.up_bias[at("up-bias", expert)] * times_of(changes.get("up-bias"))
                 change = changes.get("down-bias")
                 is_whole = change is None or change.way == "unweighted"
-                biases[chosen] = held.down_bias[expert] * (1.0 if is_whole else times_of(change))
+                biases[chosen] = held.down_bias[at("down-bias", expert)] * (
+                    1.0 if is_whole else times_of(change)
+                )
             inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
-            outputs[chosen] = inside @ held.down[expert].T[orders[2]]
+            outputs[chosen] = inside @ held.down[at("down", expert)].T[orders[2]]
         return outputs, biases
+
+    def _find_held(self, changes: Mapping[str, Change]) -> Callable[[str, int], int]:
+        """Return which expert's values a parameter has in the place of those of each expert."""
+
+        def find(name: str, expert: int) -> int:
+            change = changes.get(f"{name}-held")
+            return expert if change is None else int(self._renumber(torch.tensor(expert), change))
+
+        return find
 
     def _order_units(self, change: Change | None) -> Tensor:
         """Return which hidden unit stands at each place (F) of a weight."""
@@ -298,6 +345,7 @@ class ExpertsFormula(TokenFormula):
         """Return the experts that compute in the place of others."""
         number, per_rank = int(change.number or 0), max(self.count // self.num_ranks, 1)
         ways = {
+            "by-units": lambda: ids % per_rank,
             "of-expert": lambda: (ids + number) % self.count,
             "of-choice": lambda: ids.roll(-number, -1),
             "of-rank": lambda: (ids + number * per_rank) % self.count,
@@ -391,6 +439,11 @@ class CombineGradientFormula(Formula):
         weights = found.flip(-1) if "weights" in changes else found
         whole = weights * (changes["all"].number or 1.0) if "all" in changes else weights
         return whole[cell.rows][:, cell.positions][..., cell.dims[-1]]
+
+
+def _widen(index: Tensor, like: Tensor) -> Tensor:
+    """Return an index (b, s, k) as one into a stack of tensors (b, s, k, H): (1, b, s, k, H)."""
+    return index.unsqueeze(-1).expand_as(like).unsqueeze(0)
 
 
 def _pull_back(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class LatentGradientFormula(Formula):
         sizes = [size for size in range(2, self.num_heads + 1) if self.num_heads % size == 0]
         ways += [Change(part="shared", way="first-heads", number=size) for size in sizes]
         ways += [Change(part="norm", way="detached")]
-        self.ways = [*(ways if of == "latent" else []), *forward.ways]
+        self.ways = [*(ways if of == "latent" else []), *(way for way in forward.ways if way.part != "merge")]
         self.fits = forward.fits
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:

@@ -59,6 +59,17 @@ class Mutant:
         """Return its name, which edits of other functions leave as it is."""
         return f"{self.module}:{self.function}:{self.operator}:{self.ordinal}"
 
+    @cached_property
+    def function_lines(self) -> tuple[int, int]:
+        """Return the first and the last line of the innermost function that the node is in."""
+        around = [
+            each
+            for each in ast.walk(self.tree)
+            if isinstance(each, _Function) and each.lineno <= self.line <= (each.end_lineno or each.lineno)
+        ]
+        innermost = max(around, key=lambda each: each.lineno)
+        return innermost.lineno, innermost.end_lineno or innermost.lineno
+
     @property
     def target(self) -> str:
         """Return what `--fault` takes to inject it."""

@@ -13,6 +13,15 @@ _NO_GRAPH = "no graph is recorded there: it is inside of an autograd function, o
 _GATHERS_ITSELF = "the projections that follow gather a DTensor to what they need themselves"
 
 EQUIVALENT: Mapping[str, str] = {
+    "train.routing:update_selection_bias:other-condition:1": (
+        "a router has a bias wherever the rate is above 0, and one that moves at the rate 0 does not move"
+    ),
+    "parallel.recompute:_Replaying.__exit__:skip-statement:2": (
+        "every forward pass is given its choice before it begins: what a recomputation leaves behind is never read"
+    ),
+    "parallel.plan:_flat:other-group:0": (
+        "where the two sizes differ a flat shard is alone in its group, and the sum over that changes nothing"
+    ),
     "parallel.collectives:_Exchange.backward:add-detach:0": _NO_GRAPH,
     "parallel.collectives:_Exchange.forward:add-detach:0": _NO_GRAPH,
     "parallel.context_parallel.allgather:AllGatherCore.__call__:stale:0": _ONE_LAYOUT,

@@ -31,6 +31,10 @@ _ORDERED: Mapping[tuple[str, str], str] = {
     ("there-and-back", "skipped"): "{what} not sorted by expert",
     ("there", "inverse"): "{what} sorted by the inverse of the order of experts",
     ("back", "inverse"): "{what} sorted by expert once more and not by rank again",
+    ("there-and-back", "addresses"): "{what} sorted from rows that are off by {number}",
+    ("there", "blocks"): "{what} sorted by expert in blocks that begin {late}",
+    ("back", "blocks"): "{what} sorted by rank again in blocks that begin {late}",
+    ("there-and-back", "blocks"): "{what} sorted in blocks that begin {late}",
 }
 _COUNTS: Mapping[str, str] = {
     "ranks-reversed": "{what} sorted by counts of the ranks in reverse order",
@@ -44,6 +48,7 @@ _OTHERS: Mapping[tuple[str, str], str] = {
     ("counts", "rolled"): "with the experts' counts of rows off by one expert",
     ("counts", "late"): "with each expert's rows beginning one row too late",
     ("counts", "early"): "with each expert's rows beginning one row too early",
+    ("counts", "by-rank"): "with the rows that come from each rank for the rows of each expert",
     ("counts", "merged"): "with the rows of each rank's expert {number} counted as those of the next expert",
     ("copies", "unsorted"): "with token copies that are sent without having been sorted by expert",
     ("copies", "inverse"): "with token copies that are sorted by the inverse of the order of experts",
@@ -63,5 +68,6 @@ def describe_step(part: str, way: str, number: str) -> str:
         return _MIXED[kind].format(rows=_ROWS[part], number=number)
     if part in _ORDERS:
         text = _ORDERED.get((part, way)) or _COUNTS[kind]
-        return text.format(what=_ORDERS[part])
+        late = f"{number.removeprefix('-')} row too {'early' if number.startswith('-') else 'late'}"
+        return text.format(what=_ORDERS[part], number=number, late=late)
     return _OTHERS.get((part, way), "").format(number=number)

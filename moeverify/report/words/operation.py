@@ -16,7 +16,12 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
-from moeverify.report.words.reduction import describe_misplaced, describe_misreduced, name_site
+from moeverify.report.words.reduction import (
+    describe_misplaced,
+    describe_misreduced,
+    describe_rescoped,
+    name_site,
+)
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -35,6 +40,7 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
+    Rescoped,
     Rounded,
     Scaled,
     Shifted,
@@ -165,10 +171,10 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
 
 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    parts = [
-        f"the part of the {each.part.term} loss{of_router(each.part)} is {describe_factor(each.factor)}"
-        for each in wrong
-    ]
+    parts = []
+    for each in wrong:
+        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss{of_router(each.part)}"
+        parts.append(f"the part of {name} is {describe_factor(each.factor)}")
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 
@@ -273,6 +279,11 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Unmoved, explanation: Explanation) -> str:
     subject, quantity = name_subject(explanation.subject), explanation.subject.quantity
+    if quantity is Quantity.UPDATE and operation.unused:
+        copies, it = subject.pick("a copy", "copies"), subject.pick("it", "them")
+        where = f"{format_ranks(operation.ranks)} {'hold' if len(operation.ranks) > 1 else 'holds'}"
+        zero = f"{subject} {subject.be} zero there and {subject.pick('matches', 'match')} elsewhere"
+        return f"{where} {copies} that nothing there uses: no gradient comes to {it}, {zero}"
     if quantity is Quantity.UPDATE and operation.ranks:
         match = subject.pick("matches", "match")
         return f"{subject} {subject.be} zero on {format_ranks(operation.ranks)} and {match} elsewhere"
@@ -296,6 +307,7 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 
 describe_operation.register(Misreduced, describe_misreduced)
 describe_operation.register(Misplaced, describe_misplaced)
+describe_operation.register(Rescoped, describe_rescoped)
 
 
 @describe_operation.register

@@ -19,6 +19,7 @@ def name_part(part: Part) -> str:
     names += [name_block(part.block)] if part.block is not None else []
     names += [_ADDED[part.added]] if part.added else []
     names += [name_group(part.group)] if part.group is not None else []
+    names += [f"its use as {_USES[part.use]}"] if part.use else []
     return " of ".join(names) or WHOLE_NAME
 
 
@@ -28,6 +29,7 @@ def of_router(part: Part) -> str:
 
 
 _PLURALS = {"index": "indices"}
+_USES = {"embedding": "the embedding", "head": "the head"}
 _ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
 
 

@@ -9,7 +9,7 @@ from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import name_products
 from moeverify.report.words.subject import name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import Misplaced, Misreduced
+from moeverify.results.operation import Misplaced, Misreduced, Rescoped
 
 _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 
@@ -29,6 +29,16 @@ def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
         copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
         return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
     return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
+
+
+def describe_rescoped(operation: Rescoped, explanation: Explanation) -> str:
+    """Return over which tokens at a time a loss term is taken."""
+    subject = name_subject(explanation.subject)
+    over = {
+        "batch": "over the whole batch and not over each sequence",
+        "sequence": "over each sequence and not over the whole batch",
+    }
+    return f"in {subject}, the {operation.term} loss is taken {over[operation.scope]}"
 
 
 def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:

@@ -63,6 +63,32 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
     ("softmax", "not-normalized"): "without the softmax's denominator",
     ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
+    ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
+    ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
+    ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
+    ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
+    (
+        "merge",
+        "denominator-first",
+    ): "with the values of all chunks over the denominator of the rank's own alone",
+    (
+        "merge",
+        "numerator-factor",
+    ): "with the factor that rescales earlier chunks in the place of their rescaled values",
+    (
+        "merge",
+        "denominator-factor",
+    ): "with the factor that rescales earlier chunks in the place of their rescaled denominators",
+    (
+        "merge",
+        "numerator-opposite",
+    ): "with earlier chunks' values divided by what rescales them, not multiplied",
+    (
+        "merge",
+        "denominator-opposite",
+    ): "with earlier chunks' denominators divided by what rescales them, not multiplied",
+    ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
+    ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
     (
         "queries",
         "own",
@@ -291,6 +317,30 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("experts", "reversed"): "with the experts in reverse order",
     ("experts", "first-rank"): "with the experts of the first rank over ep in the place of those of all",
     ("experts", "across"): "with experts numbered in turn over the ranks of ep and not rank by rank",
+    (
+        "experts",
+        "by-units",
+    ): "with slices of the hidden units of all experts on the ranks of ep in the place of whole experts",
+    **{
+        (f"{part}-held", way): words.format(what=what, number="{number}")
+        for part, what in (
+            ("gate", "gate weights"),
+            ("up", "up weights"),
+            ("down", "down weights"),
+            ("gate-bias", "gate biases"),
+            ("up-bias", "up biases"),
+            ("down-bias", "down biases"),
+        )
+        for way, words in (
+            ("first-rank", "with the {what} of the first rank's experts over ep on every rank"),
+            ("of-rank", "with the {what} of the rank {number} further over ep in the place of each"),
+            ("reversed", "with the {what} of the experts in reverse order"),
+            (
+                "across",
+                "with the {what} of experts numbered in turn over the ranks of ep and not rank by rank",
+            ),
+        )
+    },
     ("experts", "along"): "with experts numbered rank by rank where they are dealt in turn",
     ("down-bias", "unweighted"): "with a down bias that is not weighted",
 }

@@ -375,6 +375,29 @@ def test_of_modules_that_hand_on_a_tensor_the_one_that_ranks_read_first_is_named
     assert (origin.module, origin.also, origin.culprit) == ("mlp.experts", ("mlp.gate",), "mlp.experts")
 
 
+def test_backward_the_module_that_made_a_gradient_is_named_where_ranks_have_the_same_at_both() -> None:
+    value = draw(2, 3, 4)
+    golden = [
+        Reading("backward", 0, "attention.q_norm", "output", 0, draw(2, 3, 4, seed=1)),
+        Reading("backward", 1, "attention.q_proj", "output", 0, value),
+        Reading("backward", 2, "attention.q_norm", "input", 0, value),
+    ]
+    wrong = [golden[0], *(replace(each, local=2 * value) for each in golden[1:])]
+    assert search_one_rank(golden, wrong).origins["backward"].culprit == "attention.q_norm"
+    # With a collective between the two it may be that which is wrong.
+    wrong[2] = replace(golden[2], local=3 * value)
+    assert search_one_rank(golden, wrong).origins["backward"].module == "attention.q_proj"
+
+
+def test_what_modules_around_made_of_what_began_is_kept() -> None:
+    names = ("moe.experts", "moe.dispatcher", "other", "moe", "layer")
+    golden = [read(name, order, draw(2, 3, 4, seed=order)) for order, name in enumerate(names)]
+    wrong = [replace(each, local=each.local + 1) for each in golden]
+    search = search_one_rank(golden, wrong)
+    assert search.origins["forward"].module == "moe.experts"
+    assert [each.module for each in search.around["forward"]] == ["moe.dispatcher", "moe"]
+
+
 def test_tokens_in_an_order_of_their_own_are_no_error() -> None:
     # A module that sorts flat tokens by expert: the ranks of a layout each sort their own.
     tokens, after = draw(2, 3, 4), draw(2, 3, 4, seed=1)

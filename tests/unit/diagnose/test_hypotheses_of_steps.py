@@ -259,6 +259,15 @@ def test_in_float32_one_rank_stands_still_where_the_others_match_but_for_roundin
         assert explanation is None
 
 
+@pytest.mark.parametrize("unused", [True, False])
+def test_a_copy_that_nothing_uses_stands_still(unused: bool) -> None:
+    expected, gradient = draw(4), draw(4, seed=1)
+    update = make_tensor(expected, expected, 0 * expected, kind="update")
+    came = make_tensor(gradient, gradient, None if unused else gradient, kind="gradient")
+    outcome = examine("unmoved", update, make_inputs(update, came))
+    assert outcome.explanation.operation == Unmoved(ranks=(1,), unused=unused)
+
+
 def test_an_update_of_another_size_is_scaled() -> None:
     expected = draw(16)
     explanation = examine("one_factor", make_tensor(expected, 2 * expected, kind="update")).explanation

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from wrong_tensors import WEIGHT, draw, examine, make_inputs, make_tensor
+from wrong_tensors import WEIGHT, draw, examine, make_inputs, make_origin, make_tensor
 
 from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Outcome
+from moeverify.diagnose.operands import ReducedTensor
 from moeverify.diagnose.reductions import Bringing, Brought
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product
 from moeverify.results.trace import CollectiveRecord
@@ -103,6 +108,44 @@ def test_what_is_right_already_is_reduced_once_more() -> None:
     assert outcome.explanation.candidates == (Product(times=("ep",)),)
     counts = ask([right] * 4, "ep", [2 * right] * 4, right, kind="router_counts")
     assert counts.explanation.cause is Cause.STATE
+
+
+def test_a_reduction_with_ranks_that_have_another_tensor_is_read_too() -> None:
+    # Ranks 2 and 3 are another stage of a pipeline: what they bring has the shape of the tensor, and is another one.
+    right, other = draw(3, 4), draw(3, 4, seed=1)
+    brought = {
+        rank: [Brought(record(rank, GROUPS["world"], "all_reduce"), each.reshape(-1))]
+        for rank, each in enumerate((right, right, other, other))
+    }
+    total = 2 * right + 2 * other
+    tensor = make_tensor(right, total, total)
+    outcome = examine("misreduced", tensor, make_inputs(tensor, axes=AXES, brought=brought))
+    assert outcome.explanation.operation.axes == ()
+    assert outcome.explanation.operation.ranks == (0, 1, 2, 3)
+    del brought[3]
+    assert examine("misreduced", tensor, make_inputs(tensor, axes=AXES, brought=brought)).explanation is None
+
+
+def test_a_sum_that_is_made_in_the_module_around_is_read_there() -> None:
+    # The experts have partial sums by right; the dispatcher that calls them adds these up over other ranks.
+    parts = [part.view(1, 3, 4) for part in make_parts()]
+    region = Region.whole((1, 3, 4))
+
+    def located(values: Sequence[Tensor]) -> WrongTensor:
+        shards = tuple(RankShard(rank, region, value) for rank, value in enumerate(values))
+        return WrongTensor((0, "module output", "moe.dispatcher"), over("edp", parts)[0], shards)
+
+    records = {rank: record(rank, GROUPS["world"], "all_reduce") for rank in range(4)}
+    brought = ReducedTensor(located(parts), records[0], records)
+    tensor = located(over("world", parts))
+    around = Origin("forward", "moe.dispatcher", "output", 1.0, (0,), tensor, reduced=(brought,))
+    experts, inputs = make_origin(draw(1, 3, 4, seed=9), *parts, module="moe.experts")
+    assert inputs.search is not None
+    assert examine("misreduced", experts, replace(inputs, axes=AXES)).explanation is None
+    search = replace(inputs.search, around={"forward": (around,)})
+    explanation = examine("misreduced", experts, replace(inputs, search=search, axes=AXES)).explanation
+    assert explanation.subject.module == "moe.dispatcher"
+    assert explanation.operation.axes == (Product(times=("edp",)),)
 
 
 def test_a_right_reduction_of_wrong_parts_is_not_blamed() -> None:

@@ -190,6 +190,34 @@ def test_a_mutant_runs_under_the_smallest_layouts_each_with_another_axis():
     assert controller.choose_layouts(latent, of_tp)[0] == "tp"
 
 
+def test_a_mutant_runs_where_its_function_takes_another_branch():
+    mutant = find_mutant("parallel.plan:shard_mesh:other-denominator:0")
+    first, last = mutant.function_lines
+    source = (ROOT / mutant.file).read_text().split("\n")
+    assert source[first - 1].startswith("def shard_mesh")
+    inside = {span for span in list_spans_of_file(ROOT / mutant.file) if first <= span[0] and span[2] <= last}
+    replicas = {span for span in inside if "dp_replicate" in source[span[0] - 1][span[1] : span[3]]}
+    # The branch of a mesh of two dims: where it is not taken, its tuple is not made.
+    branch = {
+        span
+        for span in replicas
+        if source[span[0] - 1][span[1] : span[3]].startswith('mesh["dp_replicate", ')
+    }
+    assert branch
+    assert mutant.is_executed(inside - branch)
+    covered = [
+        CoveredCode(name=name, ranks=ranks, seconds=1.0, spans={mutant.file: tuple(spans)})
+        for name, ranks, spans in (
+            ("fsdp2", 2, inside - branch),
+            ("fsdp2-cp-ep", 4, inside - branch),
+            ("mixed fsdp2-ep", 2, inside),
+            ("hsdp", 4, inside),
+        )
+    ]
+    # What has the branch comes before what has more axes, and what is not in float64 last.
+    assert controller.choose_layouts(mutant, covered) == ["fsdp2", "hsdp", "fsdp2-cp-ep", "mixed fsdp2-ep"]
+
+
 def find(
     cause, operation, *, quantity=Quantity.GRADIENT, module="", tensor="layers.1.mlp.up_proj.weight", axes=()
 ):

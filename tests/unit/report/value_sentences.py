@@ -15,7 +15,7 @@ from explanations import (
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor
+from moeverify.results.factor import Factor, RoundedNumber
 from moeverify.results.operation import (
     Altered,
     Miscounted,
@@ -23,6 +23,7 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
+    Rescoped,
     Rounded,
     Scaled,
     Shifted,
@@ -31,7 +32,7 @@ from moeverify.results.operation import (
     Unmoved,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Tokens
+from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 
 VALUES = [
     # other places
@@ -147,6 +148,18 @@ VALUES = [
         "optimizer step",
     ),
     (
+        explain(Cause.STALE, Quantity.UPDATE, Unmoved(ranks=(1,), unused=True)),
+        "rank 1 holds a copy that nothing there uses: no gradient comes to it, the update is zero there and matches "
+        "elsewhere",
+        "optimizer step",
+    ),
+    (
+        explain(Cause.STALE, Quantity.UPDATE, Unmoved(ranks=(2, 3), unused=True), tensors=("a", "b")),
+        "ranks 2, 3 hold copies that nothing there uses: no gradient comes to them, 2 updates are zero there and "
+        "match elsewhere",
+        "optimizer step",
+    ),
+    (
         explain(Cause.STALE, Quantity.BUFFER, Unmoved()),
         "the buffer did not change in this step although the routing says it should",
         "",
@@ -156,7 +169,43 @@ VALUES = [
         "the gradient norm matches, and nothing was clipped by it: 3 updates are 1/0.126881x the expected value",
         "clip",
     ),
+    (
+        explain(Cause.FORWARD, GRADIENT, Rescoped(term="balance", scope="batch")),
+        "in the gradient, the balance loss is taken over the whole batch and not over each sequence",
+        "",
+    ),
     # rounding
+    (
+        explain(
+            Cause.TERM_SCALE,
+            GRADIENT,
+            scaled(
+                Contribution(
+                    part=Part(term="z"),
+                    factor=Factor(value=1.0000000475, rounded=RoundedNumber(name="z", dtypes=("float32",))),
+                )
+            ),
+        ),
+        "in the gradient, the part of the z loss is 1.00000005x too large; the weight of the z loss is rounded to "
+        "float32",
+        "z loss",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.LOSS,
+            scaled(
+                Contribution(
+                    part=WHOLE,
+                    factor=Factor(value=0.998, rounded=RoundedNumber(dtypes=("bfloat16", "float16"))),
+                )
+            ),
+            tensors=("lm",),
+        ),
+        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16 or "
+        "float16; the gradients match",
+        "lm loss",
+    ),
     (
         explain(
             Cause.ROUNDING, GRADIENT, Rounded(dtype="bfloat16", is_representable=True), tensors=("a", "b")

@@ -1,0 +1,104 @@
+"""Hypothesis: what comes through a use of a tied weight is lost, counts otherwise, or was not added to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.axes.groups import TIED_USES
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor, Product, is_same
+from moeverify.results.observation import FitResult
+from moeverify.results.operation import Scaled, Unreduced
+from moeverify.results.part import Contribution, Part
+from moeverify.results.trial import Reason
+
+Weights = tuple[float, ...]
+"""How often what comes through each use is there."""
+
+
+class TiedUses(Hypothesis):
+    """Each copy of a tied weight has the gradient through each use so many times: once each where nothing is wrong.
+
+    A rank may have several copies, as of the first and the last stage of a pipeline.
+    """
+
+    name = "tied_uses"
+    quantities = frozenset({Quantity.GRADIENT})
+    generalizes = ("detached", "one_factor")
+
+    def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+        """Return whether a tensor is a weight that has several uses."""
+        has_uses = any(source.name == TIED_USES for source in inputs.axes.sources_of(tensor.name))
+        return super().applies(tensor, inputs) and has_uses
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Fit every copy on what comes through the uses."""
+        (tensor,) = tensors
+        by_use = inputs.components().by_use() if inputs.components is not None else {}
+        parts = {use: vector[tensor.name] for use, vector in by_use.items() if tensor.name in vector}
+        if len(parts) < 2:
+            return self.untried(Reason.NO_SUCH_PARTS)
+        shards = [shard for shard in tensor.shards if shard.region.numel]
+        if not shards or any(shard.local is None for shard in shards):
+            return self.untried(Reason.NOT_HELD)
+        fits = [_fit(shard, parts, tensor) for shard in shards]
+        residual = max(left for _, left in fits)
+        if not residual <= tensor.exact:
+            return self.refuse(residual=residual)
+        found = {weights for weights, _ in fits}
+        if len(found) > 1:
+            return self._explain_unsummed(tensor, list(found), residual, inputs)
+        sources = inputs.sources_of(tensors)
+        contributions = tuple(
+            Contribution(part=Part(use=use), factor=find_factor(weight, sources))
+            for use, weight in zip(parts, found.pop(), strict=True)
+        )
+        wrong = tuple(each for each in contributions if not each.is_right) or contributions
+        lost = all(each.factor.is_zero for each in wrong)
+        cause = Cause.MISSING_REDUCTION if lost else Cause.TERM_SCALE
+        explanation = explain_by(cause, Scaled(contributions=wrong), tensors, inputs, residual=residual)
+        seen = FitResult(contributions=contributions, residual=residual)
+        outcome = self.accept(explanation, seen, contributions=contributions, residual=residual)
+        return Outcome(outcome.trials, explanation, outcome.observations, num_coefficients=len(parts))
+
+    def _explain_unsummed(
+        self, tensor: WrongTensor, found: Sequence[Weights], residual: float, inputs: DiagnosisInputs
+    ) -> Outcome:
+        """Explain copies that have one use each, of which each use is in some."""
+        single = {
+            tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))
+        }
+        if set(found) != single:
+            return self.refuse(residual=residual)
+        operation = Unreduced(
+            axes=(Product(times=(TIED_USES,)),), num_replicas=len(found), factor=Factor(value=1.0)
+        )
+        explanation = explain_by(Cause.MISSING_REDUCTION, operation, [tensor], inputs, residual=residual)
+        return self.accept(explanation, residual=residual)
+
+
+def _fit(shard: RankShard, parts: Mapping[str, Tensor], tensor: WrongTensor) -> tuple[Weights, float]:
+    """Return how often what comes through each use is in a shard, and the share of it that is left."""
+    columns = torch.stack([shard.region.take(part).flatten() for part in parts.values()], dim=1)
+    actual = shard.values().flatten()
+    weights = torch.linalg.lstsq(columns, actual.unsqueeze(1), driver="gelsd").solution.flatten()
+    left = float((columns @ weights - actual).norm())
+    scale = float(tensor.expected_of(shard).norm()) or 1.0
+    return tuple(_clean(value) for value in weights.tolist()), left / scale
+
+
+def _clean(value: float) -> float:
+    """Return a weight as it was meant: rounding leaves 1e-16 of what is not there."""
+    near = next((whole for whole in (0.0, 1.0) if abs(value - whole) < 1e-9 or is_same(value, whole)), None)
+    return float(f"{value:.10g}") if near is None else near
+
+
+HYPOTHESIS = TiedUses()
