@@ -62,7 +62,11 @@ def escalate(
         merge(each, [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])])
         for each in result.cases
     )
-    more = {"launches": result.launches + answers.launches, "seconds": result.seconds + answers.seconds}
+    more = {
+        "launches": result.launches + answers.launches,
+        "goldens": (*result.goldens, *answers.goldens),
+        "seconds": result.seconds + answers.seconds,
+    }
     return result.model_copy(update={"cases": merged, **more})
 
 
