@@ -71,6 +71,11 @@ class CheckName(StrEnum):
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
     ACTIVATIONS = "activations", "the output of every block, with the first block that diverges", True
+    FORCED_BLOCKS = (
+        "forced blocks",
+        "the output of every block and the gradient of its input, each on the golden's input and output gradient",
+        True,
+    )
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"

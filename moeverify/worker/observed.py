@@ -1,0 +1,49 @@
+"""One rank that trains a case under its layout, before observers and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from moeverify.axes.mesh import MeshPlan
+from moeverify.case.schema import Case
+from moeverify.checks.base import Check, Training, Watch
+from moeverify.checks.observers import open_observers
+from moeverify.golden.store import StoredGolden
+from moeverify.layout.observer import Observer
+from moeverify.train.loop import train
+from moeverify.train.program import Program
+from moeverify.train.subjects import replays_routing
+
+
+def train_observed(
+    case: Case,
+    golden: StoredGolden,
+    program: Program,
+    observer: Observer,
+    checks: Sequence[Check[Any]],
+    watches: Sequence[Watch[Any]] = (),
+    *,
+    num_steps: int | None = None,
+) -> list[float]:
+    """Train under the layout before the checks, and return the learning rate of each step."""
+    place = list_coordinates(case)[dist.get_rank()]
+    training = Training(case.recipe, program, case.layout, place, golden)
+    with open_observers(training, observer, checks, watches) as observers:
+        return train(
+            case.recipe,
+            program,
+            observers,
+            golden=golden,
+            replay_routing=replays_routing(case.recipe),
+            forced=case.checks.steps == "forced",
+            num_steps=num_steps,
+        )
+
+
+def list_coordinates(case: Case) -> dict[int, dict[str, int]]:
+    """Return the place of each rank on every mesh axis."""
+    plan = MeshPlan.of(case.layout)
+    return {rank: plan.coordinates(rank) for rank in range(case.layout.world_size)}
