@@ -138,8 +138,11 @@ def _place(finding: Finding) -> Finding:
     block, end = _split(finding.tensor)
     is_forward = end == OUTPUT
     place = Place(module=block, ranks=finding.ranks, stage=Stage.FORWARD if is_forward else Stage.BACKWARD)
-    subject = Subject(
-        quantity=Quantity.OUTPUT if is_forward else Quantity.MODULE_GRADIENT, tensors=(block,), module=block
+    # A module's gradient is told of the module: the tensors that it may have are names of losses.
+    subject = (
+        Subject(quantity=Quantity.OUTPUT, tensors=(block,), module=block)
+        if is_forward
+        else Subject(quantity=Quantity.MODULE_GRADIENT, module=block)
     )
     cause = Cause.FORWARD if is_forward else Cause.BACKWARD
     explanation = Explanation(cause=cause, subject=subject, operation=Altered())
