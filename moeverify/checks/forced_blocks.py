@@ -13,13 +13,12 @@ it, in float64, where rounding hides nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moeverify.checks.base import Outcome, Role, Shown, Training, Watch
 from moeverify.checks.golden_tensors import GoldenTensors
@@ -38,19 +37,6 @@ KIND = CheckName.FORCED_BLOCKS
 OUTPUT, GRADIENT = "output", "gradient of its input"
 HEAD = "head"
 """What takes the last block's output."""
-
-
-class _Replaced(torch.autograd.Function):
-    """Other values in the place of some, and in the place of their gradient what `change` makes of it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, others: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return others
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.change(gradients[0]), None, None
 
 
 class _ForcedBlocks(Watch[None]):
@@ -73,31 +59,31 @@ class _ForcedBlocks(Watch[None]):
     def _take(self, end: str, values: Tensor, region: Region) -> Tensor:
         if is_partial(values):
             return values
-        step, maker, taker = self._step, f"{end} {OUTPUT}", f"{self._name_next(end)} {GRADIENT}"
+        step, scale = self._step, self._training.program.scale
+        maker, taker = f"{end} {OUTPUT}", f"{self._name_next(end)} {GRADIENT}"
         self._observer.observe(step, KIND, maker, local_part(values.detach()), region)
 
         def pass_back(gradient: Tensor) -> Tensor:
-            local = local_part(gradient)
-            self._observer.observe(step, KIND, taker, local / self._training.program.scale, region)
-            return self._read(step, taker, region, gradient, self._training.program.scale)
+            self._observer.observe(step, KIND, taker, local_part(gradient) / scale, region)
+            return self._replace(gradient, step, taker, region, scale)
 
-        forced: Tensor = _Replaced.apply(values, self._read(step, maker, region, values), pass_back)  # type: ignore[no-untyped-call]
-        return forced
+        passed = self._replace(values, step, maker, region)
+        if passed.requires_grad:
+            passed.register_hook(pass_back)  # type: ignore[no-untyped-call]
+        return passed
 
-    def _read(self, step: int, name: str, region: Region, like: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the golden's values as a tensor like one of the run's, or that one where there is none."""
+    def _replace(self, values: Tensor, step: int, name: str, region: Region, scale: float = 1.0) -> Tensor:
+        """Return a copy that has the golden's values in the dtype of these, with the same place in the graph."""
         golden = self._training.golden
         known = None if golden is None else golden.read(step, KIND, name, region)
-        if known is None:
-            return like
-        local = local_part(like)
-        values = (known.to(torch.float64) * scale).reshape(local.shape).to(local.device, local.dtype)
-        if not isinstance(like, DTensor):
-            return values
-        shape, stride = like.shape, like.stride()
-        return DTensor.from_local(
-            values, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-        )
+        copy = (
+            values.clone()
+        )  # a node that torch knows: pipelines that split a backward pass look at the graph
+        if known is not None:
+            with torch.no_grad():
+                local = local_part(copy)
+                local.copy_((known.to(torch.float64) * scale).reshape(local.shape))
+        return copy
 
     def _name_next(self, end: str) -> str:
         """Return what takes the values at an end, and passes their gradient back."""
