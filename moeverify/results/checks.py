@@ -66,7 +66,7 @@ class CheckName(StrEnum):
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
     GATHERED_WEIGHTS = "gathered weights", "what FSDP gathers is what the ranks store, bit for bit"
     DATA = "data", "the tokens, positions, masks and labels that every rank read, in each micro-batch"
-    FLOAT8 = "float8", "scales of operands in float8, computed again from the rank's own operands"
+    FLOAT8 = "float8", "scales, numbers and products in float8, computed again from the rank's own operands"
     ROUTING = "routing", "which experts each token chose, and their counts"
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
