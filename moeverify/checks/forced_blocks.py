@@ -76,9 +76,8 @@ class _ForcedBlocks(Watch[None]):
         """Return a copy that has the golden's values in the dtype of these, with the same place in the graph."""
         golden = self._training.golden
         known = None if golden is None else golden.read(step, KIND, name, region)
-        copy = (
-            values.clone()
-        )  # a node that torch knows: pipelines that split a backward pass look at the graph
+        # A node that torch knows: pipelines that split a backward pass look at the graph.
+        copy = values.clone()
         if known is not None:
             with torch.no_grad():
                 local = local_part(copy)
