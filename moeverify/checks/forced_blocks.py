@@ -47,7 +47,7 @@ class _ForcedBlocks(Watch[None]):
         self._observer = observer
         self._step = 0
         tp = training.coordinates.get("tp", 0)
-        self._ends = BlockEnds(training.program, training.recipe.data, tp, self._take, embeds=True)
+        self._ends = BlockEnds(training.program, training.recipe.data, tp, self._take, first=_name_block(0))
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -89,7 +89,11 @@ class _ForcedBlocks(Watch[None]):
         model = self._training.recipe.model.reference
         assert model is not None
         number = 0 if end == EMBEDDING else int(end.rpartition(".")[2]) + 1
-        return f"layers.{number}" if number < model.num_layers else HEAD
+        return _name_block(number) if number < model.num_layers else HEAD
+
+
+def _name_block(number: int) -> str:
+    return f"layers.{number}"
 
 
 class ForcedBlocks(GoldenTensors):

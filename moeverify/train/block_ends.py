@@ -28,12 +28,12 @@ Take = Callable[[str, Tensor, Region], Tensor]
 class BlockEnds:
     """Hands each block's output (B, S, H) to `take`, by the block's name, and goes on with what that returns.
 
-    With `embeds` the input of the first block too, as `EMBEDDING`. Each is handed over once in a step and
+    The input of the block called `first` is handed over too, as `EMBEDDING`. Each is handed over once in a step and
     micro-batch: a second visit is a recomputation, and goes on with what it has. `tp` is this rank's place on that
     axis: under sequence parallelism the positions of a rank are sharded over it once more.
     """
 
-    def __init__(self, program: Program, data: Data, tp: int, take: Take, *, embeds: bool = False) -> None:
+    def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
         self._data = data
         self._tp = tp
         self._take = take
@@ -43,10 +43,9 @@ class BlockEnds:
         self._shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
         for root in _list_roots(program.model):
             self._handles.append(root.register_forward_pre_hook(self._count))
-        for number, (name, root, block) in enumerate(_list_blocks(program.model)):
+        for name, root, block in _list_blocks(program.model):
             self._handles.append(block.register_forward_hook(self._make_hook(name, root)))
-            is_first = getattr(root, "is_first", True)
-            if embeds and number == 0 and is_first:
+            if name == first:  # not always on the rank that has the embedding
                 self._handles.append(block.register_forward_pre_hook(self._make_pre_hook(root)))
 
     def begin_step(self) -> None:

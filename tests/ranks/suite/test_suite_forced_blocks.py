@@ -21,6 +21,7 @@ LAYOUTS = {
     "tp-sp": "{tp: 2, sequence_parallel: true, loss_parallel: true, ep: 2}",
     "cp": "{cp: 2, ep: 2}",
     "pp": "{pp: 2, micro_batches: 2}",
+    "pp-empty-stage": "{pp: 2, micro_batches: 4, stage_layers: [0, 1, 2, 1], pipeline_schedule: interleaved_1f1b}",
     "pp-zbv": "{pp: 2, micro_batches: 4, stage_layers: [1, 1, 1, 1], pipeline_schedule: zbv}",
 }
 FAULTS = {
