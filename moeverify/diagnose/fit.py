@@ -108,7 +108,7 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
 
     off = [float(value) / scale for value, scale in zip(solution, scales, strict=True)]
     found = tuple(base + value for base, value in zip(right, off, strict=True))
-    residual = max(float(part.norm()) for part in leave(solution).split(sizes))
+    residual = max(float(part.norm()) for part in torch.split(leave(solution), sizes))
     return Fit(parts, found, residual, measure, len(target))
 
 
