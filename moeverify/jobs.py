@@ -235,12 +235,14 @@ class VerifyResult(Record):
 class GoldenSummary(Record):
     """What the file in git holds of a golden: losses and norms of every step, fingerprints of logical tensors.
 
-    `damage` says what was wrong with the full golden in the cache that this one replaces.
+    `damage` says what was wrong with the full golden in the cache that this one replaces. `seconds` is how long it
+    took to make, with its noise; None where it was kept from an earlier run.
     """
 
     losses: dict[str, float]
     tensors: dict[str, list[float] | str]
     damage: str = ""
+    seconds: float | None = None
 
 
 class GoldenResult(Record):

@@ -49,12 +49,16 @@ ALONE = Layout()
 
 @dataclass(frozen=True)
 class Training:
-    """One rank that trains a recipe, alone or under a layout; `coordinates` are its place on every mesh axis."""
+    """One rank that trains a recipe, alone or under a layout; `coordinates` are its place on every mesh axis.
+
+    `golden` is what its tensors are compared with; None where it is recorded.
+    """
 
     recipe: Recipe
     program: Program
     layout: Layout = ALONE
     coordinates: Mapping[str, int] = field(default_factory=dict)
+    golden: StoredGolden | None = None
 
 
 @dataclass(frozen=True)

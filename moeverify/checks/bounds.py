@@ -82,6 +82,8 @@ class Bounds:
             return 0.0
         if self.tolerance.kind == "fixed":
             return self._fixed(expected_norm)
+        if _is_counter(kind, name):
+            return FLOOR["float64"]
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
         measured = max(own, self._typical_noise(step, kind, criterion.metric))
         if kind == Kind.UPDATE:
@@ -137,3 +139,8 @@ class Bounds:
             pool = max if metric == "largest" else statistics.median
             self._typical[key] = pool(finite) if finite else 0.0
         return self._typical[key]
+
+
+def _is_counter(kind: str, name: str) -> bool:
+    """Return whether a tensor counts the optimizer's steps: a whole number, which no precision rounds."""
+    return kind == Kind.OPTIMIZER_STATE and name.endswith(".step")

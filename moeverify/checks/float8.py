@@ -1,8 +1,9 @@
-"""Whether the operands of products in float8 have the scales that their own largest elements ask for.
+"""Whether products in float8 are those of their operands, with the scales that the largest elements ask for.
 
 A wrong scale is no wrong factor: it is divided by again. What it does is to round otherwise, or to cut off what is
 too large, and in the comparison with the golden that is lost in the rounding of float8 itself. Here neither golden
-nor noise plays a part: where torchao has rounded an operand, its largest elements are looked for again.
+nor noise plays a part: where torchao has rounded an operand, its largest elements are looked for again. Some of its
+numbers are rounded again too, and some elements of each product computed (`float8_products`).
 
 An operand that is cut over tp along what has one scale has that of the largest element on all ranks of tp. What other
 data-parallel ranks have plays no part.
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.checks.float8_products import Seen, list_wrong, look_at_operand, look_at_product
 from moeverify.checks.precision import WHOLE, join_by_module
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
@@ -47,6 +49,8 @@ _CODES: Mapping[ScaleSource, Cause] = {
     "step-before": Cause.STALE,
     "none": Cause.PRECISION,
 }
+
+_PRODUCT = torch.ops.aten.mm.default
 
 _ByLayer = dict[str, dict[int, list[Float8Facts]]]  # by layer and rank
 Key = tuple[str, str, int]  # the layer, which operand, and how many of its kind came before it in the step
@@ -75,13 +79,16 @@ class Operand:
 class Float8Report:
     """The layers of a rank that are to be in float8, those that were, and the operands that rank 0 must judge.
 
-    These are all that are cut, and of the others those with a wrong scale.
+    These are all that are cut, and of the others those with a wrong scale. `wrong` are operands and products that
+    hold other numbers than they should, each with its step; `num_products` is how many products there were.
     """
 
     layers: tuple[str, ...]
     seen: frozenset[str]
     num_operands: int
     operands: tuple[Operand, ...]
+    wrong: tuple[tuple[int, Float8Facts], ...] = ()
+    num_products: int = 0
 
 
 class Float8Watch(Watch[Float8Report]):
@@ -89,6 +96,7 @@ class Float8Watch(Watch[Float8Report]):
 
     def __init__(self, model: nn.Module, *, power_of_two: bool) -> None:
         from torchao.float8 import float8_scaling_utils as library
+        from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
         self._power_of_two = power_of_two
         self._layers: dict[int, str] = {}  # by the options of its products, of which every layer has its own
@@ -103,6 +111,12 @@ class Float8Watch(Watch[Float8Report]):
         self._original: Any = library.hp_tensor_and_scale_to_float8
         self._signature = inspect.signature(self._original)
         library.hp_tensor_and_scale_to_float8 = self._round
+        self._operators: dict[Any, Any] = FLOAT8_OPS_TABLE
+        self._multiply_original = self._operators[_PRODUCT]
+        self._operators[_PRODUCT] = self._multiply
+        self._compared: list[Seen] = []
+        self._wrong: list[tuple[int, Float8Facts]] = []
+        self._num_products = 0
         self._step, self._num_operands = -1, 0
         self._looked: dict[Key, tuple[Tensor, Tensor, Operand]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
@@ -120,10 +134,19 @@ class Float8Watch(Watch[Float8Report]):
         self._finish()
         if self._library.hp_tensor_and_scale_to_float8 == self._round:
             self._library.hp_tensor_and_scale_to_float8 = self._original
+        if self._operators[_PRODUCT] == self._multiply:
+            self._operators[_PRODUCT] = self._multiply_original
 
     def report(self) -> Float8Report:
         """Return what was seen; see `Watch`."""
-        return Float8Report(self._names, frozenset(self._seen), self._num_operands, tuple(self._found))
+        return Float8Report(
+            self._names,
+            frozenset(self._seen),
+            self._num_operands,
+            tuple(self._found),
+            tuple(self._wrong),
+            self._num_products,
+        )
 
     def _round(self, *arguments: Any, **named: Any) -> Any:
         rounded = self._original(*arguments, **named)
@@ -131,20 +154,34 @@ class Float8Watch(Watch[Float8Report]):
         given.apply_defaults()
         with torch.no_grad():
             local: Any = local_part(rounded)  # a tensor of torchao's
-            self._look(given.arguments, local._scale)
+            self._look(given.arguments, local)
         return rounded
 
-    def _look(self, given: Mapping[str, Any], scale: Tensor) -> None:
+    def _multiply(self, operator: Any, operands: Any, named: Any = None) -> Any:
+        product = self._multiply_original(operator, operands, named)
+        left, right = operands[:2]
+        layer = self._layers.get(id(left._linear_mm_config))
+        if layer is not None:
+            with torch.no_grad():
+                seen = look_at_product(layer, left, right, product)
+            if seen is not None:
+                self._compared.append(seen)
+                self._num_products += 1
+        return product
+
+    def _look(self, given: Mapping[str, Any], rounded: Any) -> None:
         layer = self._layers.get(id(given["linear_mm_config"]))
         operand, dim = given["hp_tensor"].detach(), given["axiswise_dim"]
         local = local_part(operand)
         if layer is None or not local.numel():
             return
         self._seen.add(layer)
-        largest, used = find_largest(local, dim), _choose(scale.reshape(-1))
+        role = given["gemm_input_role"].value
+        self._compared.append(look_at_operand(layer, role, local, rounded))
+        largest, used = find_largest(local, dim), _choose(rounded._scale.reshape(-1))
         ranks, axis = _list_ranks(operand, dim)
         # One scale in all, or one for each row or column: these are operands of their own.
-        name = f"{given['gemm_input_role'].value}{'' if dim is None else f' along dim {dim % 2}'}"
+        name = f"{role}{'' if dim is None else f' along dim {dim % 2}'}"
         key = (layer, name, self._visits[layer, name])
         self._visits[layer, name] += 1
         found = Operand(self._step, key, _name(given["float8_dtype"]), (), (), ranks, axis)
@@ -152,6 +189,8 @@ class Float8Watch(Watch[Float8Report]):
 
     def _finish(self) -> None:
         looked, self._looked = self._looked, {}
+        compared, self._compared = self._compared, []
+        self._wrong += ((self._step, facts) for facts in list_wrong(compared))
         self._visits.clear()
         operands = {
             key: replace(
@@ -262,7 +301,9 @@ class Float8(Check[Float8Report]):
             for source, by_layer in wrong.items()
             for module, members in _join(source, by_layer, known)
         ]
-        return make_outcome(self.name, findings, sum(report.num_operands for report in reports))
+        return make_outcome(
+            self.name, findings, sum(report.num_operands + report.num_products for report in reports)
+        )
 
 
 def _list_wrong(
@@ -277,6 +318,8 @@ def _list_wrong(
         for layer in report.layers:
             if layer not in report.seen:
                 yield rank, 0, Float8Facts(layer=layer, source="none")
+        for step, facts in report.wrong:
+            yield rank, step, facts
     found = [(operand.step, rank, operand) for rank, each in enumerate(reports) for operand in each.operands]
     for step, rank, operand in sorted(found, key=lambda each: each[:2]):
         parts = cut[step, operand.key, operand.ranks] if operand.ranks else [operand]
@@ -335,8 +378,15 @@ def _join(source: ScaleSource, by_layer: _ByLayer, known: Sequence[str]) -> Iter
 
 def _measure(facts: Float8Facts) -> float:
     """Return how far a scale is off, relative to the right one; 1 where there is none that could be compared."""
-    error = abs(facts.used / facts.wanted - 1.0)
+    error = abs(facts.used / facts.wanted - 1.0) if facts.wanted else math.inf
     return error if math.isfinite(error) and facts.source != "none" else 1.0
+
+
+def _find_bound(facts: Float8Facts) -> float:
+    """Return how far what was used may be off, relative to what was wanted; numbers in float8 are exact."""
+    if facts.source in ("none", "numbers"):
+        return 0.0
+    return facts.allowed / abs(facts.wanted) if facts.source == "product" and facts.wanted else BOUND
 
 
 def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_known: int) -> Finding:
@@ -362,7 +412,7 @@ def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_k
         ranks=ranks,
         coordinates=shown.place(rank),
         error=_measure(facts),
-        bound=0.0 if facts.source == "none" else BOUND,
+        bound=_find_bound(facts),
         code=_CODES.get(facts.source, Cause.PRECISION),
         facts=facts,
         place=Place(module=module, ranks=ranks, axes=(facts.axis,) if facts.source == "own-rank" else ()),

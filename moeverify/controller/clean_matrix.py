@@ -71,6 +71,21 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_FORCED: Mapping[str, Any] = {"checks": {"steps": "forced"}}
+_BLOCKS: Mapping[str, Any] = {"checks": {"steps": "forced", "also": ("forced blocks",)}}
+_ROWS: Mapping[str, Any] = {"recipe": {"float8": "rowwise"}}
+
+NARROW: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("bfloat16", "forced steps", _FORCED),
+    ("bfloat16", "forced blocks", _BLOCKS),
+    ("mixed", "forced blocks", _BLOCKS),
+    ("float64", "float8 by rows", {"recipe": {"float8": "rowwise_with_gw_hp"}}),
+    ("mixed", "float8 by rows", _ROWS),
+    ("mixed", "float8 by rows, forced blocks", {**_ROWS, **_BLOCKS}),
+    ("bfloat16", "float8 by tensors", {"recipe": {"float8": "tensorwise"}}),
+)
+"""(precision, name, options) of further runs of one recipe under every layout."""
+
 REVERSED = "moeverify.faults.null:reverse_reductions"
 """A null fault, by name: its module imports torch."""
 
@@ -89,13 +104,17 @@ def clean_cases(num_seeds: int) -> Iterator[CleanRun]:
                     yield from _make("mixed", f"{recipe}, {layout}", seed, options, degrees)
                 if recipe == "stress adamw":
                     yield from _make("bfloat16", f"{recipe}, {layout}", seed, options, degrees)
-                    forced = {**options, "checks": {"steps": "forced"}}
-                    for group, case, _ in _make(
-                        "bfloat16", f"forced, {recipe}, {layout}", seed, forced, degrees
-                    ):
-                        yield f"{group}, forced steps", case, None
+                    yield from _make_variants(recipe, seed, layout, degrees)
         for layout, degrees in LAYOUTS.items():
             yield from _make_nulls(seed, layout, degrees)
+
+
+def _make_variants(recipe: str, seed: int, layout: str, degrees: Mapping[str, Any]) -> Iterator[CleanRun]:
+    """Yield the runs of a layout with forced steps, with forced blocks, and with linear layers in float8."""
+    for precision, variant, change in NARROW:
+        options = {**RECIPES[recipe], **change}
+        for _, case, _ in _make(precision, f"{variant}, {recipe}, {layout}", seed, options, degrees):
+            yield f"{precision}, {variant}", case, None
 
 
 def _make_nulls(seed: int, layout: str, degrees: Mapping[str, Any]) -> Iterator[CleanRun]:
@@ -113,8 +132,8 @@ def _make(
 ) -> Iterator[CleanRun]:
     layout = dict(degrees)
     chosen = layout.pop("layout_optimizer", None)
-    recipe = {"precision": precision, "seed": seed}
-    case = make_case(f"{precision}, seed {seed}, {name}", recipe=recipe, **options, **layout)
+    recipe = {"precision": precision, "seed": seed, **options.get("recipe", {})}
+    case = make_case(f"{precision}, seed {seed}, {name}", **{**options, "recipe": recipe}, **layout)
     if chosen is not None:
         case = case.model_copy(update={"layout": case.layout.model_copy(update={"optimizer": chosen})})
     if not list(validate(case)):

@@ -24,6 +24,10 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 }
 
 
+_SURE = 3
+"""How much a finding says that leaves nothing to be asked."""
+
+
 def change_precision(case: Case, precision: Precision) -> Case:
     """Return the case under the same recipe in another precision, which gives the recipe another name."""
     changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
@@ -62,14 +66,21 @@ def escalate(
         merge(each, [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])])
         for each in result.cases
     )
-    more = {"launches": result.launches + answers.launches, "seconds": result.seconds + answers.seconds}
+    more = {
+        "launches": result.launches + answers.launches,
+        "goldens": (*result.goldens, *answers.goldens),
+        "seconds": result.seconds + answers.seconds,
+    }
     return result.model_copy(update={"cases": merged, **more})
 
 
 def needs_escalation(case: CaseResult) -> bool:
-    """Return whether something differs, and the leading finding does not say what was done to the right values."""
+    """Return whether something differs, and the leading finding does not surely say what was done to right values.
+
+    Twice as large a gradient may be the factor of a reduction, or what a module has computed twice.
+    """
     lead = case.lead
-    return case.verdict == "mismatch" and lead is not None and not lead.names_operation
+    return case.verdict == "mismatch" and lead is not None and _rate(lead) < _SURE
 
 
 def list_wider(case: Case) -> Sequence[Case]:
@@ -109,15 +120,17 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
     findings = list(leads)
     for finding in case.findings:
         changed: dict[str, object] = {}
-        if not finding.follows and (not finding.names_operation or _identify(finding) in leading):
+        if not finding.follows and (_rate(finding) < _SURE or _identify(finding) in leading):
             changed = {"wider": seen} | ({"follows": leads[0].tensor} if leads else {})
         findings.append(finding.model_copy(update=changed))
     return case.model_copy(update={"findings": tuple(findings)})
 
 
 def _rate(finding: Finding | None) -> int:
-    """Return how much a finding says of its cause: nothing, a place or a size, or what was done."""
-    return 0 if finding is None else finding.is_explained + finding.names_operation
+    """Return how much a finding says of its cause: nothing, a place or a size, what may have been done, what was."""
+    if finding is None or not finding.names_operation:
+        return 0 if finding is None else int(finding.is_explained)
+    return _SURE - finding.is_estimate
 
 
 def _identify(finding: Finding) -> tuple[str, str, str]:

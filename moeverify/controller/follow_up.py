@@ -56,7 +56,11 @@ def follow_up(
         case.model_copy(update={"findings": tuple(merged.get((case.name, id(f)), f) for f in case.findings)})
         for case in result.cases
     )
-    more = {"launches": result.launches + answers.launches, "seconds": result.seconds + answers.seconds}
+    more = {
+        "launches": result.launches + answers.launches,
+        "goldens": (*result.goldens, *answers.goldens),
+        "seconds": result.seconds + answers.seconds,
+    }
     return result.model_copy(update={"cases": cases_answered, **more})
 
 

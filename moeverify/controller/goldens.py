@@ -108,7 +108,9 @@ class GoldenSet:
         )
         if isinstance(answer, Refusal):
             return state.model_copy(update={"status": "failed", "error": answer.error})
-        own = _examine_own(state.model_copy(update={"damage": answer.damage}), path, answer)
+        own = _examine_own(
+            state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds}), path, answer
+        )
         if device_class == CPU or own.status not in ("recorded", "missing"):
             return own
         return self._examine_across(own, recipe, answer)

@@ -42,7 +42,7 @@ from moeverify.results.finding import Verdict, note_failure
 from moeverify.results.golden import GoldenState
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.obstacle import Obstacle
-from moeverify.results.run import CaseResult, Event, RankReport, RunResult
+from moeverify.results.run import CaseResult, Event, GoldenTime, RankReport, RunResult
 
 OnEvent = Callable[[Event], None]
 
@@ -188,6 +188,11 @@ class CaseRun:
             started=started,
             seconds=seconds,
             launches=self._num_launches,
+            goldens=tuple(
+                GoldenTime(recipe=state.recipe, seconds=state.seconds)
+                for state in self._states.values()
+                if state.seconds is not None
+            ),
             cases=results,
         )
 

@@ -36,6 +36,14 @@ def find_factor(
     return Factor(value=value, power=power, equals=_find_counts(wanted, sizes, counts))
 
 
+def list_numbers(sources: Sequence[Source], counts: Sequence[Source] = ()) -> list[float]:
+    """Return what a coefficient may be: nothing, once, and all products that `find_factor` knows."""
+    sizes = {source.name: source.size for source in (*counts, *sources) if source.size > 1}
+    names = [source.name for source in sources if source.size > 1]
+    products = [*_list_single(list(sizes)), *_list_double(names)]
+    return sorted({0.0, 1.0, *(product.measure(sizes) for product in products)})
+
+
 def find_root(value: float, sources: Sequence[Source]) -> Factor:
     """Return the factor with the sources n of which it is about the root, or one over the root; else as it is.
 

@@ -8,7 +8,7 @@ term that is 1e-5 of the gradient would drown in it, but it is all of its own er
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,21 +22,50 @@ EXPLAINED = 1e-3
 """The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""
 
 
+NEAR = 1e-2
+"""How far a coefficient may be from a number to be compared with it, of 1 or of the number where that is larger."""
+
+_ALIKE = 1.2
+"""How many times the squares may be left by numbers that the fitted coefficients leave: noise is not quite alike."""
+
+_CHANCE = 4.0
+"""The same for each coefficient, in units of the mean square that is left: what chance does, in its square."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """The coefficients of parts that explain some tensors best; each part of the golden once is the golden.
 
-    `residual` is what they leave of the error, as a share of it, in the tensor that they explain worst.
+    `residual` is what they leave of the error, as a share of it, in the tensor that they explain worst. `measure` is
+    the sum of squares that coefficients leave of `count` numbers.
     """
 
     parts: tuple[Part, ...]
     coefficients: tuple[float, ...]
     residual: float
+    measure: Callable[[Sequence[float]], float]
+    count: int
 
     @property
     def explains(self) -> bool:
         """Return whether nothing of the errors is left but rounding."""
         return self.residual < EXPLAINED
+
+    def settle(self, numbers: Sequence[float]) -> Fit:
+        """Return the fit with coefficients in whose place one of these numbers leaves as little of the errors.
+
+        Rounding decides how exactly a coefficient is known: to ten digits in float64, in float32 to fewer, the less
+        there is of the part in the gradient. What the errors cannot tell from a number is that number.
+        """
+        settled, free = list(self.coefficients), len(self.coefficients)
+        allowed = self.measure(settled) * max(_ALIKE, 1.0 + _CHANCE * free / (self.count - free))
+        for place, value in enumerate(self.coefficients):
+            near = {number for number in numbers if abs(value - number) <= NEAR * max(1.0, abs(number))}
+            if len(near) == 1:
+                tried = [*settled[:place], *near, *settled[place + 1 :]]
+                if self.measure(tried) <= allowed:
+                    settled = tried
+        return replace(self, coefficients=tuple(settled))
 
 
 def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fit | None:
@@ -63,13 +92,24 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
     # Columns of norm 1: terms differ by five orders of magnitude (lm 1, z 1e-5), and the solver cuts off small ones.
     matrix = torch.stack([stacked[number] / lengths[number] for number in used], dim=1)
     solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution
-    left = (matrix @ solution - target.unsqueeze(1)).squeeze(1)
-    residual = max(float(part.norm()) for part in left.split([len(error) for error in errors]))
     parts = tuple(columns[number][0] for number in used)
-    off = [float(value) / lengths[number] for value, number in zip(solution, used, strict=True)]
     # The golden has every part once, and nothing of padding.
     right = [1.0 if part.belongs else 0.0 for part in parts]
-    return Fit(parts, tuple(base + value for base, value in zip(right, off, strict=True)), residual)
+    sizes = [len(error) for error in errors]
+    scales = [lengths[number] for number in used]
+
+    def leave(found: Tensor) -> Tensor:
+        return (matrix @ found - target.unsqueeze(1)).squeeze(1)
+
+    def measure(coefficients: Sequence[float]) -> float:
+        off = [(value - base) * scale for value, base, scale in zip(coefficients, right, scales, strict=True)]
+        left = leave(torch.tensor(off, dtype=matrix.dtype, device=matrix.device).unsqueeze(1))
+        return float(left.square().sum())
+
+    off = [float(value) / scale for value, scale in zip(solution, scales, strict=True)]
+    found = tuple(base + value for base, value in zip(right, off, strict=True))
+    residual = max(float(part.norm()) for part in torch.split(leave(solution), sizes))
+    return Fit(parts, found, residual, measure, len(target))
 
 
 def fit_multiple(tensor: WrongTensor) -> Fit | None:

@@ -68,9 +68,10 @@ def sizes_on_the_device(case: Case) -> Iterator[Problem]:
 @reading(_PATH, "checks.also")
 def unwatched_passes(case: Case) -> Iterator[Problem]:
     """Nobody sees the outputs of a block when a graph is launched."""
-    if CheckName.ACTIVATIONS in case.checks.also:
-        message = "nothing inside a graph can be shown, so there is no check `activations`"
-        yield blame(_PATH, message, "remove one of them")
+    for name in (CheckName.ACTIVATIONS, CheckName.FORCED_BLOCKS):
+        if name in case.checks.also:
+            message = f"nothing inside a graph can be shown, so there is no check `{name}`"
+            yield blame(_PATH, message, "remove one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

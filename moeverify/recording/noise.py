@@ -142,7 +142,7 @@ def measure_noise(
     """
     comparison = Comparison(reference, hash_bits=False)
     watches = [] if gradients is None else [gradients]
-    with open_observers(Training(recipe, program), comparison, checks, watches) as observer:
+    with open_observers(Training(recipe, program, golden=reference), comparison, checks, watches) as observer:
         train(
             recipe,
             program,

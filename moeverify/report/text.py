@@ -17,7 +17,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, group_texts, order_findings
 from moeverify.report.stacks import RankGroup, cut_stack, find_problems, group_ranks
 from moeverify.report.table import make_table
-from moeverify.report.words.run import list_notes
+from moeverify.report.words.run import describe_goldens, list_notes
 from moeverify.results.finding import Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
@@ -186,7 +186,10 @@ def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -
 
 
 def _render_environment(run: RunResult, console: Console) -> None:
-    """Print on what the run was made, in one paragraph."""
+    """Print on what the run was made, in one paragraph, and the goldens that had to be made for it."""
+    if made := describe_goldens(run.goldens):
+        print_fact(console, "goldens", made, indent=0)
+        console.print()
     if run.environment:
         line = ", ".join(f"{key} {value}" for key, value in run.environment.items())
         line += f", {run.launches} launch{'es' if run.launches > 1 else ''}" if run.launches else ""

@@ -66,11 +66,16 @@ class CheckName(StrEnum):
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
     GATHERED_WEIGHTS = "gathered weights", "what FSDP gathers is what the ranks store, bit for bit"
     DATA = "data", "the tokens, positions, masks and labels that every rank read, in each micro-batch"
-    FLOAT8 = "float8", "scales of operands in float8, computed again from the rank's own operands"
+    FLOAT8 = "float8", "scales, numbers and products in float8, computed again from the rank's own operands"
     ROUTING = "routing", "which experts each token chose, and their counts"
     ROUTING_FLIPS = "routing flips", "score margin of the tokens that would choose other experts"
     ROUTING_WEIGHTS = "routing weights", "the weights that combine the experts' outputs"
     ACTIVATIONS = "activations", "the output of every block, with the first block that diverges", True
+    FORCED_BLOCKS = (
+        "forced blocks",
+        "the output of every block and the gradient of its input, each on the golden's input and output gradient",
+        True,
+    )
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"

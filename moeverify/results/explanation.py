@@ -60,13 +60,15 @@ class Subject(Record):
 class Explanation(Record):
     """A cause that explains the numbers: what was done, to what, and how large that is.
 
-    `residual` is what it leaves: a share of the error for a fit, of the tensor otherwise.
+    `residual` is what it leaves: a share of the error for a fit, of the tensor otherwise. `is_estimate` says that it
+    is a fit to within rounding of 16 bits, where nothing that was computed before could be compared.
     """
 
     cause: Cause
     subject: Subject
     operation: Operation
     residual: float | None = None
+    is_estimate: bool = False
 
     @property
     def candidates(self) -> tuple[Product, ...]:

@@ -120,7 +120,7 @@ class GatheredFacts(Record):
     sources: tuple[tuple[int, int], ...] = ()
 
 
-ScaleSource = Literal["", "none", "own-rank", "step-before", "another"]
+ScaleSource = Literal["", "none", "own-rank", "step-before", "another", "numbers", "product"]
 
 
 class Float8Facts(Record):
@@ -129,7 +129,9 @@ class Float8Facts(Record):
     `layer` has the scale that is furthest off, that of `operand`.
     `source` is where the scales come from: the largest elements of the rank's own part of what is cut over `axis`,
     those of the step before, those of `other`; empty where nobody knows, and `none` where nothing was rounded to
-    float8. There the first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`.
+    float8. There the first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`. Where the source
+    is `numbers` or `product`, scales are right and elements are not: of the operand, or of the product that is called
+    `operand` there, where the worst may be off by `allowed`.
     """
 
     about: Literal["float8"] = "float8"
@@ -146,6 +148,7 @@ class Float8Facts(Record):
     num_compared: int = 0
     used: float = 0.0
     wanted: float = 1.0
+    allowed: float = 0.0
 
 
 class PatternFacts(Record):

@@ -167,6 +167,11 @@ class Finding(Record):
         """Return whether its cause says what was done, and not alone where or by how much values are off."""
         return self.is_explained if self.explanation is None else self.explanation.names_operation
 
+    @property
+    def is_estimate(self) -> bool:
+        """Return whether its cause is one that rounding leaves a guess: a wider run may show an earlier one."""
+        return self.explanation is not None and self.explanation.is_estimate
+
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:
     """Return findings that have no causes because their diagnosis failed: the first of them says how."""

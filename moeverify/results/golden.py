@@ -22,8 +22,9 @@ class GoldenState(Record):
 
     `recorded` and `current` are fingerprints of recipes, `case_file` that of a case that uses it. `error` says why it
     could not be read or made, and `remedy` what to do. `damage` is what was wrong with the full golden in the cache,
-    which was made again. `deviation` is from the golden of the same class of devices, and `across` from that of a CPU
-    in `across_path`, where the devices are GPUs.
+    which was made again. `seconds` is how long this run took to make it, None where it was kept. `deviation` is from
+    the golden of the same class of devices, and `across` from that of a CPU in `across_path`, where the devices are
+    GPUs.
     """
 
     status: GoldenStatus
@@ -36,6 +37,7 @@ class GoldenState(Record):
     error: str = ""
     remedy: str = ""
     damage: str = ""
+    seconds: float | None = None
     deviation: Deviation | None = None
     across: Deviation | None = None
     across_path: str = ""

@@ -104,8 +104,18 @@ class CaseResult(Record):
         return next((finding for finding in self.findings if not finding.follows), None)
 
 
+class GoldenTime(Record):
+    """A golden that one device made for this run and in how many seconds, its noise included."""
+
+    recipe: str
+    seconds: float
+
+
 class RunResult(Record):
-    """A whole run: what was asked, on what, and what came of each case."""
+    """A whole run: what was asked, on what, and what came of each case.
+
+    `goldens` are those that were made; others were kept from earlier runs.
+    """
 
     schema_version: int = SCHEMA_VERSION
     verdict: Literal["pass", "mismatch", "error"]
@@ -114,6 +124,7 @@ class RunResult(Record):
     started: str = ""
     seconds: float = 0.0
     launches: int = 0
+    goldens: tuple[GoldenTime, ...] = ()
     cases: tuple[CaseResult, ...]
 
 

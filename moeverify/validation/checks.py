@@ -33,6 +33,17 @@ def declared_differences(case: Case) -> Iterator[Problem]:
             yield blame("checks.differs", f"`{name}` cannot be both declared to differ and skipped")
 
 
+@reading("checks.also", "recipe.model.factory", "recipe.step", "layout.parallelize")
+def forced_blocks(case: Case) -> Iterator[Problem]:
+    """What the blocks of a user's model, or of a user's layout of it, hand to each other, nobody else knows."""
+    if CheckName.FORCED_BLOCKS not in case.checks.also:
+        return
+    path = next(iter(case.recipe.functions), "layout.parallelize" if case.layout.parallelize else "")
+    if path:
+        message = f"`{CheckName.FORCED_BLOCKS}` is for the reference model under layouts of its own"
+        yield blame("checks.also", message, f"remove it, or {path}")
+
+
 def _fixed_by(name: str) -> Rule:
     """Return the rule that the number `name` belongs to a fixed tolerance, and is needed there."""
 
@@ -59,4 +70,11 @@ def tolerance_factor(case: Case) -> Iterator[Problem]:
         yield blame("checks.tolerance.factor", message, "write `kind: calibrated`, or remove it")
 
 
-CHECK_RULES = (known_checks, declared_differences, _fixed_by("rtol"), _fixed_by("atol"), tolerance_factor)
+CHECK_RULES = (
+    known_checks,
+    declared_differences,
+    forced_blocks,
+    _fixed_by("rtol"),
+    _fixed_by("atol"),
+    tolerance_factor,
+)

@@ -27,7 +27,8 @@ from moeverify.train.program import Program
 from moeverify.worker.blamed_place import BlamedStop, read_expected
 from moeverify.worker.differing_collective import DifferingStop
 from moeverify.worker.golden_reference import GoldenReference
-from moeverify.worker.verify import Assembly, make_bounds, train_observed
+from moeverify.worker.observed import make_bounds, train_observed
+from moeverify.worker.verify import Assembly
 
 # What shows and compares tensors stands between the stop and the code that made them.
 _INNER = ("moeverify.worker.", "moeverify.checks.", "moeverify.train.module_taps", "torch.")

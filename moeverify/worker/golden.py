@@ -6,6 +6,7 @@ import ctypes
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,10 +83,13 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
 def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary:
     """Return the summary of a full golden that is whole, after making it where it is not."""
     damage = "" if order.fresh else find_damage(order.recipe, folder)
+    seconds = None
     if order.fresh or damage or not is_stored(folder):
+        began = time.monotonic()
         make_golden(order.recipe, folder, device, also=order.also)
+        seconds = time.monotonic() - began
     summary = GoldenSummary.model_validate(StoredGolden(folder).summary)
-    return summary.model_copy(update={"damage": damage})
+    return summary.model_copy(update={"damage": damage, "seconds": seconds})
 
 
 class _OverTimeError(BaseException):

@@ -24,7 +24,7 @@ from moeverify.axes.groups import (
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
-from moeverify.checks.registry import CHECKS
+from moeverify.checks.registry import CHECKS, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors, find_other_shapes
@@ -61,6 +61,8 @@ from moeverify.train.loop import train
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.worker.observed import train_observed
+from moeverify.worker.step_tap import StepTap
 from moeverify.worker.timeline import RankTimeline, join_timelines, note_timeline
 
 Assemble = Callable[[], Program]
@@ -150,50 +152,6 @@ _KINDS = tuple(
 )
 
 
-class _StepTap:
-    """An observer that captures, and that opens a tap on the model for one step.
-
-    `num_before` is how many collectives had been issued before that step, by `count`.
-    """
-
-    def __init__(
-        self,
-        capture: Capture,
-        tap: Tap,
-        step: int,
-        count: Callable[[], int] = lambda: 0,
-        bringing: Bringing | None = None,
-    ) -> None:
-        self.num_before = count()
-        self._bringing = bringing
-        self._count = count
-        self._capture = capture
-        self._tap = tap
-        self._step = step
-        self._context: Any = None
-
-    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Capture; see `moeverify.layout.observer.Observer`."""
-        self._capture.observe(step, kind, name, local, region)
-
-    def begin_step(self, step: int) -> None:
-        """Open the tap before the step of interest, close it after."""
-        if step == self._step:
-            self.num_before = self._count()
-            if self._bringing is not None:
-                self._bringing.is_open = True
-            self._context = self._tap.reading()
-            self._context.__enter__()
-        elif self._context is not None:
-            self.close()
-
-    def close(self) -> None:
-        """Close the tap."""
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
-
-
 def _rerun(
     case: Case,
     golden: StoredGolden,
@@ -217,18 +175,16 @@ def _rerun(
         count=count,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
-    observer = _StepTap(capture, tap, step, count, bringing)
+    observer = StepTap(capture, tap, step, count, bringing)
 
     def keep(number: int, tensor: Tensor) -> None:
         tap.keep_operand(number, tensor)
         bringing.keep(number, tensor)
 
-    recipe, stop = case.recipe, max(step, 0) + 1
-    low = recipe.precision != "float64" and program.subject.can_replay
-    forced = case.checks.steps == "forced"
+    checks = choose_checks(also=case.checks.also)
     trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     try:
-        train(recipe, program, observer, golden=golden, replay_routing=low, forced=forced, num_steps=stop)
+        train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
@@ -494,7 +450,7 @@ def read_golden_modules(
     """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
     program = assemble_single(recipe, device, compute="float64")
     tap = Tap(program.model, recipe.data.batch, recipe.data.seq_len, scale=1.0, limit=1 << 62)
-    observer = _StepTap(Capture(()), tap, step)
+    observer = StepTap(Capture(()), tap, step)
     train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()
     return tap.readings

@@ -44,8 +44,9 @@ from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
 from moeverify.train.subjects import replays_routing, subject_of
+from moeverify.worker.observed import list_coordinates
 from moeverify.worker.reload import explain_load
-from moeverify.worker.verify import Reports, judge_all, list_coordinates, list_names, list_numbers
+from moeverify.worker.verify import Reports, judge_all, list_names, list_numbers
 
 _OTHER_SEED = 1 << 20
 """Added to the seed of a model that is loaded into, so that what was not loaded shows."""

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import multiprocessing_pdb
 from moeverify.axes.groups import axis_affects
-from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
-from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown, Training, Watch
-from moeverify.checks.bounds import Bounds
+from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown
 from moeverify.checks.limits import apply_limits
-from moeverify.checks.observers import open_observers
 from moeverify.checks.registry import KIND_ORDER, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.assembled import assemble
@@ -35,14 +29,13 @@ from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
-from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
 from moeverify.worker.error_map import map_errors
-from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
 from moeverify.worker.load_watch import LoadWatch, sum_load
+from moeverify.worker.observed import list_coordinates, make_bounds, train_observed
 
 Reports = Mapping[str, Any]  # by the name of the check
 
@@ -169,69 +162,6 @@ def _observe(
         load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
     )
-
-
-def train_observed(
-    case: Case,
-    golden: StoredGolden,
-    program: Program,
-    observer: Observer,
-    checks: Sequence[Check[Any]],
-    watches: Sequence[Watch[Any]] = (),
-    *,
-    num_steps: int | None = None,
-    reference: GoldenReference | None = None,
-) -> list[float]:
-    """Train under the layout before the checks, and return the learning rate of each step.
-
-    Meanwhile a rank that stops in the debugger compares with the `reference`, or else with one made for this.
-    """
-    place = list_coordinates(case)[dist.get_rank()]
-    training = Training(case.recipe, program, case.layout, place)
-    if reference is None:
-        reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
-        watches = [*watches, _Informed(reference)]
-    with open_observers(training, observer, checks, watches) as observers, _comparing_with(reference):
-        return train(
-            case.recipe,
-            program,
-            observers,
-            golden=golden,
-            replay_routing=replays_routing(case.recipe),
-            forced=case.checks.steps == "forced",
-            num_steps=num_steps,
-        )
-
-
-class _Informed(Watch[None]):
-    """Shows a reference what a run shows."""
-
-    def __init__(self, reference: GoldenReference) -> None:
-        self.begin_step = reference.begin_step  # type: ignore[method-assign]
-        self.observe = reference.observe  # type: ignore[method-assign]
-
-
-@contextmanager
-def _comparing_with(reference: GoldenReference) -> Iterator[None]:
-    """Have `diff --golden` compare with it."""
-    multiprocessing_pdb.set_reference(reference)
-    try:
-        yield
-    finally:
-        multiprocessing_pdb.set_reference(None)
-
-
-def make_bounds(case: Case, golden: StoredGolden) -> Bounds:
-    """Return how far the tensors of a case may be from its golden."""
-    # In float64 a step that was not forced rounds no more than one that was: there is one calibration for both.
-    forced = case.checks.steps == "forced" and case.recipe.precision != "float64"
-    return Bounds(case.checks.tolerance, case.recipe.precision, golden.noise, forced)
-
-
-def list_coordinates(case: Case) -> dict[int, dict[str, int]]:
-    """Return the place of each rank on every mesh axis."""
-    plan = MeshPlan.of(case.layout)
-    return {rank: plan.coordinates(rank) for rank in range(case.layout.world_size)}
 
 
 def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:

@@ -163,3 +163,9 @@ def test_a_full_golden_with_flipped_bits_is_made_again(life: dict[str, Any]) -> 
     assert fine["verdict"] == "pass"
     assert [note for note in fine["notes"] if "step0.safetensors: damaged" in note]
     assert path.read_bytes() == content
+
+
+def test_a_run_says_how_long_the_goldens_took_that_it_made(life: dict[str, Any]) -> None:
+    (line,) = re.findall(r"^goldens +(.*)$", life["run"][0].out, re.MULTILINE)
+    # A changed recipe has none yet, and the damaged one is made again; the others were kept.
+    assert sorted(re.findall(r"(\w+) [\d.]+ s", line)) == ["changed", "fine"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.fit import fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -44,7 +44,9 @@ class AddedValues(Hypothesis):
             fit = fit_columns(tensors, [(part, lambda name, values=values: values[name])])  # type: ignore[misc]
             if fit is None:
                 continue
-            factor = find_factor(fit.coefficients[0], inputs.sources_of(tensors))
+            sources = inputs.sources_of(tensors)
+            fit = fit.settle(list_numbers(sources)) if fit.explains else fit
+            factor = find_factor(fit.coefficients[0], sources)
             contributions = (Contribution(part=part, factor=factor),)
             trials.append(
                 Trial(

@@ -37,6 +37,11 @@ class BatchShares(LinearFit):
         """Return none: a weight of one share that equals the size of an axis does so by chance."""
         return []
 
+    def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
+        """Return the weights that a mean of means would give."""
+        assert inputs.components is not None
+        return list_means(inputs.components())
+
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the shares that are off, and whether a mean of their means would weight them so."""
         assert inputs.components is not None
@@ -60,6 +65,12 @@ def describe_means(
         return Scaled(contributions=wrong)
     factor = None if is_same(first, 1.0) else find_factor(first, inputs.axes.sources)
     return Scaled(contributions=wrong, local_means=count, means_factor=factor)
+
+
+def list_means(components: Components) -> list[float]:
+    """Return the weight of each share in a mean of means: V / (n * V_i)."""
+    total, count = sum(components.num_valid), len(components.cells)
+    return [total / (count * num_valid) for num_valid in components.num_valid if num_valid]
 
 
 def _measure_means(term: str, fit: Fit, components: Components) -> float | None:

@@ -54,6 +54,7 @@ class BlockShares(Hypothesis):
             tried = tried or fit is not None
             if fit is None or not fit.explains or _is_one_factor(fit.coefficients):
                 continue
+            fit = fit.settle([0.0, 1.0])
             # A weight of one share that equals the size of an axis does so by chance.
             contributions = tuple(
                 Contribution(part=part, factor=find_factor(value, []))

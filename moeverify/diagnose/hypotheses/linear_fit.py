@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from moeverify.diagnose.components import Components
-from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.fit import Column, Fit, fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -54,10 +54,10 @@ class LinearFit(Hypothesis):
         fit = fit_columns(tensors, columns)
         if fit is None:
             return self.untried(Reason.TOO_FEW_NUMBERS)
-        plain = list_contributions(fit, ())
         if not fit.explains:
-            return Outcome((self._log("no", plain, fit),))
+            return Outcome((self._log("no", list_contributions(fit, ()), fit),))
         sources, counts = self.sources(tensors, inputs), self.counts(inputs)
+        fit = fit.settle([*list_numbers(sources, counts), *self.numbers(inputs)])
         contributions = list_contributions(fit, sources, counts)
         # A factor of 1 + 1e-7 is right by itself, but it is all that is off, and so it is what is wrong.
         wrong = tuple(each for each in contributions if not each.is_right) or _list_off(contributions)
@@ -73,6 +73,11 @@ class LinearFit(Hypothesis):
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
         """Return further integers of the recipe that a wrong coefficient may come from: none for whole gradients."""
+        del inputs
+        return ()
+
+    def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
+        """Return what else a coefficient may be besides 0, 1 and these integers and their products."""
         del inputs
         return ()
 

@@ -50,8 +50,11 @@ class LossValue(Hypothesis):
             for loss in losses
         ]
         # The subject is the loss, and what it explains are the gradients.
-        operation = _find_offset(losses, inputs) or Altered()
-        return self.accept(explain_by(Cause.FORWARD, operation, losses, inputs), *seen)
+        offset = _find_offset(losses, inputs)
+        if offset is None and inputs.search is None:
+            # In 16 bits modules are not compared: what came into the loss may have been wrong already.
+            return self.untried(Reason.MODULES_NOT_COMPARED)
+        return self.accept(explain_by(Cause.FORWARD, offset or Altered(), losses, inputs), *seen)
 
 
 def _find_offset(losses: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Offset | None:

@@ -19,7 +19,7 @@ from moeverify.diagnose.noisy_fit import (
 )
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
-from moeverify.results.explanation import Quantity
+from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Factor, Source
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled
@@ -60,7 +60,12 @@ class NoisyFactorHypothesis(Hypothesis):
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=found),))
         explanation = explain_by(Cause.SCALE, operation, tensors, inputs, residual=factor.residual)
         others = tuple(count_right_alike(explanation, tensors, inputs))
-        return self.accept(explanation, seen, *others, residual=factor.residual)
+        return self.accept(estimated(explanation), seen, *others, residual=factor.residual)
+
+
+def estimated(explanation: Explanation) -> Explanation:
+    """Return an explanation as what a fit to within rounding gives: in 16 bits outputs are not compared."""
+    return explanation.model_copy(update={"is_estimate": True})
 
 
 def is_of_16_bits(tensor: WrongTensor) -> bool:

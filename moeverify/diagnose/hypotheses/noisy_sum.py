@@ -8,7 +8,7 @@ import torch
 
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
-from moeverify.diagnose.hypotheses.noisy_factor import find_unit, is_of_16_bits
+from moeverify.diagnose.hypotheses.noisy_factor import estimated, find_unit, is_of_16_bits
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.noisy_fit import NoisyFactor, fit_noisy, is_left_by_rounding, join_factors
 from moeverify.diagnose.replicas import find_replicas
@@ -54,7 +54,7 @@ class NoisySum(Hypothesis):
         explanation = explain_by(
             Cause.MISSING_REDUCTION, operation, tensors, inputs, residual=factor.residual
         )
-        return self.accept(explanation, seen, about=axis, residual=factor.residual)
+        return self.accept(estimated(explanation), seen, about=axis, residual=factor.residual)
 
 
 def _fit_sum(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> tuple[int, float, NoisyFactor] | None:

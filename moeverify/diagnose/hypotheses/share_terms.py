@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.diagnose.fit import Column, Fit
-from moeverify.diagnose.hypotheses.batch_shares import describe_means
+from moeverify.diagnose.hypotheses.batch_shares import describe_means, list_means
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -39,6 +39,11 @@ class ShareTerms(LinearFit):
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return none: a weight of one share that equals the size of an axis does so by chance."""
         return []
+
+    def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
+        """Return the weights that a mean of means would give."""
+        assert inputs.components is not None
+        return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the parts that are off, and whether a mean of means would weight those of lm so."""

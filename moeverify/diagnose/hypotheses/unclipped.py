@@ -35,6 +35,7 @@ class UnclippedHypothesis(Hypothesis):
         fit = fit_multiple(tensor)
         if fit is None:
             return self.untried(Reason.TOO_FEW_NUMBERS)
+        fit = fit.settle([1.0 / inputs.clip]) if fit.explains and inputs.clip else fit
         measured: dict[str, Any] = {
             "contributions": list_contributions(fit, ()),
             "residual": fit.residual,

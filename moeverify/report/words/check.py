@@ -188,7 +188,14 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
     )
 
 
-_OPERANDS = {"input": "inputs", "weight": "weights", "grad_output": "gradients of outputs"}
+_OPERANDS = {
+    "input": "inputs",
+    "weight": "weights",
+    "grad_output": "gradients of outputs",
+    "output": "outputs",
+    "grad_input": "gradients of inputs",
+    "grad_weight": "gradients of weights",
+}
 
 
 @describe_facts.register
@@ -204,11 +211,14 @@ def _(facts: Float8Facts, finding: Finding) -> Words:
         "own-rank": f"{module} scales {operands} by the largest element of one rank, not reduced over {facts.axis}",
         "step-before": f"{module} scales {operands} by the largest elements of the step before",
         "another": f"{module} scales {operands} by the largest elements of another operand",
+        "numbers": f"{module} rounds {operands} to other numbers of float8 than their scales give",
+        "product": f"{module} has {operands} that are not the product of its operands in float8",
     }[facts.source]
     what = f"{_OPERANDS.get(facts.operand, facts.operand)} of {facts.layer}"
     scales = f"{facts.used:.6g} in place of {facts.wanted:.6g} for {what}"
     scales += f", which is the scale of {facts.other}" if facts.other else ""
-    counted = f"{facts.num_wrong} of {facts.num_compared} compared scales there"
+    counted = f"{facts.num_wrong} of {facts.num_compared} compared "
+    counted += "elements there" if facts.source in ("numbers", "product") else "scales there"
     return Words(cause, "", (layers, scales, counted))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moeverify.report.numbers import format_seconds
 from moeverify.report.words.cause import (
     describe_cause,
     describe_evidence,
@@ -13,8 +16,10 @@ from moeverify.report.words.issued import describe_issued
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.trial import describe_trial, name_trial
 from moeverify.results.finding import Finding
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.run import CaseResult, GoldenTime, RunResult
 from moeverify.results.trial import Trial
+
+_NUM_GOLDENS = 4
 
 
 def word_run(run: RunResult) -> RunResult:
@@ -31,6 +36,22 @@ def word_case(case: CaseResult) -> CaseResult:
 def list_notes(case: CaseResult) -> tuple[str, ...]:
     """Return the notes of a case, with one for a diagnosis that failed."""
     return tuple(dict.fromkeys((*case.notes, *describe_failures(case.findings))))
+
+
+def describe_goldens(goldens: Sequence[GoldenTime]) -> str:
+    """Return which goldens one device has made for a run and how long that took, the longest first.
+
+    Nothing where all were kept from earlier runs.
+    """
+    if not goldens:
+        return ""
+    longest = sorted(goldens, key=lambda golden: -golden.seconds)
+    named = [f"{golden.recipe} {format_seconds(golden.seconds)}" for golden in longest[:_NUM_GOLDENS]]
+    others = longest[_NUM_GOLDENS:]
+    if others:
+        whole = format_seconds(sum(golden.seconds for golden in others))
+        named.append(f"{len(others)} more {whole}")
+    return f"made for this run, with noise: {', '.join(named)}"
 
 
 def word_finding(finding: Finding) -> Finding:

@@ -161,3 +161,29 @@ def change_second_block(patch: Patch) -> None:
             if name.endswith("layers.1"):
                 module.register_forward_hook(lambda _, __, output: (output[0] * 1.000001, *output[1:]))
         return program
+
+
+class _Larger(torch.autograd.Function):
+    """Values as they are, and a gradient that is too large by one in a million."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1.000001
+
+
+def change_gradient_of_second_block(patch: Patch) -> None:
+    """Let the second block pass back a gradient that is too large by one in a million."""
+
+    @patch.wrap(assemble_parallel)
+    def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
+        program = original(*arguments, **named)
+        for name, module in program.model.named_modules():
+            if name.endswith("layers.1"):
+                module.register_forward_pre_hook(
+                    lambda _, inputs: (_Larger.apply(inputs[0]), *inputs[1:])  # type: ignore[no-untyped-call]
+                )
+        return program

@@ -49,3 +49,25 @@ def test_underscores_stand_for_spaces(write: Any) -> None:
     )
     assert case.checks.skip == (CheckName.INITIAL_STATE, CheckName.GRADIENT_NORM)
     assert case.checks.differs == (CheckName.LOSS,)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "field"),
+    [
+        ("{name: a, model: {factory: 'own:make', vocab_size: 8}}", "{dp_shard: 2}", "recipe.model.factory"),
+        ("{name: a, model: {preset: tiny-gpt}, step: 'own:step'}", "{dp_shard: 2}", "recipe.step"),
+        (
+            "{name: a, model: {preset: tiny-gpt}}",
+            "{dp_shard: 2, parallelize: 'own:divide'}",
+            "layout.parallelize",
+        ),
+    ],
+)
+def test_blocks_are_forced_in_the_reference_model_under_our_layouts_alone(
+    write: Any, find_problems: Any, recipe: str, layout: str, field: str
+) -> None:
+    text = f"recipe: {recipe}\nlayout: {layout}\nchecks: {{also: [forced_blocks]}}\n"
+    problems = [each for each in find_problems(write("a.yaml", text)) if each.path == "checks.also"]
+    assert [field in each.remedy for each in problems] == [True]
+    usual = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {also: [forced_blocks]}\n"
+    assert find_problems(write("b.yaml", usual)) == []

@@ -113,8 +113,9 @@ def test_kept_rule(write, find_problems, compose, layout, recipe):
     assert find_problems(write("case.yaml", compose(layout, recipe))) == []
 
 
-def test_nothing_inside_a_graph_is_shown(write, find_problems, compose):
+@pytest.mark.parametrize("check", ["activations", "forced blocks"])
+def test_nothing_inside_a_graph_is_shown(write, find_problems, compose, check):
     text = compose("dp_shard: 2, reshard: step, graphs: micro_batch", "moe: null")
-    file = write("case.yaml", text.replace("checks: {}", "checks: {also: [activations]}"))
+    file = write("case.yaml", text.replace("checks: {}", f"checks: {{also: [{check}]}}"))
     [problem] = find_problems(file)
-    assert (problem.path, "`activations`" in problem.message) == ("layout.graphs", True)
+    assert (problem.path, f"`{check}`" in problem.message) == ("layout.graphs", True)

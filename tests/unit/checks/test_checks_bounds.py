@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,12 @@ def test_exact_and_fixed_bounds() -> None:
     assert bound(fixed, 0, "gradient", "a", expected_norm=4.0, kind_norm=9.0) == pytest.approx(
         1e-3 + 1e-2 / 4.0
     )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
+def test_the_noise_of_moments_leaves_no_room_to_a_counter_of_steps(precision: Any) -> None:
+    noise = {f"9/optimizer_state/{name}": 0.08 for name in ("w.exp_avg", "w.exp_avg_sq", "v.exp_avg")}
+    noise |= {"9/optimizer_state/w.step": 0.0, "9/optimizer_state/v.step": 0.0}
+    bounds = Bounds(Tolerance(), precision, noise)
+    assert bound(bounds, 9, "optimizer_state", "w.step", expected_norm=200.0) < 1.0 / 200.0
+    assert bound(bounds, 9, "optimizer_state", "w.exp_avg") == pytest.approx(8 * 0.08)

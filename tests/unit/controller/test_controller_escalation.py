@@ -169,3 +169,20 @@ def test_what_wider_precisions_were_asked_is_not_advised() -> None:
     (asked,) = merge(answer(unknown), [("float64", answer(UNKNOWN))]).findings
     assert any("--set recipe.precision=float64" in line for line in describe_evidence(unknown))
     assert not any("--set recipe.precision=float64" in line for line in describe_evidence(asked))
+
+
+def estimate(finding: Finding) -> Finding:
+    assert finding.explanation is not None
+    explanation = finding.explanation.model_copy(update={"is_estimate": True})
+    return finding.model_copy(update={"explanation": explanation})
+
+
+def test_an_estimate_of_16_bits_is_asked_and_leads_until_a_wider_run_says_what_was_done() -> None:
+    guess = estimate(EXPLAINED)
+    assert needs_escalation(answer(guess))
+    sure = explain(Unmoved(), Cause.STALE, "v")
+    cause, before = merge(answer(guess), [("float32", answer(PLACED)), ("float64", answer(sure))]).findings
+    assert (cause.tensor, cause.wider[0].precision, before.follows) == ("v", "float64", "v")
+    for silent in (answer(PLACED), answer(UNKNOWN), answer(verdict="pass")):
+        (kept,) = merge(answer(guess), [("float64", silent)]).findings
+        assert (kept.code, kept.follows) == (Cause.SCALE, "")

@@ -87,6 +87,57 @@ def test_a_wrong_loss_term_is_found_however_small_it_is(term: str, weight: float
     assert wrong_parts(explanation) == {Part(term=term): pytest.approx(weight, abs=1e-7)}
 
 
+def combine_narrow(components: Any, weigh: Any) -> Any:
+    """Return such gradients as float32 has them."""
+    tensors = combine(components, weigh)
+    rounded = [tensor.whole.to(torch.float32).to(torch.float64) for tensor in tensors]
+    return [
+        make_tensor(tensor.expected, total, total, name=tensor.name, precision=torch.float32)
+        for tensor, total in zip(tensors, rounded, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "product"),
+    [(0.0, None), (0.5, Product(over=("ep",))), (4.0, Product(times=("tp",)))],
+)
+def test_what_float32_leaves_of_a_small_term_is_the_number_that_it_is(
+    weight: float, product: Product | None
+) -> None:
+    components = make_components()
+    tensors = combine_narrow(components, lambda term, cell: weight if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    # The term itself, and none of the others, whose coefficients are 1 but for rounding too.
+    assert wrong_parts(explanation) == {Part(term="balance"): weight}
+    assert explanation.candidates == (() if product is None else (product,))
+
+
+@pytest.mark.parametrize("weight", [1e-3, 0.499, 0.5002, 3.999])
+def test_a_number_that_the_errors_can_tell_from_another_is_itself(weight: float) -> None:
+    components = make_components()
+    tensors = combine_narrow(components, lambda term, cell: weight if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    assert wrong_parts(explanation)[Part(term="balance")] == pytest.approx(weight, abs=5e-5)
+    assert explanation.candidates == ()
+
+
+@pytest.mark.parametrize("change", [3e-7, 3e-5])
+def test_in_float64_a_number_is_never_taken_for_one_beside_it(change: float) -> None:
+    components = make_components()
+    tensors = combine(components, lambda term, cell: 0.5 + change if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    assert wrong_parts(explanation)[Part(term="balance")] == pytest.approx(0.5 + change, abs=1e-9)
+
+
+def test_a_mean_of_means_is_recognized_in_float32() -> None:
+    components = make_components()
+    weights = [100 / (4 * count) for count in components.num_valid]
+    tensors = combine_narrow(components, lambda term, cell: weights[cell] if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    assert explanation.operation.local_means == 4
+    assert {part.term for part in wrong_parts(explanation)} == {"balance"}
+
+
 def test_a_missing_share_is_found_and_no_term() -> None:
     components = make_components()
     tensors = combine(components, lambda term, cell: 0.0 if cell == 2 else 1.0)

@@ -19,6 +19,7 @@ from wrong_tensors import (
 )
 
 from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.first_divergence import Search
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE
 from moeverify.diagnose.slices import match_slices
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
@@ -313,7 +314,10 @@ def test_a_loss_term_whose_value_is_wrong_explains_gradients_that_are_no_sum() -
         make_tensor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(value), name=name, kind="loss")
         for name, value in (("balance", 1.5), ("total", 1.5))
     ]
-    outcome = examine("loss_value", gradient, make_inputs(gradient, *losses))
+    inputs = make_inputs(gradient, *losses)
+    (trial,) = examine("loss_value", gradient, inputs).trials
+    assert trial.reason is Reason.MODULES_NOT_COMPARED, "what came into the loss may have been wrong"
+    outcome = examine("loss_value", gradient, replace(inputs, search=Search({}, {}, {}, 0.0)))
     explanation = outcome.explanation
     assert (explanation.cause, explanation.operation) == (Cause.FORWARD, Altered())
     assert explanation.subject.tensors == ("balance",)

@@ -54,6 +54,7 @@ def test_a_factor_is_named_in_spite_of_rounding(value: float, source: str) -> No
     (whole,) = outcome.explanation.operation.contributions
     assert outcome.explanation.cause is Cause.SCALE
     assert whole.factor.value == value
+    assert outcome.explanation.is_estimate
     assert whole.factor.sources == (source,)
 
 
@@ -120,6 +121,7 @@ def test_rounded_partial_sums_of_replicas(factor: float) -> None:
     own = draw(24, 32, seed=8)
     outcome = examine_narrow("noisy_sum", factor * own, factor * (OTHER - own), expected=GOLDEN)
     assert outcome.explanation.cause is Cause.MISSING_REDUCTION
+    assert outcome.explanation.is_estimate
     assert outcome.explanation.operation.factor.value == factor
     assert outcome.explanation.operation.axes == (Product(times=("ranks",)),)
 

@@ -11,7 +11,7 @@ import pytest
 
 from moeverify.report.sorting import VERDICTS, order_findings
 from moeverify.report.text import render_run
-from moeverify.results.run import RankReport
+from moeverify.results.run import GoldenTime, RankReport
 
 
 def strip(text: str) -> str:
@@ -255,3 +255,17 @@ def test_first_finding_of_a_step_has_a_cause(make_finding: Any) -> None:
     named = make_finding(step=1, tensor="named", error=1e-9, cause="not reduced over tp")
     later = make_finding(step=2, tensor="later", error=1.0, cause="not reduced over tp")
     assert [finding.tensor for finding in order_findings([far, later, named])] == ["named", "far", "later"]
+
+
+def test_goldens_that_were_made_are_named_the_longest_first_and_many_are_summed(
+    make_run: Any, show: Any
+) -> None:
+    goldens = tuple(GoldenTime(recipe=f"recipe-{number}", seconds=10.0 + number) for number in range(6))
+    (line,) = (
+        line for line in show(make_run(goldens=goldens), width=200).splitlines() if line.startswith("goldens")
+    )
+    assert re.findall(r"(recipe-\d) ([\d.]+) s", line) == [
+        (f"recipe-{number}", f"{10 + number}.0") for number in (5, 4, 3, 2)
+    ]
+    assert "2 more 21.0 s" in line
+    assert "\ngoldens" not in show(make_run())

@@ -26,7 +26,7 @@ from moeverify.worker.blamed_place import BlamedStop, is_at
 from moeverify.worker.debug import StopWatch, has_part
 from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import read_golden_modules
-from moeverify.worker.verify import make_bounds
+from moeverify.worker.observed import make_bounds
 
 CPU = torch.device("cpu")
 OWN, ELSEWHERE = "layers.0.attention.q_proj.weight", "layers.7.attention.q_proj.weight"

@@ -19,7 +19,7 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.worker.golden_reference import GoldenReference
-from moeverify.worker.verify import make_bounds
+from moeverify.worker.observed import make_bounds
 from multiprocessing_pdb.rank.reference import ReferenceRow
 
 CPU = torch.device("cpu")

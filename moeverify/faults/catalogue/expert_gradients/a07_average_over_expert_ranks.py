@@ -24,7 +24,7 @@ def inject(patch: Patch) -> None:
     ) -> None:
         for module in block.modules():
             if isinstance(module, Experts):
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 FAULT = Fault(

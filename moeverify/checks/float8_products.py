@@ -1,0 +1,124 @@
+"""Products of operands in float8 computed again: the numbers of the operands, and the sums of their products.
+
+An operand has the numbers that are nearest to its elements times their scales, bit for bit. A product is the sum of
+what the operands stand for, up to the rounding of that sum. Both are told from the rank's own tensors: neither the
+golden nor what came before plays a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeverify.results.facts import Float8Facts
+
+MOST_ROWS, MOST_COLUMNS = 8, 64
+"""Of a larger product, so many rows and columns in equal distances are computed again; of an operand, rows alone."""
+
+_KERNEL = 2.0**-13
+"""Relative to the sum of absolute products: kernels keep 14 bits of a partial sum (H100, as its users have found)."""
+
+_ROLES = {
+    ("input", "weight"): "output",
+    ("grad_output", "weight"): "grad_input",
+    ("grad_output", "input"): "grad_weight",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was compared of one operand or product, not yet read from the device; `numbers` is (5,).
+
+    How many elements are wrong, how many were compared; actual and expected of the worst one, and its allowed error.
+    """
+
+    layer: str
+    what: str
+    is_product: bool
+    numbers: Tensor
+
+    def find_wrong(self) -> Float8Facts | None:
+        """Return what is wrong, or None; waits for the device."""
+        num_wrong, num_compared, actual, expected, allowed = self.numbers.tolist()
+        if not num_wrong:
+            return None
+        return Float8Facts(
+            layer=self.layer,
+            operand=self.what,
+            source="product" if self.is_product else "numbers",
+            num_wrong=int(num_wrong),
+            num_compared=int(num_compared),
+            used=actual,
+            wanted=expected,
+            allowed=allowed,
+        )
+
+
+def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
+    """Compare some rows of an operand, as torchao has it, with x (..., n) times its scales, rounded again."""
+    flat, data = x.reshape(-1, x.shape[-1]), rounded._data.reshape(-1, x.shape[-1])
+    scale = rounded._scale.expand(x.shape).reshape(flat.shape)
+    rows = _choose(len(flat), MOST_ROWS, x.device)
+    most = torch.finfo(data.dtype).max
+    expected = (flat[rows].to(torch.float32) * scale[rows]).clamp(-most, most).to(data.dtype)
+    return Seen(layer, role, False, _measure(_pick(data, rows), _widen(expected), torch.zeros(())))
+
+
+def look_at_product(layer: str, left: Any, right: Any, product: Tensor) -> Seen | None:
+    """Compare some elements of a product (m, n) with what torchao's operands (m, k) and (k, n) stand for.
+
+    None where the operands are none of a linear layer.
+    """
+    what = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
+    if what is None or not product.numel():
+        return None
+    rows = _choose(product.shape[0], MOST_ROWS, product.device)
+    columns = _choose(product.shape[1], MOST_COLUMNS, product.device)
+    one = _pick(left._data, rows) / _widen(left._scale.expand(left._data.shape)[rows])
+    other = _pick(right._data.t(), columns) / _widen(right._scale.expand(right._data.shape).t()[columns])
+    other = other.t()
+    expected, size = one @ other, one.abs() @ other.abs()
+    # Operands are divided by their scales, multiplied and added up: a rounding for each, in what the sum is taken.
+    is_wide = product.dtype == torch.float64
+    unit = (len(other) + 4) * (2.0**-53 if is_wide else 2.0**-24)
+    if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
+        unit += _KERNEL
+    last = torch.finfo(product.dtype)
+    allowed = unit * size + last.eps / 2.0 * expected.abs() + last.tiny
+    return Seen(layer, what, True, _measure(_widen(product[rows][:, columns]), expected, allowed))
+
+
+def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:
+    """Yield what is wrong of all that was compared; waits for the device."""
+    for each in seen:
+        facts = each.find_wrong()
+        if facts is not None:
+            yield facts
+
+
+def _choose(length: int, most: int, device: torch.device) -> Tensor:
+    return torch.arange(0, length, max(1, -(-length // most)), device=device)
+
+
+def _pick(data: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of numbers in float8, whose dtype cannot be indexed everywhere."""
+    return _widen(data.view(torch.uint8)[rows].view(data.dtype))
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.float64)
+
+
+def _measure(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
+    """Return the numbers of `Seen`; two that are no number are equal."""
+    allowed = allowed.to(actual).expand(actual.shape)
+    error = (actual - expected).abs()
+    is_right = (error <= allowed) | (actual.isnan() & expected.isnan()) | (actual == expected)
+    worst = torch.where(is_right, -1.0, torch.nan_to_num(error - allowed, nan=torch.inf)).argmax()
+    count = torch.tensor(float(actual.numel()), dtype=actual.dtype, device=actual.device)
+    picked = (each.reshape(-1)[worst] for each in (actual, expected, allowed))
+    return torch.stack([(~is_right).sum().to(actual.dtype), count, *picked])

@@ -1,0 +1,119 @@
+"""The ends of a model's blocks: what one hands on to the next, and which part of the global batch it is on this rank.
+
+A block is a child of a list of modules that lies in no other one, such as `layers.3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.case.schema import Data
+from moeverify.layout.local_shard import logical_name
+from moeverify.layout.placement import local_part
+from moeverify.layout.region import Region
+from moeverify.parallel import pipeline
+from moeverify.train.data import Share
+from moeverify.train.program import Program
+
+EMBEDDING = "embed"
+"""The end before the first block."""
+
+Take = Callable[[str, Tensor, Region], Tensor]
+
+
+class BlockEnds:
+    """Hands each block's output (B, S, H) to `take`, by the block's name, and goes on with what that returns.
+
+    The input of the block called `first` is handed over too, as `EMBEDDING`. Each is handed over once in a step and
+    micro-batch: a second visit is a recomputation, and goes on with what it has. `tp` is this rank's place on that
+    axis: under sequence parallelism the positions of a rank are sharded over it once more.
+    """
+
+    def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
+        self._data = data
+        self._tp = tp
+        self._take = take
+        self._micro_batches: dict[nn.Module, int] = {}
+        self._seen: set[tuple[str, int]] = set()
+        self._handles: list[RemovableHandle] = []
+        self._shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
+        for root in _list_roots(program.model):
+            self._handles.append(root.register_forward_pre_hook(self._count))
+        for name, root, block in _list_blocks(program.model):
+            self._handles.append(block.register_forward_hook(self._make_hook(name, root)))
+            if name == first:  # not always on the rank that has the embedding
+                self._handles.append(block.register_forward_pre_hook(self._make_pre_hook(root)))
+
+    def begin_step(self) -> None:
+        """Count micro-batches from zero again."""
+        self._micro_batches.clear()
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, root: nn.Module, inputs: Any) -> None:
+        self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
+
+    def _make_hook(self, name: str, root: nn.Module) -> Any:
+        def hook(block: nn.Module, inputs: Any, output: Any) -> Any:
+            is_tuple = isinstance(output, tuple)
+            value = output[0] if is_tuple else output
+            passed = self._pass(name, root, value)
+            if passed is value:
+                return None  # the output stays what it is, of whatever type
+            return (passed, *output[1:]) if is_tuple else passed
+
+        return hook
+
+    def _make_pre_hook(self, root: nn.Module) -> Any:
+        def hook(block: nn.Module, inputs: Any) -> Any:
+            return (self._pass(EMBEDDING, root, inputs[0]), *inputs[1:])
+
+        return hook
+
+    def _pass(self, name: str, root: nn.Module, value: Any) -> Any:
+        key = (name, self._micro_batches[root])
+        if key in self._seen or not isinstance(value, Tensor):
+            return value
+        self._seen.add(key)
+        return self._take(name, value, self._find_region(local_part(value), key[1]))
+
+    def _find_region(self, local: Tensor, micro_batch: int) -> Region:
+        """Return the part of an output (B, S, H) that a rank computes: its rows and positions of the batch."""
+        share = self._shares[micro_batch]
+        positions: Sequence[int] = share.positions
+        size = local.shape[1]
+        if size != len(positions):
+            start = size * self._tp
+            positions = positions[start : start + size]
+        rest = local.shape[2:]
+        shape = (self._data.batch, self._data.seq_len, *rest)
+        return Region.box(shape, (share.rows, positions, *(range(length) for length in rest)))
+
+
+def _list_roots(model: nn.Module) -> list[nn.Module]:
+    """Return what is called once a micro-batch: the model, or each stage of a pipeline."""
+    stages: list[nn.Module] = [module for module in model.modules() if isinstance(module, pipeline.Stage)]
+    return stages or [model]
+
+
+def _list_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield (logical name, root, block) of each block."""
+    found: list[str] = []
+    root = model
+    names = dict(model.named_modules())
+    for name, module in names.items():
+        if isinstance(module, pipeline.Stage):
+            root = module
+        container = names[name.rpartition(".")[0]] if name else None
+        is_inner = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(container, nn.ModuleList | nn.ModuleDict) and not is_inner:
+            found.append(name)
+            yield logical_name(name), root, module

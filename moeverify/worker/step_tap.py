@@ -1,0 +1,57 @@
+"""Reads a model's modules and captures wrong tensors in one step of a run that is made to find causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from moeverify.diagnose.capture import Capture
+from moeverify.diagnose.reductions import Bringing
+from moeverify.layout.region import Region
+from moeverify.train.module_taps import Tap
+
+
+class StepTap:
+    """An observer that captures, and that opens a tap on the model for one step.
+
+    `num_before` is how many collectives had been issued before that step, by `count`.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        tap: Tap,
+        step: int,
+        count: Callable[[], int] = lambda: 0,
+        bringing: Bringing | None = None,
+    ) -> None:
+        self.num_before = count()
+        self._bringing = bringing
+        self._count = count
+        self._capture = capture
+        self._tap = tap
+        self._step = step
+        self._context: Any = None
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Capture; see `moeverify.layout.observer.Observer`."""
+        self._capture.observe(step, kind, name, local, region)
+
+    def begin_step(self, step: int) -> None:
+        """Open the tap before the step of interest, close it after."""
+        if step == self._step:
+            self.num_before = self._count()
+            if self._bringing is not None:
+                self._bringing.is_open = True
+            self._context = self._tap.reading()
+            self._context.__enter__()
+        elif self._context is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Close the tap."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None

@@ -1,0 +1,129 @@
+"""Products in float8 computed again from what a layer has: right ones agree, wrong ones are told by their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import ReferenceModel
+from moeverify.checks.base import Shown
+from moeverify.checks.float8 import Float8, Float8Watch
+from moeverify.faults.setting import make_case
+from moeverify.model.float8_scaling import FLOAT8
+from moeverify.model.transformer import Transformer
+from moeverify.parallel.float8 import apply_float8
+from moeverify.report.words.run import word_finding
+from moeverify.results.finding import Finding
+
+torchao = pytest.importorskip("torchao")
+
+LAYER = "layers.0.attention.o_proj"
+MM = torch.ops.aten.mm.default
+CHOSEN = [
+    ("tensorwise", torch.float32),
+    ("tensorwise", torch.bfloat16),
+    ("rowwise", torch.float32),
+    ("rowwise", torch.bfloat16),
+    ("rowwise_with_gw_hp", torch.float64),
+]
+
+
+def run_layer(float8: str, dtype: torch.dtype, num_tokens: int = 200) -> tuple[Finding, ...]:
+    """Return what is found in a step of one layer, in words."""
+    torch.manual_seed(0)
+    model = Transformer(ReferenceModel(preset="stress", **PRESETS["stress"]), dtype=dtype, device="meta")
+    apply_float8(model, float8, torch.device("cpu"), dtype)
+    model.to_empty(device="cpu")
+    layer: Any = model.get_submodule(LAYER)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    watch = Float8Watch(model, power_of_two=FLOAT8.find(float8).power_of_two)
+    try:
+        watch.begin_step(0)
+        inputs = torch.randn(2, num_tokens // 2, layer.in_features, dtype=dtype, requires_grad=True)
+        outputs = layer(inputs)
+        outputs.backward(torch.randn_like(outputs))
+    finally:
+        watch.close()
+    report = watch.report()
+    assert report.num_products == (2 if float8 == "rowwise_with_gw_hp" else 3)
+    case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
+    shown = cast("Shown", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    outcome = Float8().judge(shown, [report])
+    assert outcome is not None
+    return tuple(
+        word_finding(each) for each in outcome.findings if each.facts.source in ("numbers", "product")
+    )
+
+
+@pytest.mark.parametrize(("float8", "dtype"), CHOSEN)
+def test_what_is_right_is_right_in_every_dtype(float8: str, dtype: torch.dtype) -> None:
+    assert run_layer(float8, dtype) == ()
+
+
+@pytest.fixture
+def multiply_otherwise() -> Iterator[Callable[[Any], None]]:
+    """Return a function that puts another product in the place of torchao's, until the test is over."""
+    from moeverify.parallel.float8 import _import_torchao
+
+    _import_torchao()
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    original = FLOAT8_OPS_TABLE[MM]
+
+    def do(change: Any) -> None:
+        FLOAT8_OPS_TABLE[MM] = lambda op, args, kwargs=None: change(original, op, args)
+
+    yield do
+    FLOAT8_OPS_TABLE[MM] = original
+
+
+def leave_out_last(original: Any, op: Any, args: Any) -> Any:
+    """Leave the last term of each sum out, as a wrong padding does."""
+    left, right = args
+    last = left.to_original_precision()[:, -1:] @ right.to_original_precision()[-1:]
+    return original(op, args) - last
+
+
+def scale_once_more(original: Any, op: Any, args: Any) -> Any:
+    """Divide by the scale of the left operand twice."""
+    return original(op, args) / args[0]._scale
+
+
+@pytest.mark.parametrize(("float8", "dtype"), CHOSEN)
+@pytest.mark.parametrize("bug", [leave_out_last, scale_once_more])
+def test_a_wrong_product_is_told(
+    multiply_otherwise: Callable[[Any], None], bug: Any, float8: str, dtype: torch.dtype
+) -> None:
+    multiply_otherwise(bug)
+    (found,) = run_layer(float8, dtype)
+    assert (found.facts.source, found.tensor, found.code) == ("product", LAYER, "precision")
+    assert "not the product of its operands" in found.cause
+    assert set(found.facts.operands) >= {"output", "grad_input"}
+    assert found.error > found.bound
+
+
+@pytest.mark.parametrize(("float8", "dtype"), CHOSEN)
+def test_numbers_that_are_rounded_otherwise_are_told(
+    monkeypatch: pytest.MonkeyPatch, float8: str, dtype: torch.dtype
+) -> None:
+    from torchao.float8 import float8_training_tensor as library
+
+    nearest = library.to_fp8_saturated
+
+    def toward_zero(x: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+        rounded = nearest(x, wanted)
+        too_far = rounded.to(torch.float32).abs() > x.abs()
+        return torch.where(
+            too_far, nearest(x * 0.9375, wanted).to(torch.float32), rounded.to(torch.float32)
+        ).to(wanted)
+
+    monkeypatch.setattr(library, "to_fp8_saturated", toward_zero)
+    (found,) = run_layer(float8, dtype)
+    assert (found.facts.source, found.code, found.bound) == ("numbers", "precision", 0.0)
+    assert "to other numbers of float8" in found.cause
