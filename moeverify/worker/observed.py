@@ -19,7 +19,7 @@ from moeverify.layout.observer import Observer
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.subjects import replays_routing
-from moeverify.worker.golden_reference import GoldenReference
+from multiprocessing_pdb.rank.reference import Reference
 
 
 def train_observed(
@@ -31,17 +31,14 @@ def train_observed(
     watches: Sequence[Watch[Any]] = (),
     *,
     num_steps: int | None = None,
-    reference: GoldenReference | None = None,
+    reference: Reference | None = None,
 ) -> list[float]:
     """Train under the layout before the checks, and return the learning rate of each step.
 
-    Meanwhile a rank that stops in the debugger compares with the `reference`, or else with one made for this.
+    Meanwhile a rank that stops in the debugger compares with the `reference`.
     """
     place = list_coordinates(case)[dist.get_rank()]
     training = Training(case.recipe, program, case.layout, place, golden)
-    if reference is None:
-        reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
-        watches = [*watches, _Informed(reference)]
     with open_observers(training, observer, checks, watches) as observers, _comparing_with(reference):
         return train(
             case.recipe,
@@ -54,16 +51,8 @@ def train_observed(
         )
 
 
-class _Informed(Watch[None]):
-    """Shows a reference what a run shows."""
-
-    def __init__(self, reference: GoldenReference) -> None:
-        self.begin_step = reference.begin_step  # type: ignore[method-assign]
-        self.observe = reference.observe  # type: ignore[method-assign]
-
-
 @contextmanager
-def _comparing_with(reference: GoldenReference) -> Iterator[None]:
+def _comparing_with(reference: Reference | None) -> Iterator[None]:
     """Have `diff --golden` compare with it."""
     multiprocessing_pdb.set_reference(reference)
     try:

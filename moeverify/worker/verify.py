@@ -11,7 +11,7 @@ import torch
 
 from moeverify.axes.groups import axis_affects
 from moeverify.case.schema import Case
-from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown
+from moeverify.checks.base import Check, Judgement, Outcome, RankRun, Shown, Watch
 from moeverify.checks.limits import apply_limits
 from moeverify.checks.registry import KIND_ORDER, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
@@ -33,6 +33,7 @@ from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
 from moeverify.worker.error_map import map_errors
+from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
 from moeverify.worker.load_watch import LoadWatch, sum_load
 from moeverify.worker.observed import list_coordinates, make_bounds, train_observed
@@ -128,14 +129,14 @@ def _observe(
     entries: list[Entry] = []
 
     def train_again(observer: Observer, num_steps: int) -> None:
-        train_observed(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
+        _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
     run = RankRun(case, trace, lambda: entries, train_again)
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
-    rates = train_observed(case, golden, program, comparison, checks, [*watches.values(), load])
+    rates = _train(case, golden, program, comparison, checks, [*watches.values(), load])
     del program  # its memory is for the run that `train_again` makes
     entries.extend(comparison.entries())
     reports: Reports = {name: watch.report() for name, watch in watches.items()}
@@ -162,6 +163,31 @@ def _observe(
         load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
     )
+
+
+def _train(
+    case: Case,
+    golden: StoredGolden,
+    program: Program,
+    observer: Observer,
+    checks: Sequence[Check[Any]],
+    watches: Sequence[Watch[Any]] = (),
+    num_steps: int | None = None,
+) -> list[float]:
+    """Train so that a rank that stops at a `Tra()` of the user's own knows what its tensors should be."""
+    reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
+    watches = [*watches, _Informed(reference)]
+    return train_observed(
+        case, golden, program, observer, checks, watches, num_steps=num_steps, reference=reference
+    )
+
+
+class _Informed(Watch[None]):
+    """Shows a reference what a run shows."""
+
+    def __init__(self, reference: GoldenReference) -> None:
+        self.begin_step = reference.begin_step  # type: ignore[method-assign]
+        self.observe = reference.observe  # type: ignore[method-assign]
 
 
 def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:
