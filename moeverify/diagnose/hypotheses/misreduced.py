@@ -90,7 +90,11 @@ def _list_meetings(
         return
     for reduced in origin.reduced:
         values = _join((shard.rank, shard.values()) for shard in reduced.tensor.shards)
-        if set(values) == set(actual) == set(reduced.collectives):
+        # Another module's, beside the first wrong one, may be of another size.
+        is_alike = {rank: each.numel() for rank, each in values.items()} == {
+            rank: each.numel() for rank, each in actual.items()
+        }
+        if is_alike and set(values) == set(reduced.collectives):
             yield Meeting(reduced.collectives, values)
 
 

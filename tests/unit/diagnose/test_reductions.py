@@ -148,6 +148,22 @@ def test_a_sum_that_is_made_in_the_module_around_is_read_there() -> None:
     assert explanation.operation.axes == (Product(times=("edp",)),)
 
 
+def test_a_sum_of_tensors_of_another_size_is_not_read() -> None:
+    # Under sequence parallelism a module may have all positions where the one beside it has a shard.
+    region = Region.whole((1, 3, 4))
+    shards = tuple(RankShard(rank, region, values.view(1, 3, 4)) for rank, values in enumerate(make_parts()))
+    larger = WrongTensor((0, "module output", "moe"), draw(1, 3, 4), shards)
+    records = {rank: record(rank, GROUPS["world"], "all_reduce") for rank in range(4)}
+    tensor, inputs = make_origin(
+        draw(1, 3, 2), *[draw(1, 3, 2, seed=seed) for seed in range(4)], module="moe"
+    )
+    assert inputs.search is not None
+    ((name, origin),) = inputs.search.origins.items()
+    origin = replace(origin, reduced=(ReducedTensor(larger, records[0], records),))
+    search = replace(inputs.search, origins={name: origin})
+    assert examine("misreduced", tensor, replace(inputs, search=search, axes=AXES)).explanation is None
+
+
 def test_a_right_reduction_of_wrong_parts_is_not_blamed() -> None:
     parts = make_parts()
     wrong = [parts[0] * 2, *parts[1:]]
