@@ -20,6 +20,9 @@ from forked.python import ForkedPython
 from moeverify.controller.machine import count_gpus
 from moeverify.launch import monitor
 
+# Workers share the cores: threads of one that wait for each other, busily, would take them from the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
 # or a rank that a test starts turns it on itself.
 if count_gpus() == 0:
