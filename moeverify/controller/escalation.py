@@ -66,12 +66,7 @@ def escalate(
         merge(each, [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])])
         for each in result.cases
     )
-    more = {
-        "launches": result.launches + answers.launches,
-        "goldens": (*result.goldens, *answers.goldens),
-        "seconds": result.seconds + answers.seconds,
-    }
-    return result.model_copy(update={"cases": merged, **more})
+    return result.answered(merged, answers)
 
 
 def needs_escalation(case: CaseResult) -> bool:

@@ -56,12 +56,7 @@ def follow_up(
         case.model_copy(update={"findings": tuple(merged.get((case.name, id(f)), f) for f in case.findings)})
         for case in result.cases
     )
-    more = {
-        "launches": result.launches + answers.launches,
-        "goldens": (*result.goldens, *answers.goldens),
-        "seconds": result.seconds + answers.seconds,
-    }
-    return result.model_copy(update={"cases": cases_answered, **more})
+    return result.answered(cases_answered, answers)
 
 
 def _list_questions(cases: Sequence[Case], result: RunResult) -> list[_Question]:

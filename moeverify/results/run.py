@@ -127,6 +127,17 @@ class RunResult(Record):
     goldens: tuple[GoldenTime, ...] = ()
     cases: tuple[CaseResult, ...]
 
+    def answered(self, cases: tuple[CaseResult, ...], answers: RunResult) -> RunResult:
+        """Return this run with what further runs have said of its cases, and with what these runs took."""
+        return self.model_copy(
+            update={
+                "cases": cases,
+                "launches": self.launches + answers.launches,
+                "goldens": (*self.goldens, *answers.goldens),
+                "seconds": self.seconds + answers.seconds,
+            }
+        )
+
 
 class Event(Record):
     """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeverify.checks.base import Watch
 from moeverify.checks.bounds import FLOOR, Bounds
 from moeverify.checks.golden_tensors import GoldenTensors, find_unit
 from moeverify.checks.registry import KIND_ORDER, check_of
@@ -61,7 +62,7 @@ class _Known:
         return f"{self.kind.replace('_', ' ')} {self.name} {when}{self.note}"
 
 
-class GoldenReference:
+class GoldenReference(Watch[None]):
     """Compares what a rank has at the step in which it is stopped; see `multiprocessing_pdb.rank.reference`.
 
     One that `waits` costs nothing until it is asked: from the next step on it compares all that is shown. Before that

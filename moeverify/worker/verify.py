@@ -176,18 +176,10 @@ def _train(
 ) -> list[float]:
     """Train so that a rank that stops at a `Tra()` of the user's own knows what its tensors should be."""
     reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
-    watches = [*watches, _Informed(reference)]
+    watches = [*watches, reference]
     return train_observed(
         case, golden, program, observer, checks, watches, num_steps=num_steps, reference=reference
     )
-
-
-class _Informed(Watch[None]):
-    """Shows a reference what a run shows."""
-
-    def __init__(self, reference: GoldenReference) -> None:
-        self.begin_step = reference.begin_step  # type: ignore[method-assign]
-        self.observe = reference.observe  # type: ignore[method-assign]
 
 
 def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:

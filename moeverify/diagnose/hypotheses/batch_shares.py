@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from moeverify.diagnose.components import Components
 from moeverify.diagnose.factors import find_factor
@@ -20,7 +21,7 @@ class BatchShares(LinearFit):
     """Every share of the batch has a coefficient of its own, the same for all loss terms."""
 
     name = "batch_shares"
-    generalizes = ("detached", "one_factor")
+    generalizes: ClassVar[tuple[str, ...]] = ("detached", "one_factor")
     cause = Cause.SHARE_WEIGHTS
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
@@ -43,7 +44,7 @@ class BatchShares(LinearFit):
         return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
-        """Return the shares that are off, and whether a mean of their means would weight them so."""
+        """Return the parts that are off, and whether a mean of means would weight those of the shares so."""
         assert inputs.components is not None
         return describe_means(wrong, fit, inputs, inputs.components())
 
