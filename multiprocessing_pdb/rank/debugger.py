@@ -191,7 +191,7 @@ class ConsolePdb:
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            return session.interruption.call(sys.call_tracing, super().onecmd, (line,))  # type: ignore[misc]
+            return session.interruption.call(sys.call_tracing, self._run_command, (line,))
         except Interrupted:
             self.message("--KeyboardInterrupt--")  # type: ignore[attr-defined]
             return None
@@ -200,6 +200,14 @@ class ConsolePdb:
             session.command_frame = outer
             if not self.runs_free:
                 sys.settrace(trace)
+
+    def _run_command(self, line: str) -> Any:
+        try:
+            return super().onecmd(line)  # type: ignore[misc]
+        finally:
+            # A step out of an expression that stopped would go on to what ends the command: a prompt behind an error
+            # is in no trace function, where Python traces nothing.
+            sys.settrace(None)
 
     def set_continue(self) -> None:
         """Run on, and end the session unless a breakpoint can stop this thread again."""

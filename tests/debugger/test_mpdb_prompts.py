@@ -63,6 +63,22 @@ def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
 
 
 @FLAVOURS
+def test_a_step_out_of_an_expression_ends_at_the_prompt_behind_an_error(site, flavour):
+    """There Python traces what the debugger itself does: such a prompt is in no trace function."""
+    (rank,) = site.start_ranks(1, "post_mortem.py", env={"MPDB_PDB": flavour})
+    site.await_ranks(1)
+    assert "post_mortem.py(12)stops()" in site.ask("@0 p stops(20)")
+    steps = site.ask("next", "step", "step")
+    assert "post_mortem.py(12)stops()->21" in steps
+    assert "signal.py" not in steps
+    assert "divide: return value" in site.ask("@0 where")
+    site.ask("@0 p stops(30)", "@0 q")
+    site.ask("c")
+    site.await_exit(rank)
+    assert site.read("rank0") == "handled\n"
+
+
+@FLAVOURS
 @pytest.mark.parametrize("command", ["watch value changes", "p step(1)", "p Tra()", "break 20", "where"])
 def test_no_command_undoes_an_assignment(site, flavour, command):
     (rank,) = site.start_ranks(1, "assigned.py", env={"MPDB_PDB": flavour})
