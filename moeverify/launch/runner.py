@@ -110,9 +110,6 @@ class JobRunner:
         self._watchdog.arm(job.timeout)
         try:
             result = self._run_in_group(store, job, folder, run_job)
-            if store.add("finished", 1) == job.num_ranks:
-                store.set("all", "1")
-            store.wait(["all"], timedelta(seconds=job.timeout) + _GROUP_MARGIN)
             if self.rank == 0:
                 json.dumps(result)  # Here, so that what is no JSON fails as the job's own error.
         except BaseException as error:
@@ -154,7 +151,12 @@ class JobRunner:
                 trace=self.trace,
                 report=self._make_report(folder),
             )
-            return run_job(context, job)
+            result = run_job(context, job)
+            # A peer may still connect to this rank's groups: gloo takes one that has gone for a crash.
+            if store.add("finished", 1) == job.num_ranks:
+                store.set("all", "1")
+            store.wait(["all"], timedelta(seconds=job.timeout) + _GROUP_MARGIN)
+            return result
         except BaseException as error:
             # Before the teardown, which the peers notice: their reports must not be older than this one.
             self._on_raise(error)

@@ -90,3 +90,9 @@ def test_more_ranks_than_allowed_are_refused_before_anything_starts(programs: Pa
     with pytest.raises(ValueError, match="needs 3 ranks, and a launch may have 2"):
         next(run_jobs(jobs, entry=str(programs / "jobs.py"), folder=tmp_path, num_ranks=2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_through_first_keeps_its_groups_for_the_others(programs: Path, tmp_path: Path) -> None:
+    jobs = [Job(name="early", num_ranks=2, payload={"do": "leave_first"})]
+    (outcome,) = run_jobs(jobs, entry=str(programs / "jobs.py"), folder=tmp_path)
+    assert (outcome.state, outcome.failure) == ("done", None)

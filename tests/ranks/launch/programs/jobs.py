@@ -47,6 +47,13 @@ def disguise(context: RankContext, job: Job) -> None:
         raise ValueError("a consequence that does not look like one") from None
 
 
+def leave_first(context: RankContext, job: Job) -> None:
+    """Rank 1 is through while rank 0 still has a message for it."""
+    if context.rank == 0:
+        time.sleep(0.5)
+        dist.isend(torch.ones(2, device=context.device), 1)
+
+
 def return_a_tensor(context: RankContext, job: Job) -> dict[str, Any]:
     return {"tensor": torch.ones(1)}
 
