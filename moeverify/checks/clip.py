@@ -1,7 +1,8 @@
 """Whether the gradient norm is that of the ranks' own gradients, and the clip coefficient that of the norm.
 
 Every rank adds up the squares of the gradients that it has, in float64. Rank 0 counts each region of each logical
-tensor once, so neither the groups nor the order of the layout's own reductions play a part.
+tensor once, so neither the groups nor the order of the layout's own reductions play a part. Where the replicas of a
+region differ, which is for another check to find, a norm may count any of them, and a rank's own where it has one.
 """
 
 from __future__ import annotations
@@ -119,10 +120,9 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     max_norm = recipe.optimizer.clip_norm if recipe.step is None else None
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, StepGradients()) for report in reports]
-        merged = _merge_squares(of_step)
-        norm = math.sqrt(sum(merged.values()))
+        extremes = _find_extremes(of_step)
         for name in (TOTAL, COEFFICIENT):
-            measured = [_measure(name, each, norm, max_norm, len(reports)) for each in of_step]
+            measured = [_measure(name, each, extremes, max_norm, len(reports)) for each in of_step]
             rows = [(rank, *row) for rank, row in enumerate(measured) if row is not None]
             if not rows:
                 continue
@@ -134,7 +134,7 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
                 worst = Worst(tensor=name, error=error, bound=bound, step=step)
             wrong = tuple(row[0] for row in rows if not _share(*row[1:]) <= 1.0)
             if wrong:
-                facts = _gather_facts(name, of_step, merged)
+                facts = _gather_facts(name, of_step)
                 findings.append(_make_finding(shown, key, wrong, (rank, expected, actual, bound), facts))
     result = CheckResult(
         name=CheckName.CLIP,
@@ -145,24 +145,42 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     return Outcome(result, tuple(findings), limits)
 
 
-def _merge_squares(of_step: Sequence[StepGradients]) -> dict[tuple[str, str], float]:
-    """Return the squares of each region once; replicas that differ are for another check to find."""
-    merged: dict[tuple[str, str], float] = {}
+@dataclass(frozen=True)
+class _Extremes:
+    """The smallest and the largest square of each region among its replicas, and the sums of either."""
+
+    squares: Mapping[tuple[str, str], tuple[float, float]]
+    sums: tuple[float, float]
+
+    def clamp_norm(self, each: StepGradients) -> float:
+        """Return the norm nearest to a rank's of those that its own squares and the least to the most of others give."""
+        least, most = self.sums
+        for region, square in each.squares.items():
+            smallest, largest = self.squares[region]
+            least += square - smallest
+            most += square - largest
+        norm, low, high = each.norms[TOTAL], math.sqrt(max(least, 0.0)), math.sqrt(max(most, 0.0))
+        return norm if low <= norm <= high else high if norm > high else low
+
+
+def _find_extremes(of_step: Sequence[StepGradients]) -> _Extremes:
+    found: dict[tuple[str, str], tuple[float, float]] = {}
     for each in of_step:
         for region, square in each.squares.items():
-            merged.setdefault(region, square)
-    return merged
+            smallest, largest = found.get(region, (square, square))
+            found[region] = (min(smallest, square), max(largest, square))
+    return _Extremes(found, (sum(low for low, _ in found.values()), sum(high for _, high in found.values())))
 
 
 def _measure(
-    name: str, each: StepGradients, norm: float, max_norm: float | None, num_ranks: int
+    name: str, each: StepGradients, extremes: _Extremes, max_norm: float | None, num_ranks: int
 ) -> tuple[float, float, float] | None:
     """Return (expected, actual, relative bound) of a norm or coefficient of one rank, None where it has none."""
     if name not in each.norms or (name == COEFFICIENT and max_norm is None):
         return None
     eps = max(each.eps.get(Kind.GRADIENT, 0.0), each.eps[name])
     if name == TOTAL:
-        return norm, each.norms[name], _norm_bound(eps, each.num_elements, num_ranks)
+        return extremes.clamp_norm(each), each.norms[name], _norm_bound(eps, each.num_elements, num_ranks)
     assert max_norm is not None
     # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
     expected = min(1.0, max_norm / (each.norms[TOTAL] + 1e-6))
@@ -190,14 +208,15 @@ def _share(expected: float, actual: float, bound: float) -> float:
     return _relative(expected, actual) / bound
 
 
-def _gather_facts(
-    name: str, of_step: Sequence[StepGradients], merged: Mapping[tuple[str, str], float]
-) -> ClipFacts:
+def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
     """Return what a diagnosis needs to tell which squares a norm counts; nothing where a rank has no norm."""
     if name == COEFFICIENT or not all(name in each.norms for each in of_step):
         return ClipFacts(is_coefficient=name == COEFFICIENT)
+    of_region: dict[tuple[str, str], float] = {}
+    for each in reversed(of_step):  # of replicas that differ, the lowest rank's
+        of_region.update(each.squares)
     squares: dict[str, float] = {}
-    for (parameter, _), square in merged.items():
+    for (parameter, _), square in of_region.items():
         squares[parameter] = squares.get(parameter, 0.0) + square
     parts: dict[str, dict[int, str]] = {}
     for rank, each in enumerate(of_step):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import RepeatedShard
 
 
 class RepeatedShardHypothesis(Hypothesis):
-    """The shards of two regions are equal bit for bit: each rank drew the same random numbers."""
+    """The shards of two regions are equal bit for bit, where the golden's are not: each rank drew the same numbers.
+
+    Shards of one number alone, such as the ones of a norm, are equal without having been drawn.
+    """
 
     name = "repeated_shard"
     quantities = frozenset({Quantity.INITIAL_VALUE})
@@ -21,14 +26,14 @@ class RepeatedShardHypothesis(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare the shards of different regions."""
         (tensor,) = tensors
-        seen: dict[bytes, tuple[int, str]] = {}
+        seen: dict[bytes, RankShard] = {}
         for shard in tensor.shards:
-            if shard.local is None or shard.local.numel() < 2:
+            values = shard.values()
+            if shard.local is None or bool((values == values.flatten()[:1]).all()):
                 continue
-            content = shard.values().numpy().tobytes()
-            rank, region = seen.setdefault(content, (shard.rank, shard.region.key))
-            if region != shard.region.key:
-                operation = RepeatedShard(ranks=(rank, shard.rank))
+            first = seen.setdefault(values.numpy().tobytes(), shard)
+            if not torch.equal(tensor.expected_of(first), tensor.expected_of(shard)):
+                operation = RepeatedShard(ranks=(first.rank, shard.rank))
                 return self.accept(explain_by(Cause.DUPLICATE, operation, tensors, inputs))
         return self.refuse()
 

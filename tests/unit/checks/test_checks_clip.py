@@ -127,3 +127,35 @@ def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
         make_one_device_case(SGD, "bfloat16"), lambda program: GradientWatch(norms_are_wide=True)
     )
     assert {finding.tensor for finding in judge([report], "bfloat16").findings} == {"total"}
+
+
+def test_a_norm_may_count_any_of_the_replicas_that_differ_but_a_rank_s_own(
+    judge: Judge, weight: Tensor
+) -> None:
+    """Two ranks that have not reduced their gradients: each clips by the norm of its own."""
+    whole = Region.whole(SHAPE)
+    own = [note({"w": (factor * weight, whole)}, factor * float(weight.norm())) for factor in (1.0, 1.5)]
+    assert judge(own).findings == ()
+    exchanged = [
+        note({"w": (factor * weight, whole)}, (2.5 - factor) * float(weight.norm())) for factor in (1.0, 1.5)
+    ]
+    (finding,) = judge(exchanged).findings
+    assert finding.ranks == (0, 1)
+
+
+def test_a_norm_beyond_all_replicas_of_the_peers_is_found(judge: Judge, weight: Tensor) -> None:
+    """Two shards, of which rank 1 and rank 2 have the second one otherwise; rank 0 may count either."""
+    first, second = HALVES
+    mine, theirs = (half.take(weight) for half in HALVES)
+    square, others = float(mine.square().sum()), float(theirs.square().sum())
+    peers = [
+        note({"w": (factor * theirs, second)}, (square + factor**2 * others) ** 0.5) for factor in (1.0, 2.0)
+    ]
+
+    def judge_rank_0(counted: float) -> tuple[Any, ...]:
+        return judge([note({"w": (mine, first)}, (square + counted * others) ** 0.5), *peers]).findings
+
+    assert judge_rank_0(1.0) == judge_rank_0(4.0) == ()
+    for wrong in (0.9, 4.1):
+        (finding,) = judge_rank_0(wrong)
+        assert finding.ranks == (0,)

@@ -50,6 +50,22 @@ def test_replicas_may_be_equal_and_single_numbers_prove_nothing() -> None:
     assert examine("repeated_shard", ones).explanation is None
 
 
+def test_shards_of_a_norm_are_ones_without_having_been_drawn() -> None:
+    ones, other = torch.ones(2, dtype=torch.float64), torch.full((2,), 1.5, dtype=torch.float64)
+    begun_at_ones = make_sharded(
+        torch.ones(4, dtype=torch.float64), ones, ones.clone(), kind="initial_weight"
+    )
+    assert examine("repeated_shard", begun_at_ones).explanation is None
+    tensor = make_sharded(draw(4), other, other.clone(), kind="initial_weight")
+    assert examine("repeated_shard", tensor).explanation is None
+
+
+def test_equal_shards_are_right_where_those_of_the_golden_are_equal() -> None:
+    half = draw(2, 3)
+    tensor = make_sharded(half.repeat(2, 1), half, half.clone(), kind="initial_weight")
+    assert examine("repeated_shard", tensor).explanation is None
+
+
 def test_a_rank_that_starts_otherwise_is_named() -> None:
     expected = draw(8, 4)
     tensor = make_tensor(expected, expected, draw(8, 4, seed=5), kind="initial_weight", step=-1)
