@@ -153,7 +153,7 @@ class _Extremes:
     sums: tuple[float, float]
 
     def clamp_norm(self, each: StepGradients) -> float:
-        """Return the norm nearest to a rank's of those that its own squares and the least to the most of others give."""
+        """Return the norm nearest to a rank's that its own squares give with the least to the most of the others."""
         least, most = self.sums
         for region, square in each.squares.items():
             smallest, largest = self.squares[region]
