@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
-from moeverify.layout.region import Indices, Region, as_indices
+from moeverify.diagnose.rank_readings import AllReadings, Coordinates, RankReadings, error_of
+from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.observation import Direction, End, FirstDivergence
 from moeverify.results.trial import Reason, Trial
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
@@ -19,26 +19,12 @@ from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 NAME = "first_divergence"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
-Coordinates = Mapping[int, Mapping[str, int]]
-
 _DISPATCHER = "dispatcher"  # of a block of experts, which calls them and stands beside them
 _MOST_AROUND = 4
 
 # Relative errors above which a reading is wrong: a thousand times what reordered sums of a few layers cost. Units of
 # rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: its rounding hides where it began.
 READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
-
-
-@dataclass(frozen=True)
-class RankReadings:
-    """What one rank's tap read, with the rows and positions of each micro-batch.
-
-    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
-    """
-
-    readings: Sequence[Reading]
-    shares: Sequence[tuple[Indices, Indices]]
-    silent: Collection[tuple[str, str, str, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +144,7 @@ def find_origins(
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
-    ranks = _AllReadings(by_rank, coordinates, tp, precision)
+    ranks = AllReadings(by_rank, coordinates, tp, precision)
     judged = [
         each
         for reading in sorted(golden, key=lambda reading: reading.order)
@@ -254,7 +240,7 @@ class _Judged:
     is_wrong: bool
 
 
-def _judge(reading: Reading, ranks: _AllReadings, bound: float) -> _Judged | None:
+def _judge(reading: Reading, ranks: AllReadings, bound: float) -> _Judged | None:
     """Return a reading as compared; None where it is not comparable on any rank."""
     found = ranks.gather(reading)
     if found is None:
@@ -319,7 +305,7 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
         min(
             micro_batch
             for shard, micro_batch in zip(tensor.shards, first.micro_batches, strict=True)
-            if _error(shard, tensor.expected) > bound
+            if error_of(shard, tensor.expected) > bound
         ),
         _input_of(golden, reading),
         _list_equal(golden, reading),
@@ -356,7 +342,7 @@ def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
     """Return the largest relative error of each rank over its micro-batches."""
     errors: dict[int, float] = {}
     for shard in tensor.shards:
-        errors[shard.rank] = max(errors.get(shard.rank, 0.0), _error(shard, tensor.expected))
+        errors[shard.rank] = max(errors.get(shard.rank, 0.0), error_of(shard, tensor.expected))
     return errors
 
 
@@ -371,127 +357,3 @@ def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
         ),
         None,
     )
-
-
-class _AllReadings:
-    """What all ranks read, found by the end of the module at which it was read."""
-
-    def __init__(
-        self, by_rank: Sequence[RankReadings], coordinates: Coordinates, tp: int, precision: torch.dtype
-    ) -> None:
-        self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
-        self._tp = tp
-        self._precision = precision
-        self._batch = _global_batch(by_rank)
-        # Models of many modules have thousands of readings on each side: each is looked up, and not searched for.
-        self._read: dict[tuple[str, str, str, str], list[tuple[int, Reading, tuple[Indices, Indices]]]] = {}
-        for rank, read in enumerate(by_rank):
-            for reading in read.readings:
-                found = (rank, reading, read.shares[reading.micro_batch])
-                self._read.setdefault(_end_of(reading), []).append(found)
-        for rank, read in enumerate(by_rank):
-            for reading in _list_silent(read):
-                found = (rank, reading, read.shares[reading.micro_batch])
-                self._read.setdefault(_end_of(reading), []).append(found)
-
-    def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
-        """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
-
-        None where no rank read it.
-        """
-        expected = golden.local.to(torch.float64)
-        # Every micro-batch has what is one for all rows, and a part of its gradient.
-        is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
-        if tuple(expected.shape[:2]) != self._batch and not (
-            is_one_for_all and expected.shape[1] == self._batch[1]
-        ):
-            return None
-        shards: list[RankShard] = []
-        micro_batches: list[int] = []
-        orders: list[int] = []
-        for rank, reading, (rows, positions) in self._read.get(_end_of(golden), ()):
-            place = (self._places.get(rank, 0), self._tp)
-            region = locate_tokens(expected, reading.local, rows, positions, place)
-            if region is not None:
-                shards.append(RankShard(rank, region, reading.local))
-                micro_batches.append(reading.micro_batch)
-                orders.append(reading.order)
-        if not shards:
-            return None
-        key = (0, MODULE_KINDS[golden.direction], golden.module)
-        return WrongTensor(key, expected, tuple(shards), self._precision), micro_batches, min(orders)
-
-
-def _list_silent(read: RankReadings) -> Iterator[Reading]:
-    """Yield zeros for the gradients that did not come back into a module's input, though its output has one.
-
-    So it is where something is cut from the graph inside of it.
-    """
-    entered = {
-        (reading.module, reading.micro_batch)
-        for reading in read.readings
-        if (reading.direction, reading.end) == (BACKWARD, "output")
-    }
-    for reading in read.readings:
-        is_input = (reading.direction, reading.end) == (FORWARD, "input")
-        key = (reading.module, reading.end, reading.slot, reading.micro_batch)
-        if is_input and key in read.silent and (reading.module, reading.micro_batch) in entered:
-            yield replace(reading, direction=BACKWARD, order=_LAST, local=torch.zeros_like(reading.local))
-
-
-_LAST = 1 << 62  # what never came came after everything else
-
-
-def _end_of(reading: Reading) -> tuple[str, str, str, str]:
-    return reading.direction, reading.module, reading.end, reading.slot
-
-
-def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
-    """Return rows and positions of the global batch, which all ranks see together."""
-    shares = [share for read in by_rank for share in read.shares]
-    return max(max(rows) for rows, _ in shares) + 1, max(max(positions) for _, positions in shares) + 1
-
-
-def locate_tokens(
-    expected: Tensor, local: Tensor, rows: Indices, positions: Indices, place: tuple[int, int]
-) -> Region | None:
-    """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims.
-
-    A golden's tensor of one row, such as rotary embeddings (1, S, D), is one for all rows, and no micro-batch of one
-    row. None where what was read is no part of it.
-    """
-    rank, size = place
-    if expected.shape[:1] == (1,):
-        rows = range(1)
-    if local.ndim != expected.ndim or local.ndim < 2 or local.shape[0] != len(rows):
-        return None
-    if expected.shape[0] <= max(rows) or expected.shape[1] <= max(positions):
-        return None
-    dims: list[Sequence[int]] = [rows]
-    if local.shape[1] == len(positions):
-        dims.append(positions)
-    elif local.shape[1] * size == len(positions):
-        dims.append(positions[rank * local.shape[1] : (rank + 1) * local.shape[1]])
-    else:
-        return None
-    for dim in range(2, local.ndim):
-        whole, part = expected.shape[dim], local.shape[dim]
-        if part == whole:
-            dims.append(range(whole))
-        elif part * size == whole:
-            dims.append(range(rank * part, (rank + 1) * part))
-        else:
-            return None
-    return Region(tuple(expected.shape), tuple(as_indices(indices) for indices in dims))
-
-
-def _error(shard: RankShard, expected: Tensor) -> float:
-    """Return the error of a shard relative to the golden in its region, or to all of it where that is zero."""
-    assert shard.local is not None
-    wanted = shard.region.take(expected)
-    found = shard.local.to(torch.float64)
-    scale = float(wanted.norm()) or float(expected.norm())
-    difference = float((found - wanted).norm())
-    if not torch.isfinite(found).all():
-        return float("inf")
-    return difference / scale if scale else difference

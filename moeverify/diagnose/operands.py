@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from moeverify.diagnose.first_divergence import Origin, RankReadings, Search, locate_tokens
+from moeverify.diagnose.first_divergence import Origin, Search
+from moeverify.diagnose.rank_readings import RankReadings, locate_tokens
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.trace import CollectiveRecord
 

@@ -18,7 +18,8 @@ from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
 from moeverify.collectives.interception import Collective, flatten
 from moeverify.collectives.trace import CollectiveTrace
-from moeverify.diagnose.first_divergence import READING_BOUNDS, locate_tokens
+from moeverify.diagnose.first_divergence import READING_BOUNDS
+from moeverify.diagnose.rank_readings import locate_tokens
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS
 from moeverify.golden.store import StoredGolden
 from moeverify.jobs import BlamedPlace, StopPoint

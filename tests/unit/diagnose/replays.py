@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ReferenceModel
-from moeverify.diagnose.first_divergence import Origin, RankReadings, find_origins
+from moeverify.diagnose.first_divergence import Origin, find_origins
+from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
 from moeverify.diagnose.replay.experts import ExpertLayout

@@ -9,15 +9,9 @@ import torch
 from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
-from moeverify.diagnose.first_divergence import (
-    Known,
-    Origin,
-    RankReadings,
-    Search,
-    find_origins,
-    locate_tokens,
-)
+from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
 from moeverify.diagnose.operands import Operand, ReducedTensor, find_operands
+from moeverify.diagnose.rank_readings import RankReadings, locate_tokens
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity

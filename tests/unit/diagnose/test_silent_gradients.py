@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from wrong_tensors import draw, examine, make_origin
 
-from moeverify.diagnose.first_divergence import RankReadings, Search, find_origins
+from moeverify.diagnose.first_divergence import Search, find_origins
+from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.results.cause import Cause
 from moeverify.results.operation import Zeroed
 from moeverify.train.module_taps import Tap

@@ -1,0 +1,151 @@
+"""What all ranks read at the ends of modules, put together as the tensors that one device reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
+from moeverify.layout.region import Indices, Region, as_indices
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
+
+Coordinates = Mapping[int, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class RankReadings:
+    """What one rank's tap read, with the rows and positions of each micro-batch.
+
+    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
+    """
+
+    readings: Sequence[Reading]
+    shares: Sequence[tuple[Indices, Indices]]
+    silent: Collection[tuple[str, str, str, int]] = ()
+
+
+class AllReadings:
+    """What all ranks read, found by the end of the module at which it was read."""
+
+    def __init__(
+        self, by_rank: Sequence[RankReadings], coordinates: Coordinates, tp: int, precision: torch.dtype
+    ) -> None:
+        self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
+        self._tp = tp
+        self._precision = precision
+        self._batch = _global_batch(by_rank)
+        # Models of many modules have thousands of readings on each side: each is looked up, and not searched for.
+        self._read: dict[tuple[str, str, str, str], list[tuple[int, Reading, tuple[Indices, Indices]]]] = {}
+        for rank, read in enumerate(by_rank):
+            for reading in read.readings:
+                found = (rank, reading, read.shares[reading.micro_batch])
+                self._read.setdefault(_end_of(reading), []).append(found)
+        for rank, read in enumerate(by_rank):
+            for reading in _list_silent(read):
+                found = (rank, reading, read.shares[reading.micro_batch])
+                self._read.setdefault(_end_of(reading), []).append(found)
+
+    def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
+        """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
+
+        None where no rank read it.
+        """
+        expected = golden.local.to(torch.float64)
+        # Every micro-batch has what is one for all rows, and a part of its gradient.
+        is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
+        if tuple(expected.shape[:2]) != self._batch and not (
+            is_one_for_all and expected.shape[1] == self._batch[1]
+        ):
+            return None
+        shards: list[RankShard] = []
+        micro_batches: list[int] = []
+        orders: list[int] = []
+        for rank, reading, (rows, positions) in self._read.get(_end_of(golden), ()):
+            place = (self._places.get(rank, 0), self._tp)
+            region = locate_tokens(expected, reading.local, rows, positions, place)
+            if region is not None:
+                shards.append(RankShard(rank, region, reading.local))
+                micro_batches.append(reading.micro_batch)
+                orders.append(reading.order)
+        if not shards:
+            return None
+        key = (0, MODULE_KINDS[golden.direction], golden.module)
+        return WrongTensor(key, expected, tuple(shards), self._precision), micro_batches, min(orders)
+
+
+def _list_silent(read: RankReadings) -> Iterator[Reading]:
+    """Yield zeros for the gradients that did not come back into a module's input, though its output has one.
+
+    So it is where something is cut from the graph inside of it.
+    """
+    entered = {
+        (reading.module, reading.micro_batch)
+        for reading in read.readings
+        if (reading.direction, reading.end) == (BACKWARD, "output")
+    }
+    for reading in read.readings:
+        is_input = (reading.direction, reading.end) == (FORWARD, "input")
+        key = (reading.module, reading.end, reading.slot, reading.micro_batch)
+        if is_input and key in read.silent and (reading.module, reading.micro_batch) in entered:
+            yield replace(reading, direction=BACKWARD, order=_LAST, local=torch.zeros_like(reading.local))
+
+
+_LAST = 1 << 62  # what never came came after everything else
+
+
+def _end_of(reading: Reading) -> tuple[str, str, str, str]:
+    return reading.direction, reading.module, reading.end, reading.slot
+
+
+def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
+    """Return rows and positions of the global batch, which all ranks see together."""
+    shares = [share for read in by_rank for share in read.shares]
+    return max(max(rows) for rows, _ in shares) + 1, max(max(positions) for _, positions in shares) + 1
+
+
+def locate_tokens(
+    expected: Tensor, local: Tensor, rows: Indices, positions: Indices, place: tuple[int, int]
+) -> Region | None:
+    """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims.
+
+    A golden's tensor of one row, such as rotary embeddings (1, S, D), is one for all rows, and no micro-batch of one
+    row. None where what was read is no part of it.
+    """
+    rank, size = place
+    if expected.shape[:1] == (1,):
+        rows = range(1)
+    if local.ndim != expected.ndim or local.ndim < 2 or local.shape[0] != len(rows):
+        return None
+    if expected.shape[0] <= max(rows) or expected.shape[1] <= max(positions):
+        return None
+    dims: list[Sequence[int]] = [rows]
+    if local.shape[1] == len(positions):
+        dims.append(positions)
+    elif local.shape[1] * size == len(positions):
+        dims.append(positions[rank * local.shape[1] : (rank + 1) * local.shape[1]])
+    else:
+        return None
+    for dim in range(2, local.ndim):
+        whole, part = expected.shape[dim], local.shape[dim]
+        if part == whole:
+            dims.append(range(whole))
+        elif part * size == whole:
+            dims.append(range(rank * part, (rank + 1) * part))
+        else:
+            return None
+    return Region(tuple(expected.shape), tuple(as_indices(indices) for indices in dims))
+
+
+def error_of(shard: RankShard, expected: Tensor) -> float:
+    """Return the error of a shard relative to the golden in its region, or to all of it where that is zero."""
+    assert shard.local is not None
+    wanted = shard.region.take(expected)
+    found = shard.local.to(torch.float64)
+    scale = float(wanted.norm()) or float(expected.norm())
+    difference = float((found - wanted).norm())
+    if not torch.isfinite(found).all():
+        return float("inf")
+    return difference / scale if scale else difference
