@@ -33,9 +33,10 @@ class Origin:
 
     `input` is what one device read at the input of the same module, forward. `also` names the modules that read the
     same values at the same time: a gradient that a module gets for its output is what those that use it pass back.
-    `around` is the module that calls this one. `inputs_seen` says that something which the culprit takes was compared
-    and is right; ids, such as those of tokens, never are. `reduced` has what was all-reduced inside the culprit
-    (`moeverify.diagnose.operands`).
+    `around` is the module that calls this one, `inside` has those in the culprit of which everything read is right.
+    Of `num_tokens` tokens, or rows, `num_wrong` are wrong. `inputs_seen` says that something which the culprit takes
+    was compared and is right; ids, such as those of tokens, never are. `reduced` has what was all-reduced inside the
+    culprit (`moeverify.diagnose.operands`).
     """
 
     direction: Direction
@@ -48,6 +49,10 @@ class Origin:
     input: Tensor | None = None
     also: tuple[str, ...] = ()
     around: str = ""
+    inside: tuple[str, ...] = ()
+    num_wrong: int = 0
+    num_tokens: int = 0
+    are_rows: bool = False
     reduced: tuple[Any, ...] = ()
     inputs_seen: bool = True
 
@@ -95,6 +100,10 @@ class Search:
             error=origin.error,
             ranks=origin.ranks,
             also=origin.also,
+            inside=origin.inside,
+            num_wrong=origin.num_wrong,
+            num_tokens=origin.num_tokens,
+            are_rows=origin.are_rows,
             num_right=num_right,
             worst_right=worst_right,
         )
@@ -144,7 +153,7 @@ def find_origins(
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
-    ranks = AllReadings(by_rank, coordinates, tp, precision)
+    ranks = AllReadings(by_rank, coordinates, tp, precision, golden, bound)
     judged = [
         each
         for reading in sorted(golden, key=lambda reading: reading.order)
@@ -168,7 +177,8 @@ def find_origins(
                 worst_right[direction] = max(worst_right[direction], each.error)
         if first is not None:
             origin = _make_origin(first, golden, bound)
-            origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
+            seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
+            origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
             near = _list_near(first, wrong)
             around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
@@ -183,6 +193,35 @@ def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
     return _are_right(
         [each for each in along if (each.reading.module, each.reading.end) == (origin.culprit, end)]
     )
+
+
+def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, ...]:
+    """Return the outermost modules in the culprit that were read in this direction, and never wrong."""
+    inner = f"{origin.culprit}." if origin.is_of_culprit and origin.culprit else ""
+    names = dict.fromkeys(
+        each.reading.module for each in along if inner and each.reading.module.startswith(inner)
+    )
+    wrong = {each.reading.module for each in along if each.is_wrong}
+    right = [name for name in names if name not in wrong]
+    found = tuple(name for name in right if not any(around in right for around in _list_around(name)))
+    return found if len(found) <= _MOST_AROUND else ()
+
+
+def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
+    """Return how many of the tokens, or rows, that ranks read differ, and how many these are.
+
+    One of small numbers is compared with the norm of a typical one.
+    """
+    seen = torch.zeros_like(tensor.expected)
+    for shard in tensor.shards:
+        shard.region.put(seen, torch.ones(shard.region.local_shape, dtype=seen.dtype))
+    expected, actual, is_seen = (
+        values.flatten(0, 1).flatten(1) for values in (tensor.expected, tensor.whole, seen)
+    )
+    norms = expected.norm(dim=1)
+    allowed = bound * torch.maximum(norms, norms.median())
+    is_wrong = ~((is_seen * (actual - expected)).norm(dim=1) <= allowed)
+    return int(is_wrong.sum()), int(is_seen.any(dim=1).sum())
 
 
 def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
@@ -295,6 +334,7 @@ def _find_caller(module: str, called: Collection[str]) -> str:
 
 def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Origin:
     reading, tensor = first.reading, first.tensor
+    num_wrong, num_tokens = _count_wrong(tensor, bound)
     return Origin(
         cast(Direction, reading.direction),
         reading.module,
@@ -310,6 +350,9 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
         _input_of(golden, reading),
         _list_equal(golden, reading),
         _find_caller(reading.module, {each.module for each in golden}),
+        num_wrong=num_wrong,
+        num_tokens=num_tokens,
+        are_rows=reading.is_loose,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.loose_rows import Places, place_rows, rows_of
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
 from moeverify.layout.region import Indices, Region, as_indices
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
@@ -31,8 +32,17 @@ class AllReadings:
     """What all ranks read, found by the end of the module at which it was read."""
 
     def __init__(
-        self, by_rank: Sequence[RankReadings], coordinates: Coordinates, tp: int, precision: torch.dtype
+        self,
+        by_rank: Sequence[RankReadings],
+        coordinates: Coordinates,
+        tp: int,
+        precision: torch.dtype,
+        golden: Sequence[Reading] = (),
+        bound: float = 0.0,
     ) -> None:
+        self._golden = golden
+        self._bound = bound
+        self._places_of_rows: dict[str, Places] = {}
         self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
         self._tp = tp
         self._precision = precision
@@ -53,6 +63,8 @@ class AllReadings:
 
         None where no rank read it.
         """
+        if golden.is_loose or any(read.is_loose for _, read, _ in self._read.get(_end_of(golden), ())):
+            return self._gather_rows(golden)
         expected = golden.local.to(torch.float64)
         # Every micro-batch has what is one for all rows, and a part of its gradient.
         is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
@@ -70,6 +82,54 @@ class AllReadings:
                 shards.append(RankShard(rank, region, reading.local))
                 micro_batches.append(reading.micro_batch)
                 orders.append(reading.order)
+        return self._put_together(golden, expected, shards, micro_batches, orders)
+
+    def _gather_rows(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
+        """Return what ranks read of rows in an order of their own as a tensor (1, rows, columns)."""
+        module = golden.module
+        if module not in self._places_of_rows:
+            self._places_of_rows[module] = self._place_rows(module)
+        places = self._places_of_rows[module]
+        if golden.direction == BACKWARD and places.is_shared:
+            return None  # of the gradient of what all have, each has a part
+        expected = rows_of(golden)[None].to(torch.float64)
+        shards: list[RankShard] = []
+        micro_batches: list[int] = []
+        orders: list[int] = []
+        for rank, reading, _ in self._read.get(_end_of(golden), ()):
+            rows = places.of_call.get((rank, module, reading.micro_batch))
+            local = rows_of(reading)[None]
+            region = (
+                None if rows is None else locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
+            )
+            if region is not None:
+                shards.append(RankShard(rank, region, local))
+                micro_batches.append(reading.micro_batch)
+                orders.append(reading.order)
+        return self._put_together(golden, expected, shards, micro_batches, orders)
+
+    def _place_rows(self, module: str) -> Places:
+        def is_forward(reading: Reading) -> bool:
+            has_rows = reading.is_loose or reading.is_flat
+            return has_rows and (reading.module, reading.direction) == (module, FORWARD)
+
+        found = [
+            (rank, reading)
+            for (_, name, _, _), read in self._read.items()
+            if name == module
+            for rank, reading, _ in read
+            if is_forward(reading)
+        ]
+        return place_rows(list(filter(is_forward, self._golden)), found, self._places, self._bound)
+
+    def _put_together(
+        self,
+        golden: Reading,
+        expected: Tensor,
+        shards: Sequence[RankShard],
+        micro_batches: list[int],
+        orders: Sequence[int],
+    ) -> tuple[WrongTensor, list[int], int] | None:
         if not shards:
             return None
         key = (0, MODULE_KINDS[golden.direction], golden.module)

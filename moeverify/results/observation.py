@@ -91,7 +91,8 @@ class FirstDivergence(Record):
     """The first end of a module that differs, in the order of one device, and all that was right before it.
 
     `error` is relative, None where nothing differs. Before it, `num_right` readings are right to `worst_right`.
-    `also` are the other modules that take or return the same tensor.
+    `also` are the other modules that take or return the same tensor, `inside` those in the module of which all
+    readings are right. `num_wrong` of `num_tokens` are wrong: tokens, or rows in an order of the module's own.
     """
 
     kind: Literal["first-divergence"] = "first-divergence"
@@ -99,8 +100,12 @@ class FirstDivergence(Record):
     module: str = ""
     end: End = "output"
     also: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     error: float | None = None
     ranks: tuple[int, ...] = ()
+    num_wrong: int = 0
+    num_tokens: int = 0
+    are_rows: bool = False
     num_right: int = 0
     worst_right: float = 0.0
 

@@ -1,7 +1,9 @@
 """Taps a model's modules: what goes into each, what comes out, and the gradients of both, in order.
 
 Every tensor of numbers that a module takes or returns is read, by position or by name, for one step, if it runs along
-the tokens of the batch: (rows, positions, ...), or (tokens, n), as a mixture of experts flattens them.
+the tokens of the batch: (rows, positions, ...), or (tokens, n), as a mixture of experts flattens them. Asked for, it
+reads any other (rows, n) too, such as copies of tokens sorted by expert; not inside our own mixtures of experts
+(`MoE`), whose dispatchers are tapped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Reading:
 
     `order` counts the readings of its direction; `end` is `input` or `output`, and `slot` says which of its tensors:
     `0` is the first, `1.0` the first of a tuple that comes second, `weights` an argument by that name. `is_flat` is
-    true where the module has (tokens, n). Shape: (rows, positions, ...) of this rank.
+    true where the module has (tokens, n). Shape: (rows, positions, ...) of this rank; (rows, n) where it `is_loose`:
+    rows of any number, in an order of the module's own.
     """
 
     direction: str
@@ -43,6 +46,7 @@ class Reading:
     local: Tensor
     slot: str = "0"
     is_flat: bool = False
+    is_loose: bool = False
 
 
 class Tap:
@@ -53,9 +57,9 @@ class Tap:
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
-    by and is divided out of gradients again. `limit` bounds the elements that are kept. `count` says how many
-    collectives this rank has issued so far; `spans` has what it said when each module began and ended, by direction
-    and module, for every visit that has ended.
+    by and is divided out of gradients again. `limit` bounds the elements that are kept. With `reads_loose` loose rows
+    are read too. `count` says how many collectives this rank has issued so far; `spans` has what it said when each
+    module began and ended, by direction and module, for every visit that has ended.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Tap:
         *,
         scale: float,
         limit: int,
+        reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
     ) -> None:
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -79,6 +84,10 @@ class Tap:
         self._tokens = (num_rows, num_positions)
         self._scale = scale
         self._room = limit
+        blocks = tuple(
+            f"{logical_name(name)}." for name, module in model.named_modules() if isinstance(module, MoE)
+        )
+        self._not_loose = blocks if reads_loose else ("",)
         self._micro_batches: dict[nn.Module, int] = {}
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
@@ -153,7 +162,7 @@ class Tap:
             if is_first and end == "input" and tensor.ndim > 2:
                 self._shapes[name] = tensor.shape[:2]
             key = (name, end, slot, micro_batch)
-            if key in self._seen or not (tensor.ndim > 2 or self._is_flat(tensor)):
+            if key in self._seen or not self._is_read(name, tensor):
                 continue  # a second visit is a recomputation
             self._seen.add(key)
             self._keep(FORWARD, key, unpack(tensor))
@@ -178,6 +187,12 @@ class Tap:
         """Return whether a tensor is (tokens, n), with the tokens of a micro-batch one after another."""
         return tensor.ndim == 2 and tensor.shape[0] == math.prod(self._tokens)
 
+    def _is_read(self, name: str, tensor: Tensor) -> bool:
+        return tensor.ndim > 2 or self._is_flat(tensor) or self._is_loose(name, tensor)
+
+    def _is_loose(self, name: str, tensor: Tensor) -> bool:
+        return tensor.ndim == 2 and len(tensor) > 0 and not f"{name}.".startswith(self._not_loose)
+
     def keep_operand(self, number: int, tensor: Tensor) -> None:
         """Keep what this rank brings to its collective of a number, if that runs along the tokens."""
         is_flat = self._is_flat(tensor)
@@ -201,13 +216,14 @@ class Tap:
             return  # a partial sum: what it will be reduced to is read at the next end
         local = local_part(tensor.detach())
         is_flat = self._is_flat(local)
-        if local.numel() > self._room or not (local.ndim > 2 or is_flat):
+        if local.numel() > self._room or not self._is_read(key[0], local):
             return
         order = self._orders[direction]
         self._orders[direction] += 1
         name, end, slot, micro_batch = key
         shaped = local.view(*self._tokens, -1) if is_flat else local
-        reading = Reading(direction, order, name, end, micro_batch, shaped, slot, is_flat)
+        is_loose = local.ndim == 2 and not is_flat
+        reading = Reading(direction, order, name, end, micro_batch, shaped, slot, is_flat, is_loose)
         if self.on_reading is not None:
             self.on_reading(reading)
             return

@@ -155,6 +155,7 @@ class BlamedStop:
             len(self._program.share.positions),
             scale=self._program.scale,
             limit=1 << 62,
+            reads_loose=True,
         )
         tap.on_reading = self._look_at_reading
         with tap.reading():
@@ -163,6 +164,9 @@ class BlamedStop:
     def _look_at_reading(self, reading: Reading) -> None:
         is_due = reading.micro_batch == self._place.micro_batch and is_at(self._place, reading)
         if self.has_stopped or not is_due:
+            return
+        if reading.is_loose:  # which of one device's rows these are is known only where all ranks' are
+            self._stop(None, None, actual=reading.local)
             return
         value = self._find_value(reading.local, reading.micro_batch, reading.slot)
         if value is not None:
@@ -226,7 +230,7 @@ class BlamedStop:
             local = local.view(len(share.rows), len(share.positions), -1)
         for reading in self._expected:
             expected = reading.local.to(torch.float64)
-            if slot and reading.slot != slot:
+            if reading.is_loose or (slot and reading.slot != slot):
                 continue
             if reading.direction == BACKWARD and len(expected) < self._num_rows:
                 continue  # of what is one for all rows, this rank has a part of the gradient

@@ -173,6 +173,7 @@ def _rerun(
         len(program.share.positions),
         scale=program.scale,
         limit=LIMIT,
+        reads_loose=True,
         count=count,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
@@ -450,7 +451,8 @@ def read_golden_modules(
 ) -> list[Reading]:
     """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
     program = assemble_single(recipe, device, compute="float64")
-    tap = Tap(program.model, recipe.data.batch, recipe.data.seq_len, scale=1.0, limit=1 << 62)
+    batch = recipe.data
+    tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True)
     observer = StepTap(Capture(()), tap, step)
     train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()

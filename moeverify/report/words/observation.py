@@ -121,12 +121,24 @@ def _(seen: FirstDivergence) -> str:
     if seen.error is None:
         return right
     end = f"{'gradient of the ' if seen.direction == 'backward' else ''}{seen.end} of {seen.module or MODEL}"
+    others = " and ".join(module or MODEL for module in seen.also)
     also = (
-        f", which {' and '.join(seen.also)} {'take' if len(seen.also) > 1 else 'takes'} or returns too,"
-        if seen.also
+        f", which {others} {'take or return' if len(seen.also) > 1 else 'takes or returns'} too,"
+        if others
         else ""
     )
-    return f"{end}{also} is off by {seen.error:.3g} on {format_ranks(seen.ranks)}; before it {right}"
+    unit = "rows" if seen.are_rows else "tokens"
+    at = f" at {seen.num_wrong} of {seen.num_tokens} {unit}" if 0 < seen.num_wrong < seen.num_tokens else ""
+    inside = f"; {_name_right(seen)} right" if seen.inside else ""
+    where = f"{at} on {format_ranks(seen.ranks)}"
+    return f"{end}{also} is off by {seen.error:.3g}{where}; before it {right}{inside}"
+
+
+def _name_right(seen: FirstDivergence) -> str:
+    modules = " and ".join(seen.inside)
+    if seen.direction == "backward":
+        return f"the gradients at both ends of {modules} are"
+    return f"what {modules} {'take and return' if len(seen.inside) > 1 else 'takes and returns'} is"
 
 
 @describe_observation.register

@@ -56,6 +56,7 @@ def _ignore(event: Event) -> None:
 
 
 SMALL = "factory: 'own_models:make', vocab_size: 32"
+MOE = "factory: 'my_moe.model:make', loss: 'my_moe.model:loss', vocab_size: 80"
 FSDP = "dp_shard: 2"
 WIDE = "in_float32: ['layers.*.norm', 'layers.*.router']"
 
@@ -102,6 +103,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "no-gradients": (SMALL, f"{FSDP}, parallelize: 'own_models:keep_own_gradients'"),
     "engine": (SMALL, f"{FSDP}, parallelize: 'own_models:main_gradients'"),
     "reference": ("preset: tiny-mixtral-8x7b", f"{FSDP}, parallelize: 'own_models:shard_blocks'"),
+    "moe-by-sender": (MOE, f"{FSDP}, parallelize: 'own_moes:by_sender'"),
+    "moe-not-put-back": (MOE, f"{FSDP}, parallelize: 'own_moes:not_put_back'"),
+    "moe-rounded": (MOE, f"{FSDP}, parallelize: 'own_moes:rounded'"),
     "reference-forgotten": ("preset: tiny-gpt", f"{FSDP}, parallelize: 'own_models:forget_to_shard'"),
 }
 
@@ -112,6 +116,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("own")
     for program in PROGRAMS.glob("*.py"):
         (folder / program.name).write_text(program.read_text())
+    (folder / "my_moe").symlink_to(EXAMPLES / "my_moe")
     for name, (model, layout, *more) in CASES.items():
         checks = ", ".join(["repeat: never", "timeout: 60.0", *more])
         (folder / f"{name}.yaml").write_text(

@@ -143,3 +143,30 @@ def test_what_the_user_must_mend_costs_no_launch(own: Any) -> None:
 
 def test_folder_of_the_case_is_on_the_path(own: Any) -> None:
     assert "own" in own.results["no-module"].reason.partition("looked in ")[2].split(",")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "words"),
+    [
+        (
+            "moe-by-sender",
+            "tower.0.experts",
+            "first divergence: tower.0.experts (inputs match, output does not)",
+        ),
+        ("moe-not-put-back", "tower.0", "what tower.0.gate and tower.0.experts take and return is right"),
+        (
+            "moe-rounded",
+            "tower.0",
+            "the input of tower.0.experts holds only values that bfloat16 can represent",
+        ),
+    ],
+)
+def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(
+    own: Any, name: str, place: str, words: str
+) -> None:
+    """Ranks have other rows than one device, of other ranks' tokens, in another order."""
+    first = own.results[name].findings[0]
+    assert first.place is not None
+    assert first.place.module == place
+    said = word_finding(first)
+    assert words in "\n".join([said.cause, *said.evidence])

@@ -114,6 +114,36 @@ LINES = [
         ),
         "gradient of the input of layers.2.moe is off by 0.125 on ranks 0, 1; before it 7 readings match to 3e-16",
     ),
+    (
+        FirstDivergence(
+            direction="forward",
+            module="moe",
+            also=("", "block"),
+            inside=("moe.gate", "moe.experts"),
+            error=0.5,
+            ranks=(1,),
+            num_wrong=21,
+            num_tokens=96,
+            num_right=7,
+        ),
+        "output of moe, which the model and block take or return too, is off by 0.5 at 21 of 96 tokens on rank 1; "
+        "before it 7 readings match to 0; what moe.gate and moe.experts take and return is right",
+    ),
+    (
+        FirstDivergence(
+            direction="backward",
+            module="experts",
+            also=("moe",),
+            inside=("experts.act",),
+            error=0.5,
+            ranks=(1,),
+            num_wrong=9,
+            num_tokens=9,
+            are_rows=True,
+        ),
+        "gradient of the output of experts, which moe takes or returns too, is off by 0.5 on rank 1; "
+        "before it 0 readings match to 0; the gradients at both ends of experts.act are right",
+    ),
     (StaleWeights(gives_this_output=True), "the weights of the step before give this very output"),
     (StaleWeights(gives_this_output=False), "the weights of the step before give another output"),
     (

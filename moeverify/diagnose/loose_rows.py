@@ -1,0 +1,129 @@
+"""Rows that a module has in an order of its own, such as copies of tokens sorted by expert: found by their values.
+
+One device has all N rows; a rank has some of them, in another order and of other ranks' tokens. Rows that go into a
+module are matched with the golden's that have the same values, and rows that come out of it go with those. Copies of
+one token are equal where they go in, so each is taken for the copy that comes out most alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from moeverify.train.module_taps import Reading
+
+_MOST_ROWS = 4096  # distances of all rows from all others take (rows, rows) numbers: 128 MiB in float64
+
+_FAR = 1e6  # a distance of rows that are no numbers
+
+Call = tuple[int, str, int]
+"""A call of a module, of which there is one in a micro-batch: rank, module, micro-batch."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which rows of the golden's the rows of each call are; `is_shared` where other ranks have the same ones too."""
+
+    of_call: Mapping[Call, tuple[int, ...]]
+    is_shared: bool
+
+
+def place_rows(
+    golden: Sequence[Reading], found: Sequence[tuple[int, Reading]], groups: Mapping[int, int], equal: float
+) -> Places:
+    """Return where the rows of one module stand among the golden's, which has one call of it.
+
+    `golden` and `found` (with its rank) are what was read of the module forward, of one number of rows in each call;
+    `groups` has for each rank the number of those that together have all tokens, such as its coordinate of tp. Rows
+    are equal if they differ by less than `equal` of their norm. No call has a place where the ranks of a group have
+    another number of rows than one device: some were dropped, or padded, or the module is not the same.
+    """
+    expected = _join(golden)
+    calls = {call: _join(readings) for call, readings in _list_calls(found)}
+    nowhere = Places({}, is_shared=False)
+    if expected is None or len(expected) > _MOST_ROWS or any(rows is None for rows in calls.values()):
+        return nowhere
+    for is_shared in (False, True):
+        together: dict[int, list[Call]] = {}
+        for call in calls:
+            together.setdefault(call[0] if is_shared else groups.get(call[0], 0), []).append(call)
+        placed = {}
+        for members in together.values():
+            rows = torch.cat([calls[call] for call in members])  # type: ignore[misc]
+            if rows.shape != expected.shape:
+                break
+            places = _match(rows, expected, _num_columns(golden), equal)
+            for call in members:
+                size = len(calls[call])  # type: ignore[arg-type]
+                placed[call], places = tuple(places[:size]), places[size:]
+        else:
+            return Places(placed, is_shared and len(together) > 1)
+    return nowhere
+
+
+def _list_calls(found: Sequence[tuple[int, Reading]]) -> Iterator[tuple[Call, list[Reading]]]:
+    def call_of(each: tuple[int, Reading]) -> Call:
+        rank, reading = each
+        return rank, reading.module, reading.micro_batch
+
+    for call, members in groupby(sorted(found, key=call_of), key=call_of):
+        yield call, [reading for _, reading in members]
+
+
+def _join(readings: Sequence[Reading]) -> Tensor | None:
+    """Return what one call took and put out beside each other, (rows, columns) float64; None without an input."""
+    ordered = sorted(readings, key=_side_of)
+    if not ordered or ordered[0].end != "input" or len({len(rows_of(each)) for each in ordered}) > 1:
+        return None
+    return torch.cat([rows_of(each).to(torch.float64) for each in ordered], dim=1)
+
+
+def rows_of(reading: Reading) -> Tensor:
+    """Return what was read as (rows, columns): what has as many rows as there are tokens was taken for those."""
+    return reading.local.flatten(0, 1) if reading.is_flat else reading.local
+
+
+def _side_of(reading: Reading) -> tuple[bool, str]:
+    return reading.end != "input", reading.slot
+
+
+def _num_columns(readings: Sequence[Reading]) -> int:
+    return sum(reading.local.shape[-1] for reading in readings if reading.end == "input")
+
+
+def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> list[int]:
+    """Return for each row the golden's row that it is, each once; what is no copy of any gets what is left.
+
+    Shapes: `rows` and `expected` (N, inputs and outputs).
+    """
+    distance = _measure(rows[:, :num_inputs], expected[:, :num_inputs])
+    # Inputs first: of rows that differ by rounding the outputs decide, by less than any other input would.
+    cost = torch.where(distance <= equal, 0.0, 1.0 + distance)
+    outputs = _measure(rows[:, num_inputs:], expected[:, num_inputs:])
+    cost += 0.5 * outputs / outputs.amax().clamp(min=1e-300)
+    places = torch.full((len(rows),), -1)
+    free = torch.ones(len(expected), dtype=torch.bool)
+    while bool((places < 0).any()):
+        open_rows, open_places = (places < 0).nonzero().flatten(), free.nonzero().flatten()
+        best, at = cost[open_rows][:, open_places].min(dim=1)
+        order = best.argsort(
+            descending=True, stable=True
+        )  # of rows that want one place the last one written wins
+        winner = torch.full((len(open_places),), -1)
+        winner[at[order]] = open_rows[order]
+        taken = winner >= 0
+        places[winner[taken]] = open_places[taken]
+        free[open_places[taken]] = False
+    return [int(place) for place in places]
+
+
+def _measure(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return the distance of each row from each of the golden's, as a share of its norm or of a typical one."""
+    norms = wanted.norm(dim=1)
+    scale = torch.maximum(norms, norms.median()).clamp(min=1e-300)
+    distance = torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist") / scale
+    return distance.nan_to_num(nan=_FAR, posinf=_FAR).clamp(max=_FAR)
