@@ -77,7 +77,8 @@ class Search:
 
     `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
     `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
-    module may have a part of a sum by right, which is made in the one that calls it.
+    module may have a part of a sum by right, which is made in the one that calls it. `golden` has what one device
+    read.
     """
 
     origins: Mapping[str, Origin]
@@ -86,6 +87,7 @@ class Search:
     bound: float
     matched: frozenset[str] = frozenset()
     around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
+    golden: Sequence[Reading] = ()
 
     def observe(self, direction: Direction) -> FirstDivergence:
         """Return where a direction first differs, and what was right before."""
@@ -184,7 +186,7 @@ def find_origins(
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, bound, matched, around)
+    return Search(origins, num_right, worst_right, bound, matched, around, golden)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:

@@ -274,6 +274,22 @@ class Varied(Record):
     factor: Factor | None = None
 
 
+class Reweighted(Record):
+    """A module sums the rows that one inside of it returns, copies of its tokens, by other weights than one device.
+
+    `rows` is the module that returns them. `way` says what the weights are: zero for `num_wrong` of `num_rows` rows
+    and right for the others; right but for a factor of each token, so that they sum to `total` there; those of other
+    copies of the same token; or none of these.
+    """
+
+    kind: Literal["reweighted"] = "reweighted"
+    rows: str
+    way: Literal["left-out", "normalized", "exchanged", "other"]
+    num_wrong: int
+    num_rows: int
+    total: float | None = None
+
+
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
@@ -309,6 +325,7 @@ Operation = Annotated[
     | Crossed
     | Offset
     | Varied
+    | Reweighted
     | Altered,
     Field(discriminator="kind"),
 ]

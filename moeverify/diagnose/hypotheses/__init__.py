@@ -37,7 +37,7 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
-    ("replayed",),
+    ("replayed", "reweighted_rows"),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss",),
     ("loss_value",),

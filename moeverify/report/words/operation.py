@@ -22,6 +22,7 @@ from moeverify.report.words.reduction import (
     describe_rescoped,
     name_site,
 )
+from moeverify.report.words.rows import describe_reweighted
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -41,6 +42,7 @@ from moeverify.results.operation import (
     RepeatedShard,
     Replaced,
     Rescoped,
+    Reweighted,
     Rounded,
     Scaled,
     Shifted,
@@ -308,6 +310,7 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 describe_operation.register(Misreduced, describe_misreduced)
 describe_operation.register(Misplaced, describe_misplaced)
 describe_operation.register(Rescoped, describe_rescoped)
+describe_operation.register(Reweighted, describe_reweighted)
 
 
 @describe_operation.register

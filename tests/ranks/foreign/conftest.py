@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "reference": ("preset: tiny-mixtral-8x7b", f"{FSDP}, parallelize: 'own_models:shard_blocks'"),
     "moe-by-sender": (MOE, f"{FSDP}, parallelize: 'own_moes:by_sender'"),
     "moe-not-put-back": (MOE, f"{FSDP}, parallelize: 'own_moes:not_put_back'"),
+    "moe-dropped": (MOE, f"{FSDP}, parallelize: 'own_moes:dropped'"),
     "moe-rounded": (MOE, f"{FSDP}, parallelize: 'own_moes:rounded'"),
     "reference-forgotten": ("preset: tiny-gpt", f"{FSDP}, parallelize: 'own_models:forget_to_shard'"),
 }

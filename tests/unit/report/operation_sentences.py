@@ -18,6 +18,7 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     NormOfNorms,
+    Reweighted,
     Varied,
 )
 from moeverify.results.part import Group
@@ -102,6 +103,48 @@ OPERATIONS = [
         explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
         "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
         "axis tp",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Reweighted(rows="moe.experts", way="left-out", num_wrong=54, num_rows=192),
+            module="moe",
+        ),
+        "moe leaves out 54 of the 192 rows that moe.experts returns (inputs match)",
+        "moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Reweighted(rows="moe.experts", way="normalized", num_wrong=8, num_rows=8, total=1.0),
+            module="moe",
+        ),
+        "moe sums the rows that moe.experts returns by weights that sum to 1 at each token, which those "
+        "of one device do not (inputs match)",
+        "moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Reweighted(rows="moe.experts", way="exchanged", num_wrong=8, num_rows=8),
+            module="moe",
+        ),
+        "moe sums the rows that moe.experts returns by the weights of other copies of the same tokens "
+        "(inputs match)",
+        "moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Reweighted(rows="moe.experts", way="other", num_wrong=8, num_rows=8),
+            module="moe",
+        ),
+        "moe sums the rows that moe.experts returns by other weights than one device (inputs match)",
+        "moe",
     ),
     (
         explain(

@@ -41,6 +41,15 @@ class NotPutBack(Altered):
         return experts(received[order], counts)
 
 
+class Dropped(Altered):
+    """A capacity that nobody asked for: what an expert gets beyond five rows comes back as zeros."""
+
+    def compute(self, experts: my_moe.Experts, received: Tensor, order: Tensor, counts: list[int]) -> Tensor:
+        made = experts(received[order], counts)
+        kept = torch.cat([torch.arange(count) < 5 for count in counts])
+        return torch.zeros_like(made).index_copy(0, order, made * kept[:, None])
+
+
 class Rounded(Altered):
     """Rows travel in bfloat16."""
 
@@ -59,4 +68,4 @@ def alter(kind: type[Altered]) -> Callable[[my_moe.MoE, DeviceMesh], object]:
     return parallelize
 
 
-by_sender, not_put_back, rounded = map(alter, (BySender, NotPutBack, Rounded))
+by_sender, not_put_back, dropped, rounded = map(alter, (BySender, NotPutBack, Dropped, Rounded))

@@ -1,0 +1,140 @@
+"""Hypothesis: a module sums right rows, such as what experts made of copies of its tokens, by other weights.
+
+It is asked of models whose formulas are not known: a mixture of experts of a user's own returns for each token a sum
+over copies of it, y_t = sum over j of w_tj e_tj. Its weights follow from the golden's output, and those of the ranks
+from what they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.first_divergence import Origin, Search
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import Distance
+from moeverify.results.operation import Reweighted
+from moeverify.results.trial import Reason
+from moeverify.train.module_taps import FORWARD
+
+_MOST_ROWS = 4096
+_SPARE = 4  # numbers of a token beyond one for each of its copies: fewer prove nothing
+_NEAR = 1e-6  # of a weight that a fit has found in float64
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """The copies of some tokens that one module returns: `rows` (tokens, copies, width) of all `num_rows`."""
+
+    module: str
+    tokens: Tensor
+    rows: Tensor
+    num_rows: int
+
+
+class ReweightedRows(Hypothesis):
+    """The output of every wrong token is a sum of its own copies, and so is the golden's."""
+
+    name = "reweighted_rows"
+    quantities = frozenset({Quantity.OUTPUT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Fit the weights of each module inside that returns copies of the tokens."""
+        (tensor,) = tensors
+        origin = inputs.origin_of(tensor)
+        if origin is None or inputs.search is None or tensor.expected.ndim != 3:
+            return self.untried(Reason.NOT_COMPARABLE)
+        worst: float | None = None
+        for copies in _list_copies(origin, inputs.search):
+            wanted, found = (each.flatten(0, 1)[copies.tokens] for each in (tensor.expected, tensor.whole))
+            right, left_of_right = _fit(copies.rows, wanted)
+            weights, left = _fit(copies.rows, found)
+            worst = max(left, left_of_right)
+            if worst <= inputs.search.bound:
+                operation = _describe(copies, right, weights)
+                explanation = explain_by(Cause.FORWARD, operation, tensors, inputs, residual=worst)
+                return self.accept(explanation, Distance(error=worst))
+        if worst is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        return self.refuse(Distance(error=worst))
+
+
+def _list_copies(origin: Origin, search: Search) -> Iterator[_Copies]:
+    """Yield what modules inside the culprit return for copies of its tokens, where these are right."""
+    if origin.input is None or not origin.is_of_culprit:
+        return
+    width = origin.tensor.expected.shape[-1]
+    tokens = origin.input.flatten(0, 1).to(torch.float64)
+    for module in origin.inside:
+        ends = {
+            reading.end: reading.local.to(torch.float64)
+            for reading in search.golden
+            if reading.is_loose and (reading.module, reading.direction) == (module, FORWARD)
+        }
+        taken, made = ends.get("input"), ends.get("output")
+        if taken is None or made is None or len(taken) != len(made) or len(made) > _MOST_ROWS:
+            continue
+        if made.shape[1] == width and taken.shape[1] == tokens.shape[1]:
+            yield from _match_copies(module, tokens, taken, made)
+
+
+def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> Iterator[_Copies]:
+    """Yield the copies of the tokens that have equally many, as most have; of tokens with a twin nobody can tell."""
+    equal = torch.cdist(taken, tokens, compute_mode="donot_use_mm_for_euclid_dist") == 0.0
+    is_single = (
+        torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist").eq(0.0).sum(dim=1) == 1
+    )
+    counts = equal.sum(dim=0)
+    most = Counter(int(count) for count in counts[is_single] if count > 1).most_common(1)
+    if not most:
+        return
+    ((num_copies, _),) = most
+    chosen = (is_single & (counts == num_copies)).nonzero().flatten()
+    if num_copies + _SPARE <= made.shape[1] and 2 * len(chosen) >= len(tokens):
+        rows = torch.stack([made[equal[:, token]] for token in chosen])
+        yield _Copies(module, chosen, rows, num_copies * len(chosen))
+
+
+def _fit(rows: Tensor, output: Tensor) -> tuple[Tensor, float]:
+    """Return the weights (tokens, copies), and the largest relative error that they leave of a token."""
+    weights = torch.linalg.lstsq(rows.transpose(1, 2), output[..., None]).solution[..., 0]
+    left = (output - (weights[..., None] * rows).sum(dim=1)).norm(dim=1)
+    norms = output.norm(dim=1)
+    return weights, float((left / torch.maximum(norms, norms.median()).clamp(min=1e-300)).amax())
+
+
+def _describe(copies: _Copies, right: Tensor, weights: Tensor) -> Reweighted:
+    """Return what the weights (tokens, copies) are where they are not the right ones."""
+    scale = right.abs().amax(dim=1, keepdim=True)
+    is_wrong = (weights - right).abs() > _NEAR * scale
+    at = is_wrong.any(dim=1)
+    num_wrong = int(is_wrong.sum())
+    totals, ratios = weights[at].sum(dim=1), weights[at] / right[at]
+    way: Literal["left-out", "normalized", "exchanged", "other"] = "other"
+    total: float | None = None
+    if bool((weights[is_wrong].abs() <= _NEAR * scale.expand_as(weights)[is_wrong]).all()):
+        way = "left-out"
+    elif _is_one(totals) and bool(((ratios - ratios[:, :1]).abs() <= _NEAR * ratios.abs()).all()):
+        way, total = "normalized", float(totals.mean())
+    elif bool(
+        ((weights[at].sort(dim=1).values - right[at].sort(dim=1).values).abs() <= _NEAR * scale[at]).all()
+    ):
+        way = "exchanged"
+    return Reweighted(rows=copies.module, way=way, num_wrong=num_wrong, num_rows=copies.num_rows, total=total)
+
+
+def _is_one(totals: Tensor) -> bool:
+    """Return whether several tokens have one total of their weights."""
+    return len(totals) > 1 and bool(((totals - totals[0]).abs() <= _NEAR * totals[0].abs()).all())
+
+
+HYPOTHESIS = ReweightedRows()
