@@ -35,7 +35,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, Carried, OwnValues
+from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
@@ -129,10 +129,31 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
         and finding.check not in ORIGINS
         and not (unsteady and finding.check == CheckName.REPEAT)
     ]
-    independent = [_explain_apart(each, inputs) for each in apart if each.check in ORIGINS]
+    independent = [
+        _follow_absent(_explain_apart(each, inputs), origins) for each in apart if each.check in ORIGINS
+    ]
     late = [origin for origin in origins if origin.follows]
     origins = [origin for origin in origins if not origin.follows]
     return unsteady[:1] + origins + independent + unsteady[1:] + late + followers
+
+
+def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
+    """Return what no rank has of a parameter's optimizer as what follows from the gradient that it has not got."""
+    if finding.check != CheckName.COVERAGE:
+        return finding
+    for origin in origins:
+        explanation = origin.explanation
+        if (
+            explanation is None
+            or not isinstance(explanation.operation, Zeroed)
+            or not explanation.operation.absent
+        ):
+            continue
+        if finding.step >= origin.step and any(
+            finding.tensor.startswith(f"{name}.") for name in explanation.subject.tensors
+        ):
+            return follow(finding, origin)
+    return finding
 
 
 def _list_unsteady(findings: Sequence[Finding], step: int, inputs: DiagnosisInputs) -> list[Finding]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -169,7 +169,7 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         scale=float(meshes.size("loss")),
         num_micro_batches=layout.micro_batches,
         optimizer_implementation=layout.optimizer,
-        accumulate=done.accumulate or partial(accumulate, done.model),
+        accumulate=done.accumulate or _choose_accumulation(done.model, layout),
         loss_context=loss_parallel if layout.loss_parallel else nullcontext,
         finalize=partial(_finalize, done, shards),
         sum_over_shards=partial(sum_over, group=meshes.group("fsdp")) if flat else None,
@@ -177,6 +177,15 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         engine=done.engine,
         custom_step=None if recipe.step is None else _make_custom_step(recipe.step, done, meshes),
     )
+
+
+def _choose_accumulation(
+    model: nn.Module, layout: Layout
+) -> Callable[[bool], AbstractContextManager[object]]:
+    """Return what surrounds a micro-batch: nothing where it is the only one, so that what its user has switched off
+    stays off.
+    """
+    return partial(accumulate, model) if layout.micro_batches > 1 else lambda last: nullcontext()
 
 
 def _make_custom_step(target: str, done: ParallelizedCustomModel, meshes: Meshes) -> CustomStep:

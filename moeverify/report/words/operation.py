@@ -211,7 +211,7 @@ def _(operation: Zeroed, explanation: Explanation) -> str:
         return f"{subject} {subject.be} exactly zero: it is cut from the graph there"
     holder = subject.pick("the parameter is", "the parameters are")
     if operation.absent:
-        return f"{subject} {subject.be} absent: {holder} detached from the loss"
+        return f"{subject} {subject.be} absent: {holder} detached from the loss, or nothing wrote there"
     return f"{subject} {subject.be} exactly zero: {holder} not reached"
 
 

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "unused": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'"),
     "unused-declared": (SMALL, "tp: 2, parallelize: 'own_models:forget_to_shard'", "allow_replicated: [tp]"),
+    "not-reduced": (SMALL, f"{FSDP}, parallelize: 'own_models:forget_to_reduce'"),
     "no-gradients": (SMALL, f"{FSDP}, parallelize: 'own_models:keep_own_gradients'"),
     "engine": (SMALL, f"{FSDP}, parallelize: 'own_models:main_gradients'"),
     "reference": ("preset: tiny-mixtral-8x7b", f"{FSDP}, parallelize: 'own_models:shard_blocks'"),

@@ -170,3 +170,11 @@ def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(
     assert first.place.module == place
     said = word_finding(first)
     assert words in "\n".join([said.cause, *said.evidence])
+
+
+def test_what_a_user_switched_off_the_loop_does_not_switch_on(own: Any) -> None:
+    """Without it the gradients of a unit whose reduction is off would be right, as they are in no run of its user."""
+    case = own.results["not-reduced"]
+    first = case.findings[0]
+    assert (case.verdict, first.kind, first.tensor) == ("mismatch", "gradient", "head.weight")
+    assert "absent" in word_finding(first).cause

@@ -318,6 +318,20 @@ def test_a_gradient_that_is_not_covered_is_no_missing_state() -> None:
     assert first.code == "scale"
 
 
+def test_moments_of_a_parameter_without_a_gradient_follow_from_that() -> None:
+    absent = make_tensor(draw(4, 4), None, None, name=NAME)
+    nothing = CoverageFacts(num_held=0)
+    findings = [
+        find("gradient"),
+        find("coverage", f"{NAME}.exp_avg", kind="optimizer_state", facts=nothing),
+        find("coverage", "norm.weight.exp_avg", kind="optimizer_state", facts=nothing),
+    ]
+    found = {each.tensor: each.follows for each in diagnose(findings, make_inputs(absent))}
+    assert found == {NAME: "", f"{NAME}.exp_avg": NAME, "norm.weight.exp_avg": ""}
+    has_gradients = {each.tensor: each.follows for each in diagnose(findings, make_inputs(double()))}
+    assert has_gradients[f"{NAME}.exp_avg"] == ""
+
+
 def test_a_run_that_did_not_repeat_itself_leads_the_report() -> None:
     other, early = find("repeat", "norm.weight", step=1), find("repeat", "embed.weight", step=0)
     first, second, third = diagnose([find("gradient"), early, other], make_inputs(double()))

@@ -246,7 +246,7 @@ FACTORS = [
     ),
     (
         explain(Cause.DETACHED, GRADIENT, Zeroed(absent=True), **EXPERTS),
-        "12 expert gradients are absent: the parameters are detached from the loss",
+        "12 expert gradients are absent: the parameters are detached from the loss, or nothing wrote there",
         "",
     ),
     (

@@ -190,6 +190,14 @@ def keep_own_gradients(model, mesh):
     return model
 
 
+def forget_to_reduce(model, mesh):
+    """Shard with FSDP2, and leave the head as it is to be in all micro-batches but the last."""
+    fully_shard(model.head, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    model.head.set_requires_gradient_sync(False)
+    return model
+
+
 class MainGradients(PlainEngine):
     """Gradients that accumulate in `main_grad`, and are averaged over all ranks."""
 
