@@ -1,5 +1,7 @@
 """Hypothesis: a module sums right rows, such as what experts made of copies of its tokens, by other weights.
 
+Backward it sums the gradients of the copies, each by one, beside what comes back by other ways.
+
 It is asked of models whose formulas are not known: a mixture of experts of a user's own returns for each token a sum
 over copies of it, y_t = sum over j of w_tj e_tj. Its weights follow from the golden's output, and those of the ranks
 from what they have.
@@ -24,7 +26,7 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Distance
 from moeverify.results.operation import Reweighted
 from moeverify.results.trial import Reason
-from moeverify.train.module_taps import FORWARD
+from moeverify.train.module_taps import FORWARD, Reading
 
 _MOST_ROWS = 4096
 _SPARE = 4  # numbers of a token beyond one for each of its copies: fewer prove nothing
@@ -33,7 +35,7 @@ _NEAR = 1e-6  # of a weight that a fit has found in float64
 
 @dataclass(frozen=True)
 class _Copies:
-    """The copies of some tokens that one module returns: `rows` (tokens, copies, width) of all `num_rows`."""
+    """What one module returns of copies of some tokens, or their gradients: `rows` (tokens, copies, width)."""
 
     module: str
     tokens: Tensor
@@ -42,13 +44,13 @@ class _Copies:
 
 
 class ReweightedRows(Hypothesis):
-    """The output of every wrong token is a sum of its own copies, and so is the golden's."""
+    """What every wrong token has is a sum of its own copies, and so is the golden's."""
 
     name = "reweighted_rows"
-    quantities = frozenset({Quantity.OUTPUT})
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Fit the weights of each module inside that returns copies of the tokens."""
+        """Fit the weights of each module inside that takes and returns copies of the tokens."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
         if origin is None or inputs.search is None or tensor.expected.ndim != 3:
@@ -56,12 +58,19 @@ class ReweightedRows(Hypothesis):
         worst: float | None = None
         for copies in _list_copies(origin, inputs.search):
             wanted, found = (each.flatten(0, 1)[copies.tokens] for each in (tensor.expected, tensor.whole))
-            right, left_of_right = _fit(copies.rows, wanted)
-            weights, left = _fit(copies.rows, found)
+            if origin.direction == FORWARD:
+                right, left_of_right = _fit(copies.rows, wanted, wanted)
+                weights, left = _fit(copies.rows, found, found)
+            else:
+                left_of_right = 0.0
+                right = torch.ones(copies.rows.shape[:2], dtype=wanted.dtype)
+                more, left = _fit(copies.rows, found - wanted, wanted)
+                weights = right + more
             worst = max(left, left_of_right)
             if worst <= inputs.search.bound:
                 operation = _describe(copies, right, weights)
-                explanation = explain_by(Cause.FORWARD, operation, tensors, inputs, residual=worst)
+                cause = Cause.FORWARD if origin.direction == FORWARD else Cause.BACKWARD
+                explanation = explain_by(cause, operation, tensors, inputs, residual=worst)
                 return self.accept(explanation, Distance(error=worst))
         if worst is None:
             return self.untried(Reason.NOT_COMPARABLE)
@@ -69,22 +78,27 @@ class ReweightedRows(Hypothesis):
 
 
 def _list_copies(origin: Origin, search: Search) -> Iterator[_Copies]:
-    """Yield what modules inside the culprit return for copies of its tokens, where these are right."""
+    """Yield what modules inside the culprit make of copies of its tokens, where these are right."""
     if origin.input is None or not origin.is_of_culprit:
         return
     width = origin.tensor.expected.shape[-1]
     tokens = origin.input.flatten(0, 1).to(torch.float64)
+    end = "output" if origin.direction == FORWARD else "input"
     for module in origin.inside:
-        ends = {
-            reading.end: reading.local.to(torch.float64)
-            for reading in search.golden
-            if reading.is_loose and (reading.module, reading.direction) == (module, FORWARD)
-        }
-        taken, made = ends.get("input"), ends.get("output")
+        taken = _read(search.golden, (module, FORWARD, "input"))
+        made = _read(search.golden, (module, origin.direction, end))
         if taken is None or made is None or len(taken) != len(made) or len(made) > _MOST_ROWS:
             continue
         if made.shape[1] == width and taken.shape[1] == tokens.shape[1]:
             yield from _match_copies(module, tokens, taken, made)
+
+
+def _read(golden: Sequence[Reading], at: tuple[str, str, str]) -> Tensor | None:
+    """Return the loose rows, float64, that one device read at an end of a module."""
+    for reading in golden:
+        if reading.is_loose and (reading.module, reading.direction, reading.end) == at:
+            return reading.local.to(torch.float64)
+    return None
 
 
 def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> Iterator[_Copies]:
@@ -104,11 +118,11 @@ def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> I
         yield _Copies(module, chosen, rows, num_copies * len(chosen))
 
 
-def _fit(rows: Tensor, output: Tensor) -> tuple[Tensor, float]:
-    """Return the weights (tokens, copies), and the largest relative error that they leave of a token."""
-    weights = torch.linalg.lstsq(rows.transpose(1, 2), output[..., None]).solution[..., 0]
+def _fit(rows: Tensor, output: Tensor, scale: Tensor) -> tuple[Tensor, float]:
+    """Return the weights (tokens, copies) of an output, and the most that is left of a token, by `scale`."""
+    weights = torch.linalg.lstsq(rows.transpose(1, 2), output[..., None], driver="gelsd").solution[..., 0]
     left = (output - (weights[..., None] * rows).sum(dim=1)).norm(dim=1)
-    norms = output.norm(dim=1)
+    norms = scale.norm(dim=1)
     return weights, float((left / torch.maximum(norms, norms.median()).clamp(min=1e-300)).amax())
 
 
@@ -119,10 +133,12 @@ def _describe(copies: _Copies, right: Tensor, weights: Tensor) -> Reweighted:
     at = is_wrong.any(dim=1)
     num_wrong = int(is_wrong.sum())
     totals, ratios = weights[at].sum(dim=1), weights[at] / right[at]
-    way: Literal["left-out", "normalized", "exchanged", "other"] = "other"
+    way: Literal["left-out", "scaled", "normalized", "exchanged", "other"] = "other"
     total: float | None = None
     if bool((weights[is_wrong].abs() <= _NEAR * scale.expand_as(weights)[is_wrong]).all()):
         way = "left-out"
+    elif _is_one(ratios.flatten()):
+        way, total = "scaled", float(ratios.mean())
     elif _is_one(totals) and bool(((ratios - ratios[:, :1]).abs() <= _NEAR * ratios.abs()).all()):
         way, total = "normalized", float(totals.mean())
     elif bool(
@@ -132,9 +148,9 @@ def _describe(copies: _Copies, right: Tensor, weights: Tensor) -> Reweighted:
     return Reweighted(rows=copies.module, way=way, num_wrong=num_wrong, num_rows=copies.num_rows, total=total)
 
 
-def _is_one(totals: Tensor) -> bool:
-    """Return whether several tokens have one total of their weights."""
-    return len(totals) > 1 and bool(((totals - totals[0]).abs() <= _NEAR * totals[0].abs()).all())
+def _is_one(values: Tensor) -> bool:
+    """Return whether there are several, and they are one number."""
+    return len(values) > 1 and bool(((values - values[0]).abs() <= _NEAR * values[0].abs()).all())
 
 
 HYPOTHESIS = ReweightedRows()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from moeverify.results.explanation import Explanation
+from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import Reweighted
 
 
 def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
     """Return by which weights a module sums the rows that one inside of it returns."""
-    module, rows = explanation.subject.module, f"rows that {operation.rows} returns"
+    module = explanation.subject.module
+    is_backward = explanation.subject.quantity is Quantity.MODULE_GRADIENT
+    rows = f"rows that {operation.rows} {'takes' if is_backward else 'returns'}"
+    count = f"{operation.num_wrong} of the {operation.num_rows}"
+    if is_backward and operation.way == "left-out":
+        return f"{module} does not pass back the gradients of {count} {rows} (its output gradient matches)"
     if operation.way == "left-out":
-        return f"{module} leaves out {operation.num_wrong} of the {operation.num_rows} {rows} (inputs match)"
-    total = f"weights that sum to {operation.total or 0.0:.6g} at each token"
+        return f"{module} leaves out {count} {rows} (inputs match)"
+    total = f"{operation.total or 0.0:.6g}"
     ways = {
-        "normalized": f"{total}, which those of one device do not",
+        "scaled": f"{total} times the right weights",
+        "normalized": f"weights that sum to {total} at each token, which those of one device do not",
         "exchanged": "the weights of other copies of the same tokens",
         "other": "other weights than one device",
     }
+    if is_backward:
+        return f"{module} sums the gradients of the {rows} by {ways[operation.way]} (its output gradient matches)"
     return f"{module} sums the {rows} by {ways[operation.way]} (inputs match)"

@@ -113,3 +113,47 @@ def test_tokens_with_a_twin_are_left_to_the_others() -> None:
         None,
         None,
     )
+
+
+def diagnose_backward(alter: Callable[[Tensor], Tensor]) -> tuple[Cause | None, Reweighted | None]:
+    """Return what is said where a rank sums the gradients of copies by altered weights, beside what a gate gets."""
+    tokens = draw(NUM_TOKENS, WIDTH)
+    gradients = draw(NUM_TOKENS, NUM_COPIES, WIDTH, seed=5)
+    gradients[3] = 0.0  # padding
+    through_gate = draw(NUM_TOKENS, WIDTH, seed=6)
+    taken = tokens.repeat_interleave(NUM_COPIES, dim=0)[ORDER]
+    made = draw(NUM_TOKENS * NUM_COPIES, WIDTH, seed=1)
+
+    def read(weights: Tensor) -> list[Reading]:
+        passed = (through_gate + (gradients * weights[..., None]).sum(dim=1)).view(3, 4, WIDTH)
+        output = draw(3, 4, WIDTH, seed=7)
+        return [
+            Reading("forward", 0, "moe", "input", 0, tokens.view(3, 4, WIDTH)),
+            Reading("forward", 1, "moe.experts", "input", 0, taken, is_loose=True),
+            Reading("forward", 2, "moe.experts", "output", 0, made, is_loose=True),
+            Reading("backward", 0, "moe", "output", 0, output),
+            Reading("backward", 1, "moe.experts", "input", 0, gradients.flatten(0, 1)[ORDER], is_loose=True),
+            Reading("backward", 2, "moe", "input", 0, passed),
+        ]
+
+    ones = torch.ones(NUM_TOKENS, NUM_COPIES, dtype=torch.float64)
+    by_rank = [RankReadings(read(alter(ones)), [(range(3), range(4))])]
+    search = find_origins(read(ones), by_rank, {0: {}}, 1, torch.float64)
+    inputs = DiagnosisInputs(search=search)
+    found = examine("reweighted_rows", search.origins["backward"].tensor, inputs).explanation
+    assert found is not None
+    assert isinstance(found.operation, Reweighted)
+    return found.cause, found.operation
+
+
+def test_gradients_of_rows_that_do_not_come_back_are_counted_without_those_that_are_zero() -> None:
+    cause, operation = diagnose_backward(torch.zeros_like)
+    assert cause is Cause.BACKWARD
+    assert operation == Reweighted(rows="moe.experts", way="left-out", num_wrong=22, num_rows=24)
+
+
+def test_gradients_of_rows_that_come_back_by_a_factor_are_named_with_it() -> None:
+    _, operation = diagnose_backward(lambda weights: 0.25 * weights)
+    assert operation is not None
+    assert operation.way == "scaled"
+    assert operation.total == pytest.approx(0.25)

@@ -106,6 +106,28 @@ OPERATIONS = [
     ),
     (
         explain(
+            Cause.BACKWARD,
+            Quantity.MODULE_GRADIENT,
+            Reweighted(rows="moe.experts", way="left-out", num_wrong=162, num_rows=192),
+            module="moe",
+        ),
+        "moe does not pass back the gradients of 162 of the 192 rows that moe.experts takes "
+        "(its output gradient matches)",
+        "moe",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            Quantity.MODULE_GRADIENT,
+            Reweighted(rows="moe.experts", way="scaled", num_wrong=192, num_rows=192, total=0.5),
+            module="moe",
+        ),
+        "moe sums the gradients of the rows that moe.experts takes by 0.5 times the right weights "
+        "(its output gradient matches)",
+        "moe",
+    ),
+    (
+        explain(
             Cause.FORWARD,
             OUTPUT,
             Reweighted(rows="moe.experts", way="left-out", num_wrong=54, num_rows=192),
