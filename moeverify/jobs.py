@@ -72,6 +72,14 @@ class VerifyJob(CaseFields):
 
     kind: Literal["verify"] = "verify"
 
+    @property
+    def builds_all_meshes(self) -> bool:
+        """Return whether no code but ours and torch's eager one makes or uses a mesh: no user's, fault's, compiler's."""
+        recipe, layout = self.case.recipe, self.case.layout
+        is_eager = layout.compile == "none" and layout.graphs == "none"
+        is_ours = recipe.model.reference is not None and layout.parallelize is None and recipe.step is None
+        return is_ours and is_eager and recipe.float8 == "none" and self.fault is None
+
 
 class SaveJob(CaseFields):
     """Train the case, and save its state to a folder on the way."""

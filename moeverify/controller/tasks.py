@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from moeverify.jobs import RankJob, RankResult, Refusal, read_result, write_job
+from moeverify.jobs import RankJob, RankResult, Refusal, VerifyJob, read_result, write_job
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
@@ -27,7 +27,13 @@ class Task(Generic[T]):
 
 def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:
     """Return a job of a launch. Units: `timeout` in seconds."""
-    return Job(name=name, num_ranks=num_ranks, timeout=timeout, payload=write_job(asked))
+    return Job(
+        name=name,
+        num_ranks=num_ranks,
+        timeout=timeout,
+        payload=write_job(asked),
+        keeps_meshes=isinstance(asked, VerifyJob) and asked.builds_all_meshes,
+    )
 
 
 def read_outcome(outcome: JobOutcome, wanted: type[A]) -> A | Refusal | None:

@@ -1,6 +1,8 @@
 """What torch caches about device meshes, which must not outlive the groups that a mesh stood on.
 
-A mesh of the next job may be equal to an old one, and a cached answer then uses groups that are gone.
+A mesh of the next job may be equal to an old one, and a cached answer then uses the groups of that one, by their names.
+These are gone, or others by now, unless both jobs name the groups of equal meshes alike. Where all meshes of both are
+known, that can be seen, and the answers may stay: to find them anew is a third of what a small case costs a rank.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 
 _PLANNERS = "torch.distributed.tensor._redistribute"
 
@@ -33,6 +36,77 @@ def find_imported() -> tuple[Any, ...]:
     return tuple(_search())
 
 
+class MeshCaches:
+    """What torch has cached about the meshes of this rank's jobs, kept from one job to the next where that is right.
+
+    A job calls `begin`, then `admit` with the meshes that it has built, before it uses one, `end`, and `settle` when its
+    groups are gone. `device` is where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._caches = find_caches()
+        self._names: dict[_Part, str] = {}  # of the groups of all meshes since the caches were empty
+        self._keeps = False
+        self._left: list[DeviceMesh] = []
+
+    def begin(self, keeps: bool) -> None:
+        """Begin a job; `keeps` says that it builds no mesh but those that it will admit, and their parts.
+
+        On a GPU nothing is kept: there threads of autograd have caches of their own.
+        """
+        self._keeps = keeps and self._device.type == "cpu"
+        if not self._keeps and self._names:
+            self._clear()
+
+    def admit(self, meshes: Iterable[DeviceMesh]) -> None:
+        """Take the meshes of this job; forget all that is cached if an equal one stood on groups of other names."""
+        if not self._keeps:
+            return
+        names = dict(part for mesh in meshes for part in _name_parts(mesh))
+        if any(self._names.get(part, name) != name for part, name in names.items()):
+            self._clear()
+        self._names |= names
+
+    def end(self, has_failed: bool) -> None:
+        """End a job, whose groups still stand: look whether all meshes that are left are known."""
+        self._keeps = self._keeps and not has_failed
+        gc.collect()  # a model is in cycles of references, and its meshes would seem to be left
+        if self._keeps:
+            self._left = [found for found in gc.get_objects() if type(found) is DeviceMesh]
+            parts = [part for mesh in self._left for part in _name_parts(mesh)]
+            self._keeps = all(self._names.get(part) == name for part, name in parts)
+
+    def settle(self) -> None:
+        """Forget what is cached once the groups are gone, unless `end` has found that it may stay."""
+        if not self._keeps:
+            self._clear()
+        for mesh in self._left:
+            # For compilers, which no such job uses: it would keep the threads of a group that is gone.
+            getattr(mesh, "_pg_registry", {}).clear()
+        self._left = []
+
+    def _clear(self) -> None:
+        self._names = {}
+        clear_mesh_caches(self._caches, self._device)
+        gc.collect()
+
+
+_Part = tuple[str | None, tuple[int, ...]]
+"""A name of a dim of a mesh, and the ranks along it that this rank is one of."""
+
+
+def _name_parts(mesh: DeviceMesh) -> Iterator[tuple[_Part, str | None]]:
+    """Yield for each dim of a mesh what equal meshes have in common, and the name of the group, if that is known."""
+    place, names = mesh.get_coordinate(), getattr(mesh, "_dim_group_names", [])
+    for dim, axis in enumerate(mesh.mesh_dim_names or [None] * mesh.ndim):
+        ranks: tuple[int, ...] = ()
+        if place is not None:
+            at = [slice(None) if other == dim else here for other, here in enumerate(place)]
+            ranks = tuple(mesh.mesh[tuple(at)].tolist())
+        yield (axis, ranks), names[dim] if dim < len(names) else None
+
+
 def clear_mesh_caches(caches: Sequence[Any], device: torch.device) -> None:
     """Forget every mesh: in these caches, and in those of threads such as autograd's, which are made later.
 
@@ -46,7 +120,6 @@ def clear_mesh_caches(caches: Sequence[Any], device: torch.device) -> None:
             sys.modules[_PLANNERS].clear_redistribute_planner_cache()
     for cache in (*caches, *_search()):
         cache.cache_clear()
-    gc.collect()
 
 
 class _ClearInBackward(Function):

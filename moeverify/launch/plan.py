@@ -22,13 +22,15 @@ class Job(Record):
     """One job for the first `num_ranks` ranks of a launch.
 
     `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `payload` is
-    handed to the ranks unchanged and must be JSON data.
+    handed to the ranks unchanged and must be JSON data. `keeps_meshes` says that it builds no device mesh but those
+    that it admits (see `moeverify.launch.caches`).
     """
 
     name: str
     num_ranks: Annotated[int, Field(ge=1)]
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
     payload: dict[str, Any] = Field(default_factory=dict)
+    keeps_meshes: bool = False
 
     @field_validator("payload")
     @classmethod

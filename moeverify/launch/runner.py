@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.collectives.staging import stage_messages
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch.backend import choose_backend, choose_gpu
-from moeverify.launch.caches import clear_mesh_caches, find_caches
+from moeverify.launch.caches import MeshCaches
 from moeverify.launch.failure_reporter import FailureReporter
 from moeverify.launch.plan import Backend, Device, Job
 from moeverify.launch.watchdog import Watchdog
@@ -29,7 +30,8 @@ class RankContext:
     """One rank's place in a job, while the job's default group stands.
 
     `store` and `folder` are the job's own; `trace` holds this rank's collectives since the job's start.
-    `report(text)` on rank 0 becomes a `report` event at the controller; elsewhere it does nothing.
+    `report(text)` on rank 0 becomes a `report` event at the controller; elsewhere it does nothing. `admit(meshes)` is
+    for jobs with `keeps_meshes`, see `MeshCaches`.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class RankContext:
     folder: Path
     trace: CollectiveTrace
     report: Callable[[str], None]
+    admit: Callable[[Iterable[DeviceMesh]], None]
 
 
 RunJob = Callable[[RankContext, Job], dict[str, Any] | None]
@@ -80,7 +83,7 @@ class JobRunner:
             torch.cuda.set_device(self._device)
         self._on_raise = on_raise
         self._on_report = on_report
-        self._caches = find_caches()
+        self._caches = MeshCaches(self._device)
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.failure_reporter = FailureReporter(folder, rank, self.trace, catch_terminate)
 
@@ -130,6 +133,8 @@ class JobRunner:
         kind: Device = "cuda" if self._device.type == "cuda" else "cpu"
         backend = choose_backend(self._wanted, kind)
         staging = stage_messages() if kind == "cuda" and backend == "gloo" else None
+        self._caches.begin(job.keeps_meshes)
+        has_failed = True
         try:
             # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split once an earlier
             # default group of the process is gone.
@@ -150,19 +155,24 @@ class JobRunner:
                 folder=folder,
                 trace=self.trace,
                 report=self._make_report(folder),
+                admit=self._caches.admit,
             )
             result = run_job(context, job)
             # A peer may still connect to this rank's groups: gloo takes one that has gone for a crash.
             if store.add("finished", 1) == job.num_ranks:
                 store.set("all", "1")
             store.wait(["all"], timedelta(seconds=job.timeout) + _GROUP_MARGIN)
+            has_failed = False
             return result
         except BaseException as error:
             # Before the teardown, which the peers notice: their reports must not be older than this one.
             self._on_raise(error)
             raise
         finally:
-            _tear_down(self._caches, self._device)
+            self._caches.end(has_failed)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._caches.settle()
             if staging is not None:
                 # The next job may have a GPU for each rank.
                 staging._destroy()  # type: ignore[no-untyped-call]
@@ -179,9 +189,3 @@ class JobRunner:
 
         return report
 
-
-def _tear_down(caches: Sequence[Any], device: torch.device) -> None:
-    """Destroy every group, and what torch caches about the meshes that stood on them."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    clear_mesh_caches(caches, device)

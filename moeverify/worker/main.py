@@ -89,6 +89,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
                 context.trace,
                 fault,
                 report=lambda result: context.report(result.model_dump_json()),
+                admit=context.admit,
             )
 
         if isinstance(job, CoverageJob):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.axes.groups import axis_affects
 from moeverify.case.schema import Case
@@ -49,16 +50,19 @@ def verify_case(
     fault: str | None = None,
     *,
     report: Callable[[VerifyResult], None] = lambda result: None,
+    admit: Callable[[Iterable[DeviceMesh]], None] = lambda meshes: None,
 ) -> VerifyResult | None:
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
     What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
-    diagnosis needs, and the verdict must not be. Collective: all ranks of the default process group, which has as
+    diagnosis needs, and the verdict must not be. `admit` gets the meshes before they are used. Collective: all ranks of the default process group, which has as
     many ranks as the layout.
     """
     with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
-        assemble_program = Assembly(case, device, build_meshes(case.layout, device.type))
+        meshes = build_meshes(case.layout, device.type)
+        admit([meshes.data, meshes.dense, meshes.sparse, meshes.loss])
+        assemble_program = Assembly(case, device, meshes)
         observed = _observe(case, golden, assemble_program, trace)
         judgement = None if observed is None else observed.judgement
         if observed is not None and observed.judgement.findings:

@@ -1,8 +1,9 @@
-"""What torch caches about a mesh does not outlive its job."""
+"""What torch caches about a mesh does not outlive its job, unless the next one may have it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -36,3 +37,32 @@ def test_equal_meshes_of_two_jobs(
         "mesh of the gradient": "new",
     }
     assert [outcome.result for outcome in outcomes] == [expected] * 3
+
+
+def test_what_is_known_of_equal_meshes_stays_while_groups_have_the_same_names(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(programs)
+    two, stays = {"num_groups_before": 2}, {"keeps_meshes": True}
+    asked: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+        ({}, stays, True),
+        ({}, stays, False),
+        (two, stays, True),  # the same ranks in groups of other names
+        (two, stays, False),
+        (two, {}, True),  # does not promise to admit its meshes
+        (two, stays, True),
+        ({"adds_mesh": True, **two}, stays, True),
+        (two, stays, True),  # the job before had a mesh that it did not admit
+        (two, stays, False),
+    ]
+    jobs = [
+        Job(name=str(number), num_ranks=4, payload=payload, **fields)
+        for number, (payload, fields, _) in enumerate(asked)
+    ]
+    outcomes = list(run_jobs(jobs, entry="kept_meshes", folder=tmp_path))
+    assert [outcome.failure for outcome in outcomes] == [None] * len(asked)
+    # Two of (1, 1) and (2, 2), or all four ranks; groups of jobs before would have threads.
+    assert [outcome.result for outcome in outcomes] == [
+        {"squared": 60.0 if "adds_mesh" in payload else 10.0, "found anew": anew, "groups of old meshes": 0}
+        for payload, _, anew in asked
+    ]
