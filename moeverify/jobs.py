@@ -74,7 +74,7 @@ class VerifyJob(CaseFields):
 
     @property
     def builds_all_meshes(self) -> bool:
-        """Return whether no code but ours and torch's eager one makes or uses a mesh: no user's, fault's, compiler's."""
+        """Return whether our code and torch's eager one alone use meshes: no user's, no fault's, no compiler's."""
         recipe, layout = self.case.recipe, self.case.layout
         is_eager = layout.compile == "none" and layout.graphs == "none"
         is_ours = recipe.model.reference is not None and layout.parallelize is None and recipe.step is None

@@ -1,8 +1,8 @@
 """What torch caches about device meshes, which must not outlive the groups that a mesh stood on.
 
-A mesh of the next job may be equal to an old one, and a cached answer then uses the groups of that one, by their names.
-These are gone, or others by now, unless both jobs name the groups of equal meshes alike. Where all meshes of both are
-known, that can be seen, and the answers may stay: to find them anew is a third of what a small case costs a rank.
+A mesh of the next job may be equal to an old one, and a cached answer then uses the groups of that one, by their
+names. These are gone, or others by now, unless both jobs name the groups of equal meshes alike. Where all meshes of
+both are known, that can be seen, and the answers may stay: to find them costs a rank a third of a small case.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def find_imported() -> tuple[Any, ...]:
 class MeshCaches:
     """What torch has cached about the meshes of this rank's jobs, kept from one job to the next where that is right.
 
-    A job calls `begin`, then `admit` with the meshes that it has built, before it uses one, `end`, and `settle` when its
-    groups are gone. `device` is where this rank computes.
+    A job calls `begin`, then `admit` with the meshes that it has built, before it uses one, `end`, and `settle` when
+    its groups are gone. `device` is where this rank computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -188,4 +188,3 @@ class JobRunner:
                 file.write(json.dumps(text) + "\n")
 
         return report
-
