@@ -46,7 +46,7 @@ class MeshCaches:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._caches = find_caches()
-        self._names: dict[_Part, str] = {}  # of the groups of all meshes since the caches were empty
+        self._names: dict[_Part, str | None] = {}  # of the groups of all meshes since the caches were empty
         self._keeps = False
         self._left: list[DeviceMesh] = []
 

@@ -1,6 +1,8 @@
 """A MoE in bfloat16 under FSDP2 beside autocast on one device: other rounding moves tokens to other experts.
 
 Both are right. Without a measurement of the noise the comparison must not call this a mismatch, nor a bug a pass.
+
+The right script runs under `moeverify watch`, and torchrun; with bugs it runs on forked ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from moeverify.captured.compare import compare_runs
 
 pytest.importorskip("transformers")
 
-SCRIPT = str(Path(__file__).parent / "programs" / "train_fsdp_moe.py")
+PROGRAMS, SCRIPT = Path(__file__).parent / "programs", "train_fsdp_moe.py"
+BUGS = ("double", "half")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 NARROW = ("--nudge", "1", "--nudge-dtype", "bfloat16")
 
@@ -31,7 +34,7 @@ class Recordings:
         self.folder = folder
 
     @cache  # noqa: B019 - lives as long as the module's fixture
-    def take(self, name: str, *options: str, ranks: int = 1, bug: str = "none") -> RecordedRun:
+    def take(self, name: str, *options: str, ranks: int = 1) -> RecordedRun:
         launch = TORCHRUN if ranks > 1 else (sys.executable,)
         words = [
             sys.executable,
@@ -44,13 +47,21 @@ class Recordings:
             str(self.folder / name),
         ]
         done = subprocess.run(
-            [*words, *options, "--", *launch, SCRIPT, "--bug", bug],
+            [*words, *options, "--", *launch, str(PROGRAMS / SCRIPT)],
             capture_output=True,
             text=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr
         return RecordedRun.read(self.folder / name)
+
+    @cache  # noqa: B019 - lives as long as the module's fixture
+    def with_bugs(self) -> Path:
+        folder = self.folder / "bugs"
+        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), SCRIPT, "2", str(folder), *BUGS]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +96,9 @@ def test_noise_of_wide_weights_is_no_measurement_of_narrow_arithmetic(recordings
     assert any("--nudge-dtype bfloat16" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("bug", ["double", "half"])
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_a_mismatch_with_measured_noise_and_without(recordings: Recordings, bug: str) -> None:
     for noise in (None, recordings.take("noise", *NARROW)):
-        result = compare_runs(recordings.take("one"), recordings.take(bug, ranks=2, bug=bug), noise)
+        result = compare_runs(recordings.take("one"), RecordedRun.read(recordings.with_bugs() / bug), noise)
         assert result.verdict == "mismatch"
         assert next(finding for finding in result.findings if not finding.follows).check == "gradient"

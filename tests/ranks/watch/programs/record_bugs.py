@@ -5,8 +5,9 @@
 A bug is a value of `--bug`, with more arguments behind it if needed, such as `swapped,--dtype,mixed`. `NAME=RUN`
 instead of a bug is the right script with the initial weights of another run, recorded as NAME.
 
-Torch is imported once and the ranks are forked from here; each starts the recorder as `moeverify watch` lets the
-processes of a script start it, and then runs the script from its beginning.
+Torch, and the model of a program that needs transformers, are imported once and the ranks are forked from here; each
+starts the recorder as `moeverify watch` lets the processes of a script start it, and then runs the script from its
+beginning.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def find_port() -> int:
 def main() -> None:
     """Run the ranks of each bug to their end; exits with the number of those that failed."""
     program, num_ranks, folder, bugs = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    if "from small_qwen import" in (PROGRAMS / program).read_text():
+        import small_qwen  # noqa: F401 - transformers takes longer to import than a rank trains
     num_failed = 0
     for bug in bugs:
         name, _, weights = bug.partition("=")
