@@ -75,7 +75,7 @@ class MeshCaches:
         if self._keeps:
             self._left = [found for found in gc.get_objects() if type(found) is DeviceMesh]
             parts = [part for mesh in self._left for part in _name_parts(mesh)]
-            self._keeps = all(self._names.get(part) == name for part, name in parts)
+            self._keeps = all(name is not None and self._names.get(part) == name for part, name in parts)
 
     def settle(self) -> None:
         """Forget what is cached once the groups are gone, unless `end` has found that it may stay."""
