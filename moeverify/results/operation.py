@@ -293,13 +293,15 @@ class Reweighted(Record):
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
-    With `tokens` it is right at all others. `inputs_seen` says that what it is made of was compared and is right.
+    With `tokens` it is right at all others. `inputs_seen` says that what it is made of was compared and is right;
+    with `has_rows` that it has right rows, in an order for which nobody can say what it should be.
     """
 
     kind: Literal["altered"] = "altered"
     first_micro_batch: int = 0
     tokens: Tokens | None = None
     inputs_seen: bool = True
+    has_rows: bool = False
 
 
 Operation = Annotated[

@@ -49,7 +49,8 @@ class AlteredHypothesis(Hypothesis):
         if tensor.quantity in _BEHIND_INPUTS and _puts_out_right(tensor, inputs):
             cause = Cause.METRIC
         origin = inputs.origin_of(tensor)
-        operation: Operation = Altered(inputs_seen=origin is None or origin.inputs_seen)
+        is_seen, has_rows = origin is None or origin.inputs_seen, origin is not None and origin.are_rows
+        operation: Operation = Altered(inputs_seen=is_seen, has_rows=has_rows)
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
             operation = count_choices(tensor)

@@ -466,11 +466,14 @@ def _(operation: Altered, explanation: Explanation) -> str:
         text = "only what is reported of {tensors} is wrong: what its block puts out matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
+    elif operation.has_rows:
+        text = text.replace(_MATCH, _ROWS_MATCH)
     return text.format(**names)
 
 
 _REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
+_ROWS_MATCH = "its rows match, whose order is its caller's"
 
 
 _ALTERED_CAUSES: Mapping[Cause, str] = {

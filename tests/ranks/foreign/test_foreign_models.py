@@ -151,7 +151,7 @@ def test_folder_of_the_case_is_on_the_path(own: Any) -> None:
         (
             "moe-by-sender",
             "tower.0.experts",
-            "first divergence: tower.0.experts (inputs match, output does not)",
+            "tower.0.experts (its rows match, whose order is its caller's",
         ),
         ("moe-not-put-back", "tower.0", "what tower.0.gate and tower.0.experts take and return is right"),
         (

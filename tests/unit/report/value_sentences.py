@@ -346,6 +346,11 @@ VALUES = [
     ),
     # nothing is known but the place
     (
+        explain(Cause.FORWARD, OUTPUT, Altered(has_rows=True), module="moe.experts"),
+        "first divergence: moe.experts (its rows match, whose order is its caller's, output does not)",
+        "moe.experts",
+    ),
+    (
         explain(Cause.FORWARD, OUTPUT, Altered(), module="layers.0.moe.router"),
         "first divergence: layers.0.moe.router (inputs match, output does not)",
         "layers.0.moe.router",
