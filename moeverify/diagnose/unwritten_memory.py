@@ -1,0 +1,138 @@
+"""Finds reads of memory that was allocated and never written: what a collective that is not issued leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeverify.collectives.trace import find_site
+
+Ends = frozenset[tuple[str, str]]
+"""(direction, module) of the modules inside of which something happens."""
+
+_ALLOCATE = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
+# These look at the shape alone, or write over what they are given.
+_IGNORE = frozenset(
+    {
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "is_same_size", "record_stream", "resize_", "set_"),
+        *("scatter", "index_copy", "index_put", "slice_scatter", "select_scatter", "as_strided_scatter"),
+    }
+)
+_NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
+_MOST_READS = 64
+_MOST_KNOWN = 4096
+
+
+@dataclass(frozen=True)
+class UnwrittenRead:
+    """A read of memory of a shape that nothing has written; sites are `file:line in function`.
+
+    `inside` are the modules inside of which it was read.
+    """
+
+    allocated_at: str
+    read_at: str
+    shape: tuple[int, ...]
+    inside: Ends
+
+
+class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Notes in `reads` what is read before anything is written to it, while `inside` gives modules.
+
+    A storage counts as written with the first write to a part of it, and with each collective that gets it, so that
+    nothing is called unwritten that is not. Subclasses of tensors are seen as what they are made of.
+    """
+
+    def __init__(self, inside: Callable[[], Ends | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: list[UnwrittenRead] = []
+        self._inside = inside
+        # A weak reference keeps the address of a storage from being given to another one.
+        self._unwritten: dict[int, tuple[StorageWeakRef, str, tuple[int, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **(kwargs or {}))  # DTensor asks these for shapes
+        if any(map(_has_own_operators, types)):
+            return NotImplemented
+        name = func._schema.name.removeprefix("aten::")
+        if self._unwritten and name not in _ALLOCATE and name not in _IGNORE:
+            self._look(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if name in _ALLOCATE and isinstance(result, Tensor) and _has_memory(result):
+            self._note_allocation(result, find_site(__file__))
+        return result
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note what a call reads of unwritten memory, and that what it writes is written."""
+        if _is_view(func):
+            return
+        is_known = func.namespace == "aten"
+        for argument, value in _pair(func, args, kwargs):
+            is_written = not is_known or (argument.alias_info is not None and argument.alias_info.is_write)
+            for tensor in _list_tensors(value):
+                key = tensor.untyped_storage()._cdata
+                known = self._unwritten.get(key)
+                if known is None:
+                    continue
+                if is_written:
+                    del self._unwritten[key]
+                else:
+                    self._note_read(known[1], known[2])
+
+    def _note_read(self, allocated_at: str, shape: tuple[int, ...]) -> None:
+        inside = self._inside()
+        if inside is None or len(self.reads) >= _MOST_READS:
+            return
+        read = UnwrittenRead(allocated_at, find_site(__file__), shape, inside)
+        if read not in self.reads:
+            self.reads.append(read)
+
+    def _note_allocation(self, tensor: Tensor, site: str) -> None:
+        if len(self._unwritten) >= _MOST_KNOWN:
+            left = {key: known for key, known in self._unwritten.items() if not known[0].expired()}
+            self._unwritten = left if len(left) < _MOST_KNOWN else {}
+        storage = tensor.untyped_storage()
+        self._unwritten[storage._cdata] = (StorageWeakRef(storage), site, tuple(tensor.shape))
+
+
+def _has_own_operators(kind: type) -> bool:
+    """Return whether a class of tensors says itself what an operator does."""
+    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.layout == torch.strided
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether a call gives out the memory of what it gets, and neither reads nor writes it."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+def _pair(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of a schema with their values."""
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            yield argument, args[number]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _list_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if _has_memory(value):
+            yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _list_tensors(each)
