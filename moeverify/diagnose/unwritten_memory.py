@@ -30,6 +30,8 @@ _IGNORE = frozenset(
 )
 _NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
 _MOST_READS = 64
+_FEWEST_INTEGERS = 8
+_SMALL = 1.2345e-4
 _MOST_KNOWN = 4096
 
 
@@ -50,7 +52,10 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """Notes in `reads` what is read before anything is written to it, while `inside` gives modules.
 
     A storage counts as written with the first write to a part of it, and with each collective that gets it, so that
-    nothing is called unwritten that is not. Subclasses of tensors are seen as what they are made of.
+    nothing is called unwritten that is not. A kernel that is no operator of torch, such as one of Triton, writes
+    unseen: so memory is filled where it is allocated, and unwritten is only what still holds nothing else when it is
+    read. It is filled with harmless numbers, since some of what is read is multiplied by zero. Subclasses of tensors
+    are seen as what they are made of.
     """
 
     def __init__(self, inside: Callable[[], Ends | None]) -> None:
@@ -69,7 +74,9 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if self._unwritten and name not in _ALLOCATE and name not in _IGNORE:
             self._look(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if name in _ALLOCATE and isinstance(result, Tensor) and _has_memory(result):
+        if name in _ALLOCATE and isinstance(result, Tensor) and _is_followed(result):
+            flat = _read_storage(result)
+            flat.copy_(_make_fill(flat))
             self._note_allocation(result, find_site(__file__))
         return result
 
@@ -85,7 +92,7 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 known = self._unwritten.get(key)
                 if known is None:
                     continue
-                if is_written:
+                if is_written or not _is_still_filled(tensor):
                     del self._unwritten[key]
                 else:
                     self._note_read(known[1], known[2])
@@ -100,10 +107,12 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _note_allocation(self, tensor: Tensor, site: str) -> None:
         if len(self._unwritten) >= _MOST_KNOWN:
-            left = {key: known for key, known in self._unwritten.items() if not known[0].expired()}
+            known = self._unwritten.items()
+            left = {key: each for key, each in known if not each[0].expired()}  # type: ignore[no-untyped-call]
             self._unwritten = left if len(left) < _MOST_KNOWN else {}
         storage = tensor.untyped_storage()
-        self._unwritten[storage._cdata] = (StorageWeakRef(storage), site, tuple(tensor.shape))
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._unwritten[storage._cdata] = (reference, site, tuple(tensor.shape))
 
 
 def _has_own_operators(kind: type) -> bool:
@@ -113,6 +122,40 @@ def _has_own_operators(kind: type) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.layout == torch.strided
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    """Return whether a fill can be told from what others write: not in few integers, and not in flags."""
+    is_integer = tensor.dtype in (torch.int32, torch.int64) and tensor.numel() >= _FEWEST_INTEGERS
+    is_known = is_integer or tensor.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return is_known and _has_memory(tensor) and not _is_captured(tensor)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Return whether operators are being captured for a graph, where nothing can be looked at."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _read_storage(tensor: Tensor) -> Tensor:
+    """Return all elements of the storage of a tensor, as a flat tensor in the same memory."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _make_fill(flat: Tensor) -> Tensor:
+    """Return what unwritten memory is filled with: a small number (1,), or zeros and ones in turn, as indices."""
+    if flat.is_floating_point():
+        return flat.new_full((1,), _SMALL)
+    return torch.arange(len(flat), dtype=flat.dtype, device=flat.device) % 2
+
+
+def _is_still_filled(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor holds what it was filled with and nothing else."""
+    if _is_captured(tensor):
+        return False
+    if tensor.dtype not in (torch.int32, torch.int64) and not tensor.is_floating_point():
+        return False  # looked at as something else than it was allocated as
+    flat = _read_storage(tensor)
+    return bool((flat == _make_fill(flat)).all())
 
 
 def _is_view(func: Any) -> bool:

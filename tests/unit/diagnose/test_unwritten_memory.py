@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,7 @@ def _read_after(write: Callable[[Tensor], object]) -> Callable[[], object]:
         lambda: torch.empty_like(torch.ones(4, 2)),
         lambda: torch.empty(8).view(4, 2),
         lambda: torch.empty(4, 2, dtype=torch.int64),
+        lambda: torch.empty(4, 2, dtype=torch.bfloat16),
     ],
 )
 def test_what_nothing_has_written_is_told_where_it_is_read(make: Callable[[], Tensor]) -> None:
@@ -60,6 +62,13 @@ def test_what_nothing_has_written_is_told_where_it_is_read(make: Callable[[], Te
     ],
 )
 def test_what_was_written_is_not(write: Callable[[Tensor], object]) -> None:
+    assert watch(_read_after(write)) == []
+
+
+def test_what_a_kernel_has_written_that_torch_does_not_see_is_not() -> None:
+    def write(memory: Tensor) -> None:
+        ctypes.memset(memory.data_ptr(), 0, 4)  # one element of it
+
     assert watch(_read_after(write)) == []
 
 
