@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +59,13 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     are seen as what they are made of.
     """
 
+    supports_higher_order_operators = True  # such as flex attention: they are called as they are
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that what is compiled is compiled as without this mode, which sees its inputs and outputs."""
+        return True
+
     def __init__(self, inside: Callable[[], Ends | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: list[UnwrittenRead] = []
@@ -66,11 +74,12 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._unwritten: dict[int, tuple[StorageWeakRef, str, tuple[int, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, FakeTensor) for each in types):
-            return func(*args, **(kwargs or {}))  # DTensor asks these for shapes
+        # DTensor asks fake tensors for shapes.
+        if not isinstance(func, OpOverload) or any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **(kwargs or {}))
         if any(map(_has_own_operators, types)):
             return NotImplemented
-        name = func._schema.name.removeprefix("aten::")
+        name = func.overloadpacket.__name__
         if self._unwritten and name not in _ALLOCATE and name not in _IGNORE:
             self._look(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from wrong_tensors import draw, examine, make_origin
 
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
@@ -87,6 +88,16 @@ def test_the_address_of_what_is_gone_says_nothing_of_what_comes_there() -> None:
         for _ in range(50):
             torch.empty(16)
             torch.ones(16).add(1.0)
+
+    assert watch(run) == []
+
+
+def test_operators_of_functions_and_compiled_code_run_as_without_it() -> None:
+    q = torch.ones(1, 1, 16, 16)
+
+    def run() -> None:
+        assert torch.equal(flex_attention(q, q, q, score_mod=lambda score, *_: score), q)
+        assert torch.compile(lambda x: x + x, backend="eager")(q).equal(2.0 * q)
 
     assert watch(run) == []
 
