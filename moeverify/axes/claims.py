@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from moeverify.axes.axis import Part
 from moeverify.axes.mesh import MeshPlan
@@ -17,16 +18,32 @@ EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class Claim:
-    """That the tensors of a kind, or of one part of the model, are divided over each of these groups of ranks."""
+    """That the tensors of a kind, or of one part of the model, are divided over each of these groups of ranks.
+
+    Some of them are in each module that one of the patterns of `modules` fits.
+    """
 
     kind: str
     groups: Sequence[Sequence[int]]
     part: Part = "all"
+    modules: Sequence[str] = ()
+
+    def find_module(self, name: str) -> str | None:
+        """Return the module of `modules` that a tensor is in."""
+        parts = name.split(".")
+        around = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next((each for each in around if any(_fits(each, pattern) for pattern in self.modules)), None)
 
     def covers(self, key: tuple[int, str, str]) -> bool:
         """Return whether the claim is about this tensor."""
         _, kind, name = key
         return kind == self.kind and (self.part == "all" or (EXPERTS in name) == (self.part == "experts"))
+
+
+def _fits(module: str, pattern: str) -> bool:
+    """Return whether a module has the name of a pattern, in which `*` is one part of a name."""
+    parts, wanted = module.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
@@ -42,5 +59,5 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
             continue  # how a user's own code divides parameters is not ours to say
         view = plan.view_of(axis.name)
         if view.axes[axis.name] > 1:
-            claims[axis.name] = Claim(divided.kind, view.groups(axis.name), divided.part)
+            claims[axis.name] = Claim(divided.kind, view.groups(axis.name), divided.part, divided.modules)
     return claims

@@ -16,10 +16,9 @@ from moeverify.case.schema import Case, Layout
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 
 # Integers that are no axes, and of which tensors they can be a factor.
-TIED_USES, TOP_K = "uses of the tied weight", "top_k"
+TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
-_EXPERTS = "experts"
-_OF_MODULES = {_EXPERTS: "*.moe*", "heads": "*attention*", "key-value heads": "*attention*"}
+_OF_MODULES = {EXPERTS: "*.moe*", "heads": "*attention*", "key-value heads": "*attention*"}
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
@@ -77,7 +76,7 @@ def list_loss_counts(case: Case) -> dict[str, int]:
     counts[TOKENS] = data.batch * data.seq_len
     if reference is not None and reference.moe is not None:
         counts["MoE layers"] = reference.num_layers - reference.num_dense_layers
-        counts[_EXPERTS], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k
+        counts[EXPERTS], counts[TOP_K] = reference.moe.num_experts, reference.moe.top_k
     return {name: size for name, size in counts.items() if size > 1}
 
 
@@ -89,7 +88,7 @@ def list_module_counts(case: Case) -> dict[str, int]:
     counts = {"layers": reference.num_layers, "heads": reference.num_heads}
     counts["key-value heads"] = reference.num_kv_heads
     if reference.moe is not None:
-        counts[_EXPERTS] = reference.moe.num_experts
+        counts[EXPERTS] = reference.moe.num_experts
     return {name: size for name, size in counts.items() if size > 1}
 
 

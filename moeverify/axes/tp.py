@@ -39,7 +39,9 @@ AXIS = Axis(
     degree="tp",
     size=lambda layout: layout.tp,
     views=lambda _: ("data", "dense", "loss"),
-    divides=Divided(Kind.INITIAL_WEIGHT, "others"),
+    divides=Divided(
+        Kind.INITIAL_WEIGHT, "others", modules=("layers.*.attention", "layers.*.mlp", "layers.*.moe.shared")
+    ),
     sizes=(
         Size("model.num_heads", "attention heads"),
         Size("model.num_kv_heads", "key and value heads"),

@@ -16,6 +16,9 @@ from moeverify.results.facts import AxisUses, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.train.program import Program
 
+Key = tuple[int, str, str]
+Regions = Mapping[int, frozenset[str]]
+
 
 class _StepCollectives(Watch[Issued]):
     """Counts the collectives of the training steps of the first run; setting up the model issues others."""
@@ -76,7 +79,8 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
     """Return whether each axis divides what it claims, in each of its groups."""
     findings: list[Finding] = []
     for axis, claim in claims.items():
-        regions = [tensor.list_regions() for key, tensor in shown.tensors.items() if claim.covers(key)]
+        covered = {key: tensor.list_regions() for key, tensor in shown.tensors.items() if claim.covers(key)}
+        regions = list(covered.values())
         seen = [
             (group, present)
             for group in claim.groups
@@ -85,8 +89,10 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
         undivided = [
             group for group, present in seen if not any(_differs(region, group) for region in present)
         ]
-        if seen and not undivided:
+        whole = [] if undivided or not seen else _list_whole(covered, claim)
+        if seen and not undivided and not whole:
             continue
+        undivided += [group for group in claim.groups if whole]
         group = undivided[0] if undivided else claim.groups[0]
         findings.append(
             Finding(
@@ -98,13 +104,31 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
                 error=1.0,
                 bound=0.0,
                 ranks=tuple(sorted({rank for found in undivided for rank in found})),
-                facts=ShardingFacts(axis=axis, part=claim.part),
+                facts=ShardingFacts(axis=axis, part=claim.part, modules=tuple(whole)),
             )
         )
     return make_outcome(CheckName.SHARDING, findings, len(claims))
 
 
-def _differs(regions: Mapping[int, frozenset[str]], group: Sequence[int]) -> bool:
+def _list_whole(covered: Mapping[Key, Regions], claim: Claim) -> list[str]:
+    """Return the modules of which some group holds tensors, and none that differs, though some of each should."""
+    by_module: dict[str, list[Regions]] = {}
+    for (_, _, name), regions in covered.items():
+        module = claim.find_module(name)
+        if module is not None:
+            by_module.setdefault(module, []).append(regions)
+    return [
+        module
+        for module, regions in by_module.items()
+        if any(
+            (present := [each for each in regions if any(rank in each for rank in group)])
+            and not any(_differs(each, group) for each in present)
+            for group in claim.groups
+        )
+    ]
+
+
+def _differs(regions: Regions, group: Sequence[int]) -> bool:
     return len({regions.get(rank) for rank in group}) > 1
 
 

@@ -151,7 +151,7 @@ class CollectiveTrace:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
             collective = self._begin(operator, find_group(arguments), arguments)
             if self.on_issue is not None:
-                self.on_issue(collective, _find_call(), arguments[0])
+                self.on_issue(collective, find_call(), arguments[0])
             watching = {"all_reduce": self.on_all_reduce, "broadcast": self.on_broadcast}.get(operator.label)
             if watching is not None:
                 for tensor in flatten(arguments[0]):
@@ -204,7 +204,7 @@ class CollectiveTrace:
         group = self._groups.get(handle)
         if group is None:
             group = self._groups[handle] = describe_group(handle)
-        collective = Collective(operator, group, arguments, _find_site())
+        collective = Collective(operator, group, arguments, find_site())
         key = (group.head, collective.peer) if operator.point_to_point else group.head
         with self._lock:
             # Not all of them: on CUDA hundreds may be under way.
@@ -280,13 +280,16 @@ class CollectiveTrace:
             self._flight.finish(collective.number, collective.state == "finished")
 
 
-def _find_site() -> str:
-    """Return `file:line in function` of the call that issues a collective, or nothing."""
-    frame = _find_call()
+def find_site(*also: str) -> str:
+    """Return `file:line in function` of the call that issues a collective, or nothing.
+
+    Files of `also` stand between a call and its caller too.
+    """
+    frame = find_call(also)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _find_call() -> FrameType | None:
+def find_call(also: tuple[str, ...] = ()) -> FrameType | None:
     """Return the first frame that is not torch's, or None.
 
     On CUDA the backward pass has a thread of its own, with no frame but this trace's.
@@ -295,7 +298,7 @@ def _find_call() -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if not (name.startswith(_INNER) or name.endswith(_WRAPPERS) or code.co_name in _MODES):
+        if not (name.startswith((*_INNER, *also)) or name.endswith(_WRAPPERS) or code.co_name in _MODES):
             return frame
         frame = frame.f_back
     return None

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moeverify.axes.groups import TOKENS, VALID_TOKENS
+from moeverify.axes.groups import EXPERTS, TOKENS, TOP_K, VALID_TOKENS
 from moeverify.results.factor import Factor, Product, Source, is_same
 
 # These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
@@ -60,8 +60,10 @@ def find_root(value: float, sources: Sequence[Source]) -> Factor:
 def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Source]) -> tuple[Product, ...]:
     """Return the counts, or their inverses, that a factor equals, less what is among the axes already.
 
-    Of two counts only tokens with and without padding stand in one product: each is what losses are divided by.
+    Of two counts only such stand in one product as a loss has there: tokens with and without padding, each of which
+    it may be divided by, and experts over top_k, the weight of a balance loss.
     """
+    known = {**{source.name: source.size for source in counts}, **sizes}
     others = {source.name: source.size for source in counts if source.name not in sizes}
     products = list(_list_single(list(others)))
     if TOKENS in others and VALID_TOKENS in others:
@@ -69,7 +71,9 @@ def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Sourc
             Product(times=(VALID_TOKENS,), over=(TOKENS,)),
             Product(times=(TOKENS,), over=(VALID_TOKENS,)),
         ]
-    return tuple(each for each in products if is_same(each.measure(others), wanted))
+    if EXPERTS in others and TOP_K in known:
+        products += [Product(times=(EXPERTS,), over=(TOP_K,)), Product(times=(TOP_K,), over=(EXPERTS,))]
+    return tuple(each for each in products if is_same(each.measure(known), wanted))
 
 
 def _list_single(names: Sequence[str]) -> Iterator[Product]:

@@ -12,6 +12,7 @@ from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.reductions import Brought
 from moeverify.diagnose.replay.language import Found, NamedFormula
+from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Indices, Region
 from moeverify.results.collective import IssuedCollective
@@ -66,7 +67,8 @@ class DiagnosisInputs:
     known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `shapes` has, of
     what has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
-    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by.
+    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten` has
+    by rank what was read of memory that nothing had written.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class DiagnosisInputs:
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
 
     @property
     def origins(self) -> Mapping[str, Origin]:

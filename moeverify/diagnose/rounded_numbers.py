@@ -47,6 +47,8 @@ def list_numbers(model: ReferenceModel | None, clip: Tensor | None, valid: Tenso
         found["valid"] = 1.0 / float(valid.sum())
     if model is not None and model.moe is not None:
         found |= {"balance": model.moe.balance_coef, "z": model.moe.z_coef}
+        # What the gradient of a sum over tokens begins with.
+        found["z-valid"] = model.moe.z_coef * found.get("valid", 0.0)
     return {name: number for name, number in found.items() if number}
 
 

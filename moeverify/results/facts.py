@@ -61,6 +61,8 @@ class CoverageFacts(Record):
 class ShardingFacts(Record):
     """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters.
 
+    With `modules` nothing of these alone differs.
+
     `is_unused` says that it is an axis of a user's `parallelize`, over which no collective ran either; `is_misplaced`
     that ranks of `ep` store other experts than the placement of the step gives them.
     """
@@ -68,6 +70,7 @@ class ShardingFacts(Record):
     about: Literal["sharding"] = "sharding"
     axis: str
     part: Literal["all", "experts", "others"] = "all"
+    modules: tuple[str, ...] = ()
     is_unused: bool = False
     is_misplaced: bool = False
 

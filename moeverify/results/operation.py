@@ -37,7 +37,7 @@ class Unreduced(Record):
 
     `axes` are those whose groups explain it equally well, `num_replicas` the ranks of a group, and the sum over a
     group is `factor` times the expected value. With `block` that holds of these slices alone, and
-    the others are right.
+    the others are right. `is_over_holders` says that each slice is on some ranks of its own, `num_replicas` at most.
     """
 
     kind: Literal["unreduced"] = "unreduced"
@@ -45,6 +45,7 @@ class Unreduced(Record):
     num_replicas: int
     factor: Factor
     block: Block | None = None
+    is_over_holders: bool = False
 
 
 class Misreduced(Record):
@@ -180,12 +181,29 @@ class Rounded(Record):
 
 
 class Miscounted(Record):
-    """A rank counts another number of things than the routing says."""
+    """A rank counts another number of things than the routing says.
+
+    With `shift` it counts the choices of other tokens: by the mask of the tokens so many positions before each.
+    """
 
     kind: Literal["miscounted"] = "miscounted"
     expected: float
     actual: float
     rank: int
+    shift: int = 0
+
+
+class Unwritten(Record):
+    """A module reads memory of a shape that was allocated and that nothing has written, on a rank.
+
+    Sites are `file:line in function`.
+    """
+
+    kind: Literal["unwritten"] = "unwritten"
+    allocated_at: str
+    read_at: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 class RepeatedShard(Record):
@@ -320,6 +338,7 @@ Operation = Annotated[
     | Unclipped
     | Rounded
     | Miscounted
+    | Unwritten
     | RepeatedShard
     | OwnValues
     | Stepped

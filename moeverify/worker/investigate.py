@@ -43,6 +43,7 @@ from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
+from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
@@ -74,7 +75,8 @@ class RankEvidence:
     """What one rank has of the step where it began.
 
     `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
-    `regions` says what it has of each parameter, `brought` what it brought to all-reduces of such sizes.
+    `regions` says what it has of each parameter, `brought` what it brought to all-reduces of such sizes, `unwritten`
+    what it read of memory that nothing had written.
     """
 
     captured: Sequence[Captured]
@@ -84,6 +86,7 @@ class RankEvidence:
     regions: Mapping[str, Region]
     timeline: RankTimeline
     brought: Sequence[Brought] = ()
+    unwritten: Sequence[UnwrittenRead] = ()
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,10 @@ def _rerun(
 
     checks = choose_checks(also=case.checks.also)
     trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
+    watch = UnwrittenWatch(lambda: tap.inside)
     try:
-        train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
+        with watch:
+            train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
@@ -198,7 +203,7 @@ def _rerun(
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
     records = {record.number: record for record in trace.records()}
     brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
-    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought)
+    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
@@ -300,6 +305,7 @@ def _make_inputs(
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
         numbers=list_numbers(case.recipe.model.reference, clip, valid),
+        unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
     )
 
 

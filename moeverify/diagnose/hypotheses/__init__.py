@@ -14,12 +14,14 @@ from moeverify.diagnose.hypotheses.base import Hypothesis
 
 ORDER = (
     ("stale_weights", "later_micro_batch"),
+    ("unwritten",),
     ("not_loaded", "unmoved"),
     ("step_counter",),
     ("carried_state",),
     ("detached", "replica_sum", "unclipped", "norm_squares", "another_term"),
     (
         "one_factor",
+        "held_sum",
         "loss_terms",
         "router_terms",
         "tied_uses",
@@ -42,7 +44,7 @@ ORDER = (
     ("scaled_loss",),
     ("loss_value",),
     ("rounding",),
-    ("repeated_shard", "counted_padding"),
+    ("repeated_shard", "counted_padding", "counted_others"),
     ("own_values", "altered"),
 )
 

@@ -27,7 +27,7 @@ Weights = tuple[float, ...]
 class TiedUses(Hypothesis):
     """Each copy of a tied weight has the gradient through each use so many times: once each where nothing is wrong.
 
-    A rank may have several copies, as of the first and the last stage of a pipeline.
+    A rank may have several copies, as of the first and the last stage of a pipeline; some of them may be right.
     """
 
     name = "tied_uses"
@@ -53,9 +53,10 @@ class TiedUses(Hypothesis):
         residual = max(left for _, left in fits)
         if not residual <= tensor.exact:
             return self.refuse(residual=residual)
-        found = {weights for weights, _ in fits}
+        # The sum may have reached one of the copies and not another: what that one has is the cause.
+        found = {weights for weights, _ in fits if set(weights) != {1.0}} or {fits[0][0]}
         if len(found) > 1:
-            return self._explain_unsummed(tensor, list(found), residual, inputs)
+            return self._explain_unsummed(tensor, [weights for weights, _ in fits], residual, inputs)
         sources = inputs.sources_of(tensors)
         contributions = tuple(
             Contribution(part=Part(use=use), factor=find_factor(weight, sources))
@@ -79,7 +80,7 @@ class TiedUses(Hypothesis):
         if set(found) != single:
             return self.refuse(residual=residual)
         operation = Unreduced(
-            axes=(Product(times=(TIED_USES,)),), num_replicas=len(found), factor=Factor(value=1.0)
+            axes=(Product(times=(TIED_USES,)),), num_replicas=len(single), factor=Factor(value=1.0)
         )
         explanation = explain_by(Cause.MISSING_REDUCTION, operation, [tensor], inputs, residual=residual)
         return self.accept(explanation, residual=residual)

@@ -104,6 +104,11 @@ class AttentionFormula(Formula):
             for size in sizes
             for way in (_HEAD_ORDERS if size > 2 else ("next", "transposed"))
         ]
+        found += [
+            Change(part="outputs", way=way, number=size)
+            for size in sizes[:-1]
+            for way in (_GROUP_ORDERS if count > 2 * size else ("next-group",))
+        ]
         for part in ("keys", "values", "keys-and-values"):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
@@ -344,7 +349,10 @@ class AttentionFormula(Formula):
 
 
 def _exchange(heads: Tensor, change: Change | None) -> Tensor:
-    """Return the heads whose outputs stand in the places of a rank's heads: of others in each group of some."""
+    """Return the heads whose outputs stand in the places of a rank's heads: of others in each group, or other groups.
+
+    Of ranks that trade heads for positions each has a group, and takes that of another one.
+    """
     size = 1 if change is None else int(change.number or 1)
     if change is None or len(heads) % size:
         return heads
@@ -354,6 +362,9 @@ def _exchange(heads: Tensor, change: Change | None) -> Tensor:
         "previous": lambda: groups.roll(1, 1),
         "reversed": lambda: groups.flip(1),
         "transposed": lambda: groups.T,
+        "next-group": lambda: groups.roll(-1, 0),
+        "previous-group": lambda: groups.roll(1, 0),
+        "reversed-groups": lambda: groups.flip(0),
     }
     return ways[change.way]().reshape(-1)
 
@@ -386,6 +397,7 @@ _ORDERS: Mapping[str, tuple[str, str]] = {
     "ranks": ("owner", "owner"),
 }
 _HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
+_GROUP_ORDERS = ("next-group", "previous-group", "reversed-groups")
 _MOST_LENGTHS = 64
 _MOST_OFFSET = 3
 _SCALES = ("none", "width", "value-width", "rotated-width", "all-heads", "multiplied")

@@ -13,6 +13,9 @@ _NO_GRAPH = "no graph is recorded there: it is inside of an autograd function, o
 _GATHERS_ITSELF = "the projections that follow gather a DTensor to what they need themselves"
 
 EQUIVALENT: Mapping[str, str] = {
+    "train.pipeline:StageWork.add:other-condition:2": (
+        "a model without experts has no routers, and the losses of no routers are zeros, which are added"
+    ),
     "train.routing:update_selection_bias:other-condition:1": (
         "a router has a bias wherever the rate is above 0, and one that moves at the rate 0 does not move"
     ),

@@ -41,11 +41,19 @@ AREAS: tuple[Area, ...] = (
     Area("parallel/tensor.py", axes=("tp",)),
     Area("parallel/moe_tensor.py", axes=("tp", "etp", "ep"), modules=(*_MOE, "*ffn_norm*")),
     Area("parallel/expert.py", axes=("ep", "etp"), modules=_MOE),
+    Area("parallel/pipeline.py", "Pipeline.*", axes=("pp", "micro-batches"), stages=(Stage.DATA,)),
     Area("parallel/pipeline.py", axes=("pp", "micro-batches")),
     Area("parallel/fsdp2.py", "*experts*", (*DATA_AXES, "ep", "etp"), _MOE),
     Area("parallel/fsdp2.py", axes=DATA_AXES),
     Area("parallel/fsdp1*.py", axes=DATA_AXES),
     Area("parallel/ddp.py", axes=(*DATA_AXES, "ep", "etp")),
+    # It wraps the model and has its values filled in.
+    Area(
+        "parallel/data_parallel/*.py",
+        "*.apply",
+        axes=(*DATA_AXES, "ep", "etp"),
+        stages=(Stage.INITIALIZATION,),
+    ),
     Area("parallel/data_parallel/*.py", axes=(*DATA_AXES, "ep", "etp")),
     Area("parallel/gradients.py"),
     Area("parallel/collectives.py"),
@@ -64,7 +72,23 @@ AREAS: tuple[Area, ...] = (
     Area(
         "train/objective.py", "count_valid", axes=(*DATA_AXES, "micro-batches"), terms=("lm", "balance", "z")
     ),
+    # What hands tokens, labels and positions on to the model works on data too.
+    Area("train/forward.py", "reference_losses*", terms=("lm",), stages=(Stage.DATA,)),
     Area("train/forward.py", terms=("lm",)),
+    Area(
+        "train/pipeline.py",
+        "StageWork.begin",
+        axes=("pp", "micro-batches"),
+        terms=("lm", "balance", "z"),
+        stages=(Stage.DATA, Stage.ROUTING),
+    ),
+    Area(
+        "train/pipeline.py",
+        "run_pipeline",
+        axes=("pp", "micro-batches"),
+        terms=("lm", "balance", "z"),
+        stages=(Stage.DATA, Stage.ROUTING),
+    ),
     Area("train/pipeline.py", axes=("pp", "micro-batches"), terms=("lm", "balance", "z")),
     Area("train/routing.py", "update_selection_bias", stages=(Stage.STATE,), modules=("*router*",)),
     Area("train/routing.py", "move_bias", stages=(Stage.STATE,), modules=("*router*", "*selection_bias")),
@@ -76,7 +100,8 @@ AREAS: tuple[Area, ...] = (
     Area("train/optimizer.py", "build_optimizer", stages=(Stage.OPTIMIZER_STEP,)),
     Area("train/assemble.py", "share_of"),
     Area("train/assemble.py", "shapes_of"),
-    Area("train/assemble.py", "sums_of*", terms=("lm", "balance", "z")),
+    # The sums of a step: of losses, and of the choices of each expert.
+    Area("train/assemble.py", "sums_of*", terms=("lm", "balance", "z"), stages=(Stage.ROUTING,)),
     Area("train/assemble.py", "_sum_over_groups"),
     Area("train/assemble.py", "assemble_parallel"),
     Area("train/assemble.py", "fill_*", stages=(Stage.INITIALIZATION,)),

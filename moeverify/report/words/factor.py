@@ -41,6 +41,7 @@ _NUMBERS: Mapping[str, str] = {
     "valid": "one over the number of valid tokens",
     "balance": "the weight of the balance loss",
     "z": "the weight of the z loss",
+    "z-valid": "the weight of the z loss over the number of valid tokens",
 }
 
 

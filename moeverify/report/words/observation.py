@@ -67,14 +67,15 @@ def _(seen: FitResult) -> str:
 
 @describe_observation.register
 def _(seen: ReplicaSum) -> str:
+    over = f" over {seen.axis}" if seen.axis else ""
     if seen.factor is None:
-        return f"the {seen.num_replicas} replicas over {seen.axis} sum to no multiple of the expected value"
+        return f"the {seen.num_replicas} replicas{over} sum to no multiple of the expected value"
     total = (
         "the expected value"
         if is_same(seen.factor, 1.0)
         else f"{format_factor(seen.factor)}x the expected value"
     )
-    return f"the {seen.num_replicas} replicas over {seen.axis} sum to {total}"
+    return f"the {seen.num_replicas} replicas{over} sum to {total}"
 
 
 @describe_observation.register

@@ -17,9 +17,12 @@ from moeverify.report.words.factor import (
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
 from moeverify.report.words.reduction import (
+    describe_miscounted,
     describe_misplaced,
     describe_misreduced,
     describe_rescoped,
+    describe_unheld,
+    describe_unwritten,
     name_site,
 )
 from moeverify.report.words.rows import describe_reweighted
@@ -51,6 +54,7 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Unreduced,
+    Unwritten,
     Varied,
     Zeroed,
 )
@@ -189,6 +193,8 @@ def _(operation: Unreduced, explanation: Explanation) -> str:
     if explanation.subject.quantity is Quantity.GRADIENT_NORM:
         squares = f"the squares of {replicas} sum to the square of the expected value"
         return f"the gradients match, and {subject} is not reduced over {axes}: {squares}"
+    if operation.is_over_holders:
+        return f"{subject} {subject.be} {describe_unheld(operation, total)}"
     if operation.block is not None:
         part = name_block(operation.block)
         sums = f"{replicas} sum to {total}; the rest matches"
@@ -348,18 +354,12 @@ def _(operation: Rounded, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Miscounted, explanation: Explanation) -> str:
-    padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
-    count = len(explanation.subject.tensors)
-    routers = f" of each of {count} routers" if count > 1 else ""
-    if operation.actual == operation.expected:
-        return (
-            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "
-            "but not of the expected experts"
-        )
-    return (
-        f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
-        f"{operation.expected:.0f} are expected{padding}"
-    )
+    return describe_miscounted(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: Unwritten, explanation: Explanation) -> str:
+    return describe_unwritten(operation, name_subject(explanation.subject))
 
 
 @describe_operation.register

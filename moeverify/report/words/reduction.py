@@ -1,4 +1,4 @@
-"""Sentences on sums that were made in another way, and on parts that were taken for sums."""
+"""Sentences on sums and counts that were made in another way, and on parts that were taken for sums."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 
 from moeverify.report.numbers import format_ranks
-from moeverify.report.words.factor import name_products
-from moeverify.report.words.subject import name_subject
+from moeverify.report.words.factor import describe_sources, name_products
+from moeverify.report.words.subject import Phrase, name_subject
+from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import Misplaced, Misreduced, Rescoped
+from moeverify.results.operation import Miscounted, Misplaced, Misreduced, Rescoped, Unreduced, Unwritten
 
 _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 
@@ -39,6 +40,43 @@ def describe_rescoped(operation: Rescoped, explanation: Explanation) -> str:
         "sequence": "over each sequence and not over the whole batch",
     }
     return f"in {subject}, the {operation.term} loss is taken {over[operation.scope]}"
+
+
+def describe_unheld(operation: Unreduced, total: str) -> str:
+    """Return that slices lack the sum over the ranks that hold them, whose parts sum to `total`."""
+    sums = f"what the ranks have of each, up to {operation.num_replicas} of them, sums to {total}"
+    sources = describe_sources(operation.factor)
+    return f"not reduced over the ranks that hold the same slice: {sums}" + (
+        f"; {sources}" if sources else ""
+    )
+
+
+def describe_unwritten(operation: Unwritten, subject: Phrase) -> str:
+    """Return what is made of memory that nothing has written, and where that is allocated and read."""
+    memory = f"memory of shape {_format_shape(operation.shape)} that nothing has written"
+    where = f"allocated{name_site(operation.allocated_at)}, read{name_site(operation.read_at)}"
+    return f"{subject} {subject.be} computed from {memory} on {format_ranks(operation.ranks)}: {where}"
+
+
+def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
+    """Return how many choices a rank counts, and of which tokens or experts where that is known."""
+    padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
+    count = len(explanation.subject.tensors)
+    routers = f" of each of {count} routers" if count > 1 else ""
+    if operation.shift:
+        return (
+            f"rank {operation.rank} counts the choices of other tokens{routers}: by a mask of padding that is "
+            f"shifted by {operation.shift} positions"
+        )
+    if operation.actual == operation.expected:
+        return (
+            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "
+            "but not of the expected experts"
+        )
+    return (
+        f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
+        f"{operation.expected:.0f} are expected{padding}"
+    )
 
 
 def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:

@@ -58,6 +58,15 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
         "outputs",
         "transposed",
     ): "with the outputs of heads in turn from groups of {number}, not group by group",
+    ("outputs", "next-group"): "with the outputs of the next {number} heads in the place of each {number}",
+    (
+        "outputs",
+        "previous-group",
+    ): "with the outputs of the {number} heads before in the place of each {number}",
+    (
+        "outputs",
+        "reversed-groups",
+    ): "with the outputs of heads in groups of {number} that stand in reverse order",
     ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",

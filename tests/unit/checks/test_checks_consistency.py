@@ -142,6 +142,31 @@ def test_a_layout_that_divides_nothing_is_not_real(run_ranks: Callable, weight: 
     assert [finding.tensor for finding in found] == ["axis ep", "axis dp_replicate"]
 
 
+def test_each_module_that_should_be_divided_is_looked_at_alone(run_ranks: Callable, weight: Tensor) -> None:
+    claims = {
+        "ep": Claim("gradient", [[0, 1], [2, 3]], modules=("layers.*.attention", "layers.*.moe.shared"))
+    }
+
+    def judge_with(*whole: str) -> Outcome:
+        ranks = run_ranks(AXES)
+        for name in (
+            "layers.0.attention.q",
+            "layers.1.attention.q",
+            "layers.1.moe.shared.up",
+            "layers.1.norm",
+        ):
+            for rank in range(4):
+                region = WHOLE if name in (*whole, "layers.1.norm") else HALVES[rank % 2]
+                ranks.show(rank, region.take(weight), region, name=name)
+        return judge_claims(ranks.shown(), claims)
+
+    assert judge_with().findings == ()
+    finding = find_one(judge_with("layers.1.moe.shared.up"))
+    assert finding.facts == ShardingFacts(axis="ep", modules=("layers.1.moe.shared",))
+    assert finding.ranks == (0, 1, 2, 3)
+    assert "no gradient of layers.1.moe.shared differs" in finding.cause
+
+
 def test_only_the_kind_that_is_claimed_counts(run_ranks: Callable, weight: Tensor) -> None:
     ranks = run_ranks(AXES)
     show(ranks, [weight] * 4)

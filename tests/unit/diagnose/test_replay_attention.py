@@ -77,6 +77,15 @@ VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
         ("heads", "modulo"),
     ),
     "output heads": (lambda h, own: h.attend(own)[:, :, [1, 0, 3, 2, 5, 4, 7, 6]], ("outputs", "next")),
+    "traded heads": (lambda h, own: h.attend(own)[:, :, [4, 5, 6, 7, 0, 1, 2, 3]], ("outputs", "next-group")),
+    "heads of four": (
+        lambda h, own: h.attend(own)[:, :, [6, 7, 4, 5, 2, 3, 0, 1]],
+        ("outputs", "reversed-groups"),
+    ),
+    "heads before": (
+        lambda h, own: h.attend(own)[:, :, [6, 7, 0, 1, 2, 3, 4, 5]],
+        ("outputs", "previous-group"),
+    ),
     "scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 8**-0.5), ("scale", "width")),
     "other scale": (lambda h, own: h.attend(own, q=h.turn(h.q) * 0.73), ("scale", "factor")),
     "root": (lambda h, own: h.attend(own, q=h.turn(h.q) * (8 / 48) ** 0.5), ("scale", "factor")),

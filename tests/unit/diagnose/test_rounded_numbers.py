@@ -84,5 +84,5 @@ def test_the_numbers_of_a_recipe() -> None:
     model = ReferenceModel(**PRESETS["stress"])
     valid = torch.tensor([[True, True], [True, False]])
     found = list_numbers(model, torch.tensor(0.25), valid)
-    assert found == {"clip": 0.25, "balance": 0.02, "z": 0.001, "valid": 1.0 / 3.0}
+    assert found == {"clip": 0.25, "balance": 0.02, "z": 0.001, "valid": 1.0 / 3.0, "z-valid": 0.001 / 3.0}
     assert list_numbers(None, None, None) == {}

@@ -51,7 +51,20 @@ def test_copies_on_one_rank_that_were_not_added_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "copies", [(LOOKED_UP, 2.0 * OF_HEAD), (LOOKED_UP, WHOLE), (draw(6, 4, seed=2), draw(6, 4, seed=2))]
+    ("copy", "use", "factor"), [(OF_HEAD, "embedding", 0.0), (LOOKED_UP + 2.0 * OF_HEAD, "head", 2.0)]
+)
+def test_a_copy_that_did_not_get_the_sum_is_named_beside_one_that_did(
+    copy: Tensor, use: str, factor: float
+) -> None:
+    for copies in ((WHOLE, copy), (copy, WHOLE)):
+        operation = ask(*copies, on_one_rank=True).explanation.operation
+        assert isinstance(operation, Scaled)
+        assert [(each.part.use, each.factor.value) for each in operation.contributions] == [(use, factor)]
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [(LOOKED_UP, 2.0 * OF_HEAD), (LOOKED_UP, OF_HEAD, WHOLE), (draw(6, 4, seed=2), draw(6, 4, seed=2))],
 )
 def test_copies_that_are_something_else_explain_nothing(copies: tuple[Tensor, Tensor]) -> None:
     assert ask(*copies, on_one_rank=True).explanation is None

@@ -23,9 +23,9 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
-from moeverify.results.operation import Altered, Rounded, Scaled
+from moeverify.results.operation import Altered, Change, Rounded, Scaled, Unreduced, Unwritten, Varied
 from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.place import Place
+from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult
 
 ORDER = "parallel.expert:order_by_expert"
@@ -268,6 +268,55 @@ def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
     assert judge(rows, TP, axis).cause == "wrong"
     both = scale(Product(over=("tp",)), Product(over=("rows of the batch",)), part=part, value=0.5)
     assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
+
+
+def replayed(part, way):
+    operation = Varied(formula="attention", variants=((Change(part=part, way=way),),))
+    return find(Cause.FORWARD, operation, quantity=Quantity.OUTPUT, module="layers.0.attention")
+
+
+def test_a_replay_is_right_of_the_code_that_makes_what_was_replayed_otherwise():
+    heads = pick("AllToAllCore.to_heads", "chunk-order")
+    assert judge(heads, TP, replayed("outputs", "next-group")).cause == "right"
+    assert judge(heads, TP, replayed("mask", "offset")).cause == "open"
+    keys = next(m for m in list_mutants() if m.function == "AllGatherCore.__call__" and "(k," in m.before)
+    assert judge(keys, TP, replayed("keys", "own")).cause == "right"
+    assert judge(keys, TP, replayed("values", "own")).cause == "open"
+    both = replayed("keys", "own").explanation.operation.variants + (
+        replayed("mask", "none").explanation.operation.variants
+    )
+    ambiguous = find(Cause.FORWARD, Varied(formula="attention", variants=both), quantity=Quantity.OUTPUT)
+    assert judge(keys, TP, ambiguous).cause == "open"
+    assert judge(pick("AllToAllCore._trade", "narrow-dtype"), TP, replayed("keys", "own")).cause == "open"
+
+
+def test_unwritten_memory_is_right_of_the_function_that_has_allocated_it():
+    skipped = pick("_all_gather", "skip-statement")
+    site = "/x/moeverify/parallel/collectives.py:186 in _all_gather"
+    told = Unwritten(allocated_at=site, read_at=site, shape=(2, 8), ranks=(0, 1))
+    found = find(Cause.UNWRITTEN, told, quantity=Quantity.OUTPUT, module="layers.0.attention")
+    assert judge(skipped, TP, found).cause == "right"
+    assert judge(pick("_reduce_scatter", "skip-statement"), TP, found).cause == "open"
+
+
+def test_what_hands_data_on_is_found_at_the_data():
+    place = find(Cause.DATA, Altered()).model_copy(
+        update={"place": Place(stage=Stage.DATA), "explanation": None}
+    )
+    for function in ("reference_losses", "run_pipeline", "Pipeline.run"):
+        assert judge(
+            pick(function, "off-by-one" if function != "run_pipeline" else "skip-statement"), TP, place
+        ).located
+    assert not judge(pick("cross_entropy", "narrow-dtype"), TP, place).located
+
+
+def test_a_cause_that_is_right_is_located():
+    mutant = next(m for m in list_mutants() if m.function == "sums_of" and m.operator == "other-group")
+    summed = find(
+        Cause.STATE, Unreduced(axes=(Product(times=("tp",)),), num_replicas=2, factor=Factor(value=1.0))
+    )
+    judged = judge(mutant, TP, summed)
+    assert (judged.cause, judged.located) == ("right", True)
 
 
 def test_a_module_is_a_place_where_the_code_runs_and_wrong_elsewhere():

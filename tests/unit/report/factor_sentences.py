@@ -223,6 +223,17 @@ FACTORS = [
     ),
     (
         explain(
+            Cause.MISSING_REDUCTION,
+            GRADIENT,
+            Unreduced(axes=(), num_replicas=2, factor=Factor(value=2.0, equals=(EP,)), is_over_holders=True),
+            **EXPERTS,
+        ),
+        "12 expert gradients are not reduced over the ranks that hold the same slice: what the ranks have of each, "
+        "up to 2 of them, sums to 2x the expected value; 2 = ep",
+        "",
+    ),
+    (
+        explain(
             Cause.MISSING_REDUCTION, GRADIENT, Unreduced(axes=(), num_replicas=2, factor=Factor(value=1.0))
         ),
         "the gradient is not reduced over an unknown axis: the 2 replicas sum to the expected value",

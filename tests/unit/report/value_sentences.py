@@ -30,6 +30,7 @@ from moeverify.results.operation import (
     Unclipped,
     Unmasked,
     Unmoved,
+    Unwritten,
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
@@ -244,6 +245,27 @@ VALUES = [
         explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1)),
         "rank 1 counts 276 choices, as many as are expected, but not of the expected experts",
         "",
+    ),
+    (
+        explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1, shift=8)),
+        "rank 1 counts the choices of other tokens: by a mask of padding that is shifted by 8 positions",
+        "",
+    ),
+    (
+        explain(
+            Cause.UNWRITTEN,
+            OUTPUT,
+            Unwritten(
+                allocated_at="/x/site-packages/pack/file.py:7 in gather",
+                read_at="/x/site-packages/pack/file.py:9 in gather",
+                shape=(8, 4),
+                ranks=(0, 1),
+            ),
+            module="layers.2",
+        ),
+        "the output of layers.2 is computed from memory of shape (8, 4) that nothing has written on ranks 0, 1: "
+        "allocated at pack/file.py:7 in gather, read at pack/file.py:9 in gather",
+        "layers.2",
     ),
     (
         explain(

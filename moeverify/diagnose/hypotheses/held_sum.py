@@ -1,0 +1,79 @@
+"""Hypothesis: what is on several ranks, an expert say, holds partial sums there; what is on one is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import ReplicaSum
+from moeverify.results.operation import Unreduced
+from moeverify.results.trial import Reason
+
+
+class HeldSum(Hypothesis):
+    """A sum over the holders of each slice is missing: these are other ranks for each, and no groups of an axis.
+
+    Summed over whoever has them, all slices are one multiple of the golden: 1, or one that the layout has a number
+    for, such as that of the ranks by which nobody has divided.
+    """
+
+    name = "held_sum"
+    quantities = frozenset({Quantity.GRADIENT})
+    generalizes = ("one_factor", "replica_sum")
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Add up what the ranks have, each in its region."""
+        (tensor,) = tensors
+        shards = [shard for shard in tensor.shards if shard.region.numel]
+        if not shards or any(shard.local is None for shard in shards):
+            return self.untried(Reason.NOT_HELD)
+        total, holders = _add_up(tensor, shards)
+        if int(holders.min()) != 1 or int(holders.max()) < 2:
+            return self.untried(Reason.OTHER_REGIONS)
+        if not _differ(tensor, shards, holders > 1):
+            return self.untried(Reason.REPLICAS_EQUAL)
+        wanted = tensor.expected
+        square = float((wanted * wanted).sum())
+        value = float((total * wanted).sum()) / square if square else 0.0
+        residual = float((total - value * wanted).norm()) / (float(total.norm()) or 1.0)
+        factor = find_factor(value, inputs.sources_of(tensors))
+        if not residual <= tensor.exact or not (factor.is_one or factor.equals):
+            return self.refuse(residual=residual)
+        size = int(holders.max())
+        operation = Unreduced(axes=(), num_replicas=size, factor=factor, is_over_holders=True)
+        explanation = explain_by(Cause.MISSING_REDUCTION, operation, tensors, inputs, residual=residual)
+        seen = ReplicaSum(axis="", num_replicas=size, factor=value, residual=residual)
+        outcome = self.accept(explanation, seen, residual=residual)
+        return Outcome(outcome.trials, explanation, outcome.observations, num_coefficients=1)
+
+
+def _add_up(tensor: WrongTensor, shards: Sequence[RankShard]) -> tuple[Tensor, Tensor]:
+    """Return the sum of what ranks have of each element, and how many have it. Shapes: that of the tensor."""
+    flat, holders = tensor.expected.new_zeros(tensor.expected.numel()), torch.zeros(tensor.expected.numel())
+    for shard in shards:
+        index = shard.region.flat_index().flatten()
+        flat.index_add_(0, index, shard.values().flatten())
+        holders.index_add_(0, index, torch.ones(len(index)))
+    return flat.view_as(tensor.expected), holders.view_as(tensor.expected)
+
+
+def _differ(tensor: WrongTensor, shards: Sequence[RankShard], shared: Tensor) -> bool:
+    """Return whether ranks have other values of what several of them have."""
+    least, most = torch.full_like(tensor.expected, torch.inf), torch.full_like(tensor.expected, -torch.inf)
+    for shard in shards:
+        index = shard.region.flat_index().flatten()
+        values = shard.values().flatten()
+        least.view(-1)[index] = torch.minimum(least.view(-1)[index], values)
+        most.view(-1)[index] = torch.maximum(most.view(-1)[index], values)
+    return bool((least < most)[shared].any())
+
+
+HYPOTHESIS = HeldSum()
