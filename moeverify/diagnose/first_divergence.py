@@ -205,8 +205,16 @@ def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, .
     )
     wrong = {each.reading.module for each in along if each.is_wrong}
     right = [name for name in names if name not in wrong]
-    found = tuple(name for name in right if not any(around in right for around in _list_around(name)))
-    return found if len(found) <= _MOST_AROUND else ()
+    found = [name for name in right if not any(around in right for around in _list_around(name))]
+    numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
+    folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
+    return folded if len(folded) <= _MOST_AROUND else ()
+
+
+def _fold_number(name: str, but: Collection[str]) -> str:
+    """Return `experts.*` for `experts.3`, where none of these is wrong."""
+    around, _, own = name.rpartition(".")
+    return f"{around}.*" if own.isdecimal() and around not in but else name
 
 
 def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:

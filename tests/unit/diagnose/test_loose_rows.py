@@ -103,6 +103,23 @@ def test_right_rows_that_are_put_together_otherwise_are_said_to_be_right() -> No
     assert (origin.num_wrong, origin.num_tokens, origin.are_rows) == (3, 6, False)
 
 
+@pytest.mark.parametrize(("num_wrong", "inside"), [(0, ("moe.gate", "moe.experts.*")), (1, ())])
+def test_right_modules_of_a_list_are_named_together(num_wrong: int, inside: tuple[str, ...]) -> None:
+    def read(factors: list[float], output: float) -> list[Reading]:
+        made = [
+            Reading("forward", number, f"moe.{name}", "output", 0, factor * draw(1, 3, 4, seed=number))
+            for number, (name, factor) in enumerate(
+                zip(["gate", *(f"experts.{n}" for n in range(6))], factors, strict=True)
+            )
+        ]
+        return [*made, Reading("forward", 7, "moe", "output", 0, output * draw(1, 3, 4, seed=7))]
+
+    factors = [1.0] * (7 - num_wrong) + [2.0] * num_wrong
+    ranks = [RankReadings(read(factors, 2.0), [(range(1), range(3))])]
+    origin = find_origins(read([1.0] * 7, 1.0), ranks, {0: {}}, 1, torch.float64).origins["forward"]
+    assert origin.inside == inside
+
+
 def test_gradients_of_rows_go_with_the_rows() -> None:
     origin = search(passes_back=lambda rank, rows: rows * (1.0 + rank)).origins["backward"]
     assert (origin.module, origin.end, origin.ranks) == ("moe.experts", "input", (1,))
