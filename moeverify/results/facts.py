@@ -338,6 +338,19 @@ Facts = Annotated[
 ]
 
 
+def names_operation(facts: Facts | None) -> bool:
+    """Return whether facts that are a cause by themselves say what was done, and not alone that something is off.
+
+    A check that computes a result again sees that it is another one, and mostly not which: the router's weights are
+    not those of its scores. What else they are is found where the modules are compared.
+    """
+    if isinstance(facts, RecomputedFacts):
+        return bool(facts.wrong_terms)
+    if isinstance(facts, RouterGradientFacts):
+        return facts.term.endswith("padding") or None not in facts.factors.values()
+    return not isinstance(facts, ClipFacts | ObjectiveFacts | RouterFacts)
+
+
 class NumCollectives(Record):
     """How many collectives were compared: those of the rank that issued most."""
 

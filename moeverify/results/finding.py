@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field
 
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
-from moeverify.results.facts import CheckFacts, Facts
+from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, Observation
 from moeverify.results.place import Place
 from moeverify.results.record import Record
@@ -165,7 +165,9 @@ class Finding(Record):
     @property
     def names_operation(self) -> bool:
         """Return whether its cause says what was done, and not alone where or by how much values are off."""
-        return self.is_explained if self.explanation is None else self.explanation.names_operation
+        if self.explanation is not None:
+            return self.explanation.names_operation
+        return self.is_explained and names_operation(self.facts)
 
     @property
     def is_estimate(self) -> bool:
