@@ -11,7 +11,7 @@ The balance loss multiplies expert counts (no gradient) by sums of probabilities
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +22,7 @@ from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case
 from moeverify.golden.store import StoredGolden
 from moeverify.parallel.context_parallel import split_positions
+from moeverify.results.operation import Change
 from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share
@@ -47,7 +48,8 @@ class Components:
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
     it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
-    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
+    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time. `by_variant` yields that term with one
+    part of its formula otherwise, or with two.
     """
 
     cells: tuple[Cell, ...]
@@ -58,6 +60,7 @@ class Components:
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
     by_scope: Callable[[], Mapping[str, Vector]] = dict
+    by_variant: Callable[[int], Iterable[tuple[tuple[Change, ...], Vector]]] = lambda num_changes: ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -119,6 +122,7 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
         by_scope=cache(gradient.balance_by_scope),
+        by_variant=gradient.balance_by_variant,
     )
 
 

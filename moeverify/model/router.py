@@ -64,6 +64,20 @@ def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order[..., :count], values[..., count - 1] - values[..., count]
 
 
+def choose(spec: MoESpec, selection: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids (..., k) that selection scores (..., E) choose, and the margin (...) to another choice."""
+    if spec.top_groups == spec.num_groups:
+        return take_best(selection, spec.top_k)
+    grouped = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
+    width = 1 if spec.group_score == "max" else min(2, grouped.shape[-1])
+    group_scores = grouped.topk(width, dim=-1).values.sum(dim=-1)
+    groups, group_margin = take_best(group_scores, spec.top_groups)
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, groups, True)
+    selection = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids, margin = take_best(selection, spec.top_k)
+    return ids, torch.minimum(margin, group_margin)
+
+
 class RouterSlot:
     """What the training loop asks of a router, whoever wrote it."""
 
@@ -125,18 +139,7 @@ class Router(nn.Module, RouterSlot):
         return functional.linear(x.to(wide), self.view(self.weight).to(wide), bias)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        spec = self.spec
-        selection = scores if self.selection_bias is None else scores + self.selection_bias
-        if spec.top_groups == spec.num_groups:
-            return take_best(selection, spec.top_k)
-        grouped = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
-        width = 1 if spec.group_score == "max" else min(2, grouped.shape[-1])
-        group_scores = grouped.topk(width, dim=-1).values.sum(dim=-1)
-        groups, group_margin = take_best(group_scores, spec.top_groups)
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, groups, True)
-        selection = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
-        ids, margin = take_best(selection, spec.top_k)
-        return ids, torch.minimum(margin, group_margin)
+        return choose(self.spec, scores if self.selection_bias is None else scores + self.selection_bias)
 
     @seam
     def weigh(self, chosen_scores: Tensor) -> Tensor:

@@ -86,6 +86,32 @@ class Rescoped(Record):
     scope: str
 
 
+class Change(Record):
+    """One part of what a module computes, and the way in which it was computed otherwise.
+
+    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum. `factor`
+    says what a number comes from that something is multiplied by, and `is_summed` that ranks sum over it.
+    """
+
+    part: str
+    way: str
+    number: float | None = None
+    name: str = ""
+    factor: Factor | None = None
+    is_summed: bool = False
+
+
+class Redefined(Record):
+    """A loss term is that of its formula with a part or two otherwise.
+
+    `variants` are all that explain as well, the first is the simplest.
+    """
+
+    kind: Literal["redefined"] = "redefined"
+    term: str
+    variants: tuple[tuple[Change, ...], ...]
+
+
 class Unmasked(Record):
     """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
 
@@ -260,21 +286,6 @@ class Offset(Record):
     products: tuple[Product, ...] = ()
 
 
-class Change(Record):
-    """One part of what a module computes, and the way in which it was computed otherwise.
-
-    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum. `factor`
-    says what a number comes from that something is multiplied by, and `is_summed` that ranks sum over it.
-    """
-
-    part: str
-    way: str
-    number: float | None = None
-    name: str = ""
-    factor: Factor | None = None
-    is_summed: bool = False
-
-
 class Varied(Record):
     """A module has the very output that its formula gives on right inputs when some of its parts are otherwise.
 
@@ -328,6 +339,7 @@ Operation = Annotated[
     | Misreduced
     | Misplaced
     | Rescoped
+    | Redefined
     | Unmasked
     | Zeroed
     | Moved

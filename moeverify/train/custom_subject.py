@@ -174,6 +174,11 @@ class CustomParts:
         """Return nothing: a user's loss has no balance term that is known."""
         return {}
 
+    def balance_by_variant(self, num_changes: int) -> tuple[()]:
+        """Return nothing: a user's loss has no balance term that is known."""
+        del num_changes
+        return ()
+
     def gradients_by_use(self) -> dict[str, Vector]:
         """Return nothing: which weights a user's model uses several times is not known."""
         return {}

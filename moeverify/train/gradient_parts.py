@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from moeverify.case.schema import MoE
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
+from moeverify.results.operation import Change
+from moeverify.train.balance_variants import list_variants, vary
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses
@@ -102,6 +104,16 @@ class ReferenceParts:
                 balance, _ = router_losses(moe, routers, self.batch, self.normalizers, Sums())
                 found[scope] = differentiate(balance, self.run.shards)
         return found
+
+    def balance_by_variant(self, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
+        """Yield the gradient of variants of the balance loss; see `GradientParts`."""
+        if self.moe is None or self.moe.balance_coef == 0.0:
+            return
+        for changes in list_variants(self.moe, num_changes):
+            with vary(self.run.model, changes):
+                routers = self._forward(self.batch.valid).routers
+            balance, _ = router_losses(self.moe, routers, self.batch, self.normalizers, Sums())
+            yield changes, differentiate(balance, self.run.shards)
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient through each use of a tied weight; see `GradientParts`."""

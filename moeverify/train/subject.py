@@ -7,7 +7,7 @@ says what its losses are, and takes its gradient apart. How a model is divided o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.layout.local_shard import LocalShard
+from moeverify.results.operation import Change
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView
@@ -70,6 +71,12 @@ class GradientParts(Protocol):
         """Return the gradient of the balance loss as it would be over other tokens at a time, by their name.
 
         Empty where no such loss is known.
+        """
+
+    def balance_by_variant(self, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
+        """Return the gradient of the balance loss with so many parts of its formula otherwise, one or two.
+
+        Each is computed when it is asked for. None where no such loss is known.
         """
 
     def gradients_by_use(self) -> Mapping[str, Vector]:

@@ -41,7 +41,7 @@ ORDER = (
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
     ("noisy_factor", "noisy_sum"),
-    ("scaled_loss",),
+    ("scaled_loss", "other_balance"),
     ("loss_value",),
     ("rounding",),
     ("repeated_shard", "counted_padding", "counted_others"),

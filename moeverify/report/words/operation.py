@@ -20,6 +20,7 @@ from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
     describe_misreduced,
+    describe_redefined,
     describe_rescoped,
     describe_unheld,
     describe_unwritten,
@@ -44,6 +45,7 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
+    Redefined,
     Rescoped,
     Reweighted,
     Rounded,
@@ -317,6 +319,7 @@ describe_operation.register(Misreduced, describe_misreduced)
 describe_operation.register(Misplaced, describe_misplaced)
 describe_operation.register(Rescoped, describe_rescoped)
 describe_operation.register(Reweighted, describe_reweighted)
+describe_operation.register(Redefined, describe_redefined)
 
 
 @describe_operation.register

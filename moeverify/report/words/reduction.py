@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_sources, name_products
 from moeverify.report.words.subject import Phrase, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import Miscounted, Misplaced, Misreduced, Rescoped, Unreduced, Unwritten
+from moeverify.results.operation import (
+    Change,
+    Miscounted,
+    Misplaced,
+    Misreduced,
+    Redefined,
+    Rescoped,
+    Unreduced,
+    Unwritten,
+)
 
+# By part and way of a loss term; what stands in the place of the experts' probabilities, or of what is counted.
+_REDEFINED: Mapping[tuple[str, str], str] = {
+    ("probabilities", "softmax"): "the softmax of the logits in place of the divided sigmoids",
+    ("probabilities", "sigmoid"): "sigmoids of the logits, divided by their sum, in place of the softmax",
+    ("probabilities", "undivided"): "sigmoids of the logits that are not divided by their sum",
+    ("probabilities", "softmax-again"): "a softmax of the probabilities in place of these",
+    ("probabilities", "softmax-of-scores"): "a softmax of the scores in place of the divided scores",
+    ("probabilities", "logits"): "the logits in place of the probabilities",
+    ("probabilities", "chosen"): "the probabilities of the chosen experts alone",
+    (
+        "probabilities",
+        "chosen-normalized",
+    ): "the probabilities of the chosen experts alone, divided by their sum",
+    ("counts", "without-groups"): "the counts of a choice without groups",
+    ("counts", "without-bias"): "the counts of a choice without the selection bias",
+    ("counts", "plain"): "the counts of a choice without groups and without the selection bias",
+    ("counts", "first"): "the counts of each token's first choice alone",
+    ("counts", "padded"): "counts in which tokens of padding take part",
+}
 _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 
 
@@ -77,6 +105,19 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
         f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
         f"{operation.expected:.0f} are expected{padding}"
     )
+
+
+def describe_redefined(operation: Redefined, explanation: Explanation) -> str:
+    """Return of what else a loss term is made, with all that explains it as well."""
+    first, *others = (_describe_changes(changes) for changes in operation.variants)
+    if not others:
+        return f"the {operation.term} loss is made of {first}"
+    rivals = ", or of ".join((first, *others))
+    return f"the {operation.term} loss is made either of {rivals}: the gradients are equal here"
+
+
+def _describe_changes(changes: Sequence[Change]) -> str:
+    return " and of ".join(_REDEFINED[change.part, change.way] for change in changes)
 
 
 def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:

@@ -1,0 +1,128 @@
+"""The balance loss as it would be of other probabilities, or of another choice of experts, on one device.
+
+What implementations take for either is a small set: the router's scores before or after they are normalized, once
+more through a softmax, of the chosen experts alone; the choice with or without groups and selection bias. Letters: B
+rows, S tokens, E experts, k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.case.schema import MoE
+from moeverify.model.router import Router, RouterStats, Routing, choose, summarize
+from moeverify.results.operation import Change
+
+PROBABILITIES, COUNTS = "probabilities", "counts"
+
+
+class _Seen(NamedTuple):
+    """One pass of a router: logits, scores, probabilities (B, S, E) and which experts are chosen (B, S, E)."""
+
+    logits: Tensor
+    scores: Tensor
+    probabilities: Tensor
+    chosen: Tensor
+
+
+def _of_chosen(seen: _Seen) -> Tensor:
+    return seen.probabilities * seen.chosen
+
+
+def _of_chosen_normalized(seen: _Seen) -> Tensor:
+    of_chosen = _of_chosen(seen)
+    return of_chosen / of_chosen.sum(dim=-1, keepdim=True)
+
+
+_WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
+    "softmax": lambda seen: seen.logits.softmax(dim=-1),
+    "sigmoid": lambda seen: seen.logits.sigmoid() / seen.logits.sigmoid().sum(dim=-1, keepdim=True),
+    "undivided": lambda seen: seen.logits.sigmoid(),
+    "softmax-again": lambda seen: seen.probabilities.softmax(dim=-1),
+    "softmax-of-scores": lambda seen: seen.scores.softmax(dim=-1),
+    "logits": lambda seen: seen.logits,
+    "chosen": _of_chosen,
+    "chosen-normalized": _of_chosen_normalized,
+}
+_RIGHT = {"softmax": ("softmax", "softmax-of-scores"), "sigmoid": ("sigmoid",)}
+"""By the score of a router: ways that are the right one, or another one of these."""
+
+
+def list_variants(spec: MoE, num_changes: int) -> Iterator[tuple[Change, ...]]:
+    """Yield the variants with one change, or with two: of the probabilities, and of what is counted."""
+    ways = [Change(part=PROBABILITIES, way=way) for way in _WAYS if way not in _RIGHT[spec.score]]
+    counts = [Change(part=COUNTS, way=way) for way in _list_counts(spec)]
+    if num_changes == 1:
+        yield from ((change,) for change in (*ways, *counts))
+    else:
+        yield from ((first, second) for first in ways for second in counts)
+
+
+def _list_counts(spec: MoE) -> Iterator[str]:
+    has_groups = spec.top_groups < spec.num_groups
+    has_bias = spec.selection_bias_rate > 0 or spec.idle_experts > 0
+    if has_groups:
+        yield "without-groups"
+    if has_bias:
+        yield "without-bias"
+    if has_groups and has_bias:
+        yield "plain"
+    if spec.top_k > 1:
+        yield "first"
+    yield "padded"
+
+
+@contextmanager
+def vary(model: nn.Module, changes: Sequence[Change]) -> Iterator[None]:
+    """Let all routers of a model hand over what a variant of the balance loss is made of, while this is open."""
+    ways = {change.part: change.way for change in changes}
+
+    def replace_stats(module: nn.Module, args: Any, kwargs: Mapping[str, Any], routing: Routing) -> Routing:
+        assert isinstance(module, Router)
+        passed = dict(zip(("x", "valid"), args, strict=False)) | dict(kwargs)
+        stats = _vary_stats(module, passed["x"], passed.get("valid"), routing, ways)
+        return routing._replace(stats=stats)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Router):
+                handle = module.register_forward_hook(replace_stats, with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
+
+
+def _vary_stats(
+    router: Router, x: Tensor, valid: Tensor | None, routing: Routing, ways: Mapping[str, str]
+) -> RouterStats:
+    """Return the sums of a variant over valid tokens. Shapes: x (B, S, H), valid (B, S)."""
+    logits = router.compute_logits(x)
+    scores = logits.sigmoid() if router.spec.score == "sigmoid" else logits.softmax(dim=-1)
+    probabilities = scores / scores.sum(dim=-1, keepdim=True) if router.spec.score == "sigmoid" else scores
+    chosen = torch.zeros_like(logits).scatter(-1, routing.ids, 1.0)
+    everything = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    valid = everything if valid is None else valid
+    if PROBABILITIES in ways:
+        probabilities = _WAYS[ways[PROBABILITIES]](_Seen(logits, scores, probabilities, chosen))
+    ids = _choose_otherwise(router, scores.detach(), routing.ids, ways.get(COUNTS, ""))
+    stats = summarize(logits, probabilities, ids, valid)
+    if ways.get(COUNTS) == "padded":
+        stats = stats._replace(counts=summarize(logits, probabilities, ids, everything).counts)
+    return stats
+
+
+def _choose_otherwise(router: Router, scores: Tensor, ids: Tensor, way: str) -> Tensor:
+    """Return the ids (B, S, k) of the experts that a variant counts, by scores (B, S, E)."""
+    if way == "first":
+        return ids[..., :1]
+    spec, bias = router.spec, router.selection_bias
+    if way in ("without-groups", "plain"):
+        spec = spec.model_copy(update={"top_groups": spec.num_groups})
+    if way in ("without-bias", "plain"):
+        bias = None
+    is_other = way in ("without-groups", "without-bias", "plain")
+    return choose(spec, scores if bias is None else scores + bias)[0] if is_other else ids
