@@ -48,8 +48,8 @@ class Components:
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
     it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
-    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time. `by_variant` yields that term with one
-    part of its formula otherwise, or with two.
+    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
+    `by_variant` yields that term with one part of its formula otherwise, or with two.
     """
 
     cells: tuple[Cell, ...]

@@ -191,6 +191,30 @@ class NormOfNorms(Record):
     groups: tuple[Group, ...] = ()
 
 
+class NormOfPartials(Record):
+    """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
+
+    Of each of `tensors` it counts the `combination` of the ranks' parts: the squared sum of their norms, the sum of
+    their squares, or what a rank has alone.
+    """
+
+    kind: Literal["norm-of-partials"] = "norm-of-partials"
+    combination: Literal["norms", "squares", "own"]
+    tensors: tuple[str, ...]
+    axes: tuple[Product, ...] = ()
+
+
+class Reclipped(Record):
+    """The norm is right, and the coefficient of the clip is made of it otherwise than min(1, limit / (norm + guard)).
+
+    The guard is added `factor` times; or `way` says which formula it is.
+    """
+
+    kind: Literal["reclipped"] = "reclipped"
+    way: Literal["guard", "unbounded", "without-limit", "squared", "of-squared-norm", "root", "inverse"]
+    factor: Factor | None = None
+
+
 class Unclipped(Record):
     """The norm is right, and nothing was clipped by it; `coefficient` is the one that should have been applied."""
 
@@ -347,6 +371,8 @@ Operation = Annotated[
     | Replaced
     | Unmoved
     | NormOfNorms
+    | NormOfPartials
+    | Reclipped
     | Unclipped
     | Rounded
     | Miscounted

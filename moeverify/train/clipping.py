@@ -19,6 +19,9 @@ from moeverify.seams import seam
 
 SumOverShards = Callable[[Tensor], Tensor]
 
+GUARD = 1e-6
+"""What is added to a norm before a limit is divided by it, as torch.nn.utils.clip_grads_with_norm_ has it."""
+
 
 class GradientSource(Protocol):
     """Where the gradients are (`moeverify.train.engine.Engine`)."""
@@ -143,8 +146,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
     A framework that clips as torch does returns the norm alone, and has scaled by this.
     """
-    # As torch.nn.utils.clip_grads_with_norm_ has it; 1e-6 keeps a norm of zero from dividing by it.
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return torch.clamp(max_norm / (norm + GUARD), max=1.0)
 
 
 @seam

@@ -32,6 +32,7 @@ from moeverify.diagnose.components import Components, load_weights, make_compone
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
+from moeverify.diagnose.hypotheses.clip_formula import TOTAL as TOTAL_NORM
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings
@@ -207,8 +208,13 @@ def _rerun(
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
-    """Return how many elements this rank has of each wrong tensor that may have been all-reduced."""
+    """Return how many elements this rank has of each wrong tensor that may have been all-reduced.
+
+    Of a wrong norm that is every gradient: it may be made of what they were before.
+    """
     wrong = {name for _, kind, name in keys if kind == Kind.GRADIENT}
+    if TOTAL_NORM in wrong:
+        wrong |= {shard.name for shard in program.shards}
     moe = reference.moe if (reference := case.recipe.model.reference) else None
     counts = {moe.num_experts} if moe and any(kind == Kind.ROUTER_COUNTS for _, kind, _ in keys) else set()
     return counts | {shard.region.numel for shard in program.shards if shard.name in wrong}
@@ -295,6 +301,7 @@ def _make_inputs(
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         clip=None if clip is None else float(clip),
+        max_norm=case.recipe.optimizer.clip_norm if case.recipe.step is None else None,
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),

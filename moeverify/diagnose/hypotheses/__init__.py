@@ -18,7 +18,15 @@ ORDER = (
     ("not_loaded", "unmoved"),
     ("step_counter",),
     ("carried_state",),
-    ("detached", "replica_sum", "unclipped", "norm_squares", "another_term"),
+    (
+        "detached",
+        "replica_sum",
+        "unclipped",
+        "norm_squares",
+        "norm_of_partials",
+        "clip_formula",
+        "another_term",
+    ),
     (
         "one_factor",
         "held_sum",

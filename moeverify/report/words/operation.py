@@ -15,6 +15,11 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
+from moeverify.report.words.norms import (
+    describe_norm_of_norms,
+    describe_norm_of_partials,
+    describe_reclipped,
+)
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
@@ -41,11 +46,13 @@ from moeverify.results.operation import (
     Misreduced,
     Moved,
     NormOfNorms,
+    NormOfPartials,
     Offset,
     OwnValues,
+    Reclipped,
+    Redefined,
     RepeatedShard,
     Replaced,
-    Redefined,
     Rescoped,
     Reweighted,
     Rounded,
@@ -60,7 +67,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Part
+from moeverify.results.part import WHOLE, Contribution
 
 _MOST_MOVES = 4
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
@@ -320,16 +327,9 @@ describe_operation.register(Misplaced, describe_misplaced)
 describe_operation.register(Rescoped, describe_rescoped)
 describe_operation.register(Reweighted, describe_reweighted)
 describe_operation.register(Redefined, describe_redefined)
-
-
-@describe_operation.register
-def _(operation: NormOfNorms, explanation: Explanation) -> str:
-    groups = [name_part(Part(group=group)) for group in operation.groups]
-    parts = f"the norms of {' and of '.join(groups)}" if groups else "the norms of all parameters"
-    value = "sum" if operation.combination == "sum" else "largest"
-    return (
-        f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
-    )
+describe_operation.register(NormOfNorms, describe_norm_of_norms)
+describe_operation.register(NormOfPartials, describe_norm_of_partials)
+describe_operation.register(Reclipped, describe_reclipped)
 
 
 @describe_operation.register

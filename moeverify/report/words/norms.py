@@ -1,0 +1,57 @@
+"""Sentences on gradient norms, and on the clip that is made of them."""
+
+from __future__ import annotations
+
+from moeverify.report.words.factor import describe_sources, format_factor, name_products
+from moeverify.report.words.part import name_part
+from moeverify.results.explanation import Explanation
+from moeverify.results.operation import NormOfNorms, NormOfPartials, Reclipped
+from moeverify.results.part import Part
+
+
+def describe_norm_of_norms(operation: NormOfNorms, explanation: Explanation) -> str:
+    """Return of which norms a norm is made."""
+    groups = [name_part(Part(group=group)) for group in operation.groups]
+    parts = f"the norms of {' and of '.join(groups)}" if groups else "the norms of all parameters"
+    value = "sum" if operation.combination == "sum" else "largest"
+    return (
+        f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
+    )
+
+
+def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanation) -> str:
+    """Return which gradients a norm counts as they were before their sum, and how."""
+    count, over = len(operation.tensors), name_products(operation.axes)
+    gradients = f"the gradient of {operation.tensors[0]}" if count == 1 else f"{count} gradients"
+    how = {
+        "norms": "as the sum of the norms of the ranks' parts",
+        "squares": "by the squares of the ranks' parts",
+        "own": "by each rank's own part alone",
+    }
+    before = f"before the sum over {over}" if over else "before they are summed over ranks"
+    return f"the gradients match, and the gradient norm counts {gradients} {how[operation.combination]}, {before}"
+
+
+def describe_reclipped(operation: Reclipped, explanation: Explanation) -> str:
+    """Return by which formula a clip coefficient is made."""
+    of_norm = "the gradient norm matches, and the clip coefficient"
+    if operation.factor is not None:
+        if operation.factor.is_zero:
+            return f"{of_norm} lacks the small number that is added to the norm before the division"
+        times = f"{format_factor(operation.factor.value)} times"
+        sources = f" ({describe_sources(operation.factor)})" if operation.factor.equals else ""
+        return (
+            f"{of_norm} has the small number that is added to the norm before the division {times}{sources}"
+        )
+    return (
+        of_norm
+        + {
+            "unbounded": " is not bounded by 1: small gradients are made larger",
+            "without-limit": " is 1 over the norm, without the limit",
+            "squared": " is applied twice, or squared",
+            "of-squared-norm": " divides by the squared norm",
+            "root": " is the root of the right one",
+            "inverse": " is 1 over the right one",
+            "guard": "",
+        }[operation.way]
+    )
