@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moeverify.report.words.factor import describe_sources, format_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.results.explanation import Explanation
@@ -28,30 +30,27 @@ def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanatio
         "squares": "by the squares of the ranks' parts",
         "own": "by each rank's own part alone",
     }
-    before = f"before the sum over {over}" if over else "before they are summed over ranks"
-    return f"the gradients match, and the gradient norm counts {gradients} {how[operation.combination]}, {before}"
+    summed = f"before {'it is' if count == 1 else 'they are'} summed over {over or 'ranks'}"
+    return f"the gradients match, and the gradient norm counts {gradients} {how[operation.combination]}, {summed}"
 
 
 def describe_reclipped(operation: Reclipped, explanation: Explanation) -> str:
     """Return by which formula a clip coefficient is made."""
-    of_norm = "the gradient norm matches, and the clip coefficient"
-    if operation.factor is not None:
-        if operation.factor.is_zero:
-            return f"{of_norm} lacks the small number that is added to the norm before the division"
-        times = f"{format_factor(operation.factor.value)} times"
-        sources = f" ({describe_sources(operation.factor)})" if operation.factor.equals else ""
-        return (
-            f"{of_norm} has the small number that is added to the norm before the division {times}{sources}"
-        )
-    return (
-        of_norm
-        + {
-            "unbounded": " is not bounded by 1: small gradients are made larger",
-            "without-limit": " is 1 over the norm, without the limit",
-            "squared": " is applied twice, or squared",
-            "of-squared-norm": " divides by the squared norm",
-            "root": " is the root of the right one",
-            "inverse": " is 1 over the right one",
-            "guard": "",
-        }[operation.way]
-    )
+    coefficient = "the gradient norm matches, and the clip coefficient"
+    guard, factor = "the small number that guards its division", operation.factor
+    if factor is not None and factor.is_zero:
+        return f"{coefficient} lacks {guard}"
+    if factor is not None:
+        sources = f" ({describe_sources(factor)})" if factor.equals else ""
+        return f"{coefficient} adds {guard} {format_factor(factor.value)} times{sources}"
+    return f"{coefficient} {_FORMULAS[operation.way]}"
+
+
+_FORMULAS: Mapping[str, str] = {
+    "unbounded": "is not bounded by 1: small gradients are made larger",
+    "without-limit": "is 1 over the norm, without the limit",
+    "squared": "is the square of the right one, as if gradients were clipped twice",
+    "of-squared-norm": "divides by the squared norm",
+    "root": "is the root of the right one",
+    "inverse": "is 1 over the right one",
+}

@@ -12,6 +12,14 @@ from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
+from moeverify.results.facts import (
+    ClipFacts,
+    ObjectiveFacts,
+    RecomputedFacts,
+    RouterFacts,
+    RouterGradientFacts,
+    TermFacts,
+)
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
@@ -86,6 +94,41 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
 )
 def test_what_was_done_is_a_cause(operation: Operation) -> None:
     assert not needs_escalation(answer(explain(operation)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        (RouterFacts(quantity="weights", num_wrong=3, num_tokens=4), Cause.FORWARD),
+        (RouterFacts(quantity="choice", num_wrong=3, num_tokens=4, margin=9.0), Cause.ROUTING),
+        (RouterGradientFacts(term="balance", factors={0: None, 1: None}), Cause.FORWARD),
+        (ClipFacts(), Cause.NORM),
+        (ClipFacts(is_coefficient=True), Cause.NORM),
+        (ObjectiveFacts(), Cause.FORWARD),
+        (RecomputedFacts(terms=(TermFacts(name="gradient", expected=1.0),)), Cause.STATE),
+    ],
+)
+def test_a_result_that_is_only_seen_to_be_another_one_is_asked(facts: Any, code: Cause) -> None:
+    seen = find("w", code=code, facts=facts)
+    assert needs_escalation(answer(seen))
+    cause, before = merge(
+        answer(seen), [("float32", answer(PLACED)), ("float64", answer(EXPLAINED))]
+    ).findings
+    assert (cause.wider[0].precision, before.follows) == ("float64", "w")
+    (kept,) = merge(answer(seen), [("float64", answer(PLACED))]).findings
+    assert (kept.code, kept.follows) == (code, "")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        RouterGradientFacts(term="balance", factors={0: 2.0, 1: 2.0}),
+        RouterGradientFacts(term="z padding", factors={0: None}),
+        RecomputedFacts(terms=(TermFacts(name="gradient", expected=1.0, found=2.0),)),
+    ],
+)
+def test_a_result_that_is_known_to_be_another_multiple_is_not(facts: Any) -> None:
+    assert not needs_escalation(answer(find("w", code=Cause.SCALE, facts=facts)))
 
 
 def test_runs_that_differ_are_explained_by_that() -> None:

@@ -19,6 +19,9 @@ from moeverify.results.operation import (
     Misreduced,
     NormOfNorms,
     Reweighted,
+    NormOfPartials,
+    Reclipped,
+    Redefined,
     Varied,
 )
 from moeverify.results.part import Group
@@ -60,6 +63,75 @@ OPERATIONS = [
         "the gradients match, and the gradient norm is the sum of the norms of the 2 parameters replicated over ep "
         "and of the 1 parameter sharded over ep, not the root of their squares",
         "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPartials(combination="norms", tensors=("a", "b"), axes=(TP,)),
+        ),
+        "the gradients match, and the gradient norm counts 2 gradients as the sum of the norms of the ranks' parts, "
+        "before they are summed over tp",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfPartials(combination="own", tensors=("a.weight",))),
+        "the gradients match, and the gradient norm counts the gradient of a.weight by each rank's own part alone, "
+        "before it is summed over ranks",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.CLIP_COEFFICIENT,
+            Reclipped(way="guard", factor=Factor(value=2.0, equals=(TP,))),
+        ),
+        "the gradient norm matches, and the clip coefficient adds the small number that guards its division 2 times "
+        "(2 = tp)",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.NORM, Quantity.CLIP_COEFFICIENT, Reclipped(way="guard", factor=Factor(value=0.0))),
+        "the gradient norm matches, and the clip coefficient lacks the small number that guards its division",
+        "gradient norm",
+    ),
+    (
+        explain(Cause.NORM, Quantity.CLIP_COEFFICIENT, Reclipped(way="unbounded")),
+        "the gradient norm matches, and the clip coefficient is not bounded by 1: small gradients are made larger",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            Quantity.LOSS,
+            Redefined(
+                term="balance",
+                variants=(
+                    (
+                        Change(part="probabilities", way="softmax-again"),
+                        Change(part="counts", way="without-groups"),
+                    ),
+                ),
+            ),
+            tensors=("balance",),
+        ),
+        "the balance loss is made of a softmax of the probabilities in place of these and of the counts of a choice "
+        "without groups",
+        "balance loss",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            Quantity.LOSS,
+            Redefined(
+                term="balance",
+                variants=((Change(part="counts", way="first"),), (Change(part="counts", way="padded"),)),
+            ),
+            tensors=("balance",),
+        ),
+        "the balance loss is made either of the counts of each token's first choice alone, or of counts in which "
+        "tokens of padding take part: the gradients are equal here",
+        "balance loss",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),
