@@ -228,10 +228,15 @@ def _find_limit(rows: Sequence[Row]) -> float:
     """Return the relative error of a tensor from which on some element must be off by more than is allowed.
 
     An error larger than the allowed errors together, in the Frobenius norm, cannot be within them in each element.
+    Nor can one of what is stored, beside what a right step stores, that is larger than the spreads together: where a
+    right element can be rounded to one number alone, any other is seen, although half a unit of a weight in 16 bits
+    may be half of its update.
     """
-    expected = sum(row.sum_expected2 for row in rows)
-    allowed = sum(row.sum_allowed2 for row in rows)
-    return math.sqrt(allowed / expected) if expected > 0.0 else math.inf
+    shares = (
+        (sum(row.sum_allowed2 for row in rows), sum(row.sum_expected2 for row in rows)),
+        (sum(row.sum_spread2 for row in rows), sum(row.sum_stored2 for row in rows)),
+    )
+    return min((math.sqrt(left / whole) for left, whole in shares if whole > 0.0), default=math.inf)
 
 
 def _scale_of(rows: Sequence[Row]) -> float:

@@ -29,7 +29,8 @@ class Row:
 
     `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
-    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares.
+    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
+    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
     """
 
     key: Key
@@ -43,6 +44,8 @@ class Row:
     num_elements: int
     sum_allowed2: float
     sum_expected2: float
+    sum_spread2: float
+    sum_stored2: float
     gram: tuple[tuple[float, ...], ...]
     clip: float | None
 
@@ -65,7 +68,7 @@ class Sampled:
 class Batch:
     """Recomputed values of several shards in one, not yet read from the device.
 
-    Shapes: `numbers` (N, 7 + (T + 1)**2) for N shards and T terms: see `_measure`.
+    Shapes: `numbers` (N, 9 + (T + 1)**2) for N shards and T terms: see `_measure`.
     """
 
     step: int
@@ -113,8 +116,9 @@ def recompute(
     for recomputed in kind.recompute(spec, values):
         is_weight = recomputed.name == WEIGHT
         actual = change if is_weight else values.after[recomputed.name]
-        allowed = rounding.bound(recomputed, values.weight + change if is_weight else actual)
-        numbers = _measure(recomputed, actual, allowed, sizes)
+        start = values.weight if is_weight else torch.zeros_like(actual)
+        allowed, stored = rounding.bound(recomputed, start, actual)
+        numbers = _measure(recomputed, actual, allowed, stored, sizes)
         terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
         yield Batch(step, clip, members, recomputed.name, terms, numbers)
 
@@ -123,12 +127,14 @@ def recompute(
 class Rounding:
     """The rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
 
-    What is below that may be rounded to zero. `arithmetic` is the unit of what kernels compute in for that dtype.
+    What is below that may be rounded to zero. `arithmetic` is the unit of what kernels compute in for that dtype, and
+    `dtype` the coarsest one, None where tensors have several.
     """
 
     unit: float
     smallest: float
     arithmetic: float
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
@@ -136,27 +142,75 @@ class Rounding:
         infos = [torch.finfo(dtype) for dtype in dtypes]
         unit = 0.5 * max(info.eps for info in infos)
         arithmetic = min(unit, 0.5 * torch.finfo(torch.float32).eps)
-        return cls(unit, max(info.tiny for info in infos), arithmetic)
+        (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+        return cls(unit, max(info.tiny for info in infos), arithmetic, dtype)
 
-    def bound(self, recomputed: Recomputed, result: Tensor) -> Tensor:
-        """Return the largest error (N,) that rounding can cause in each element of a result (N,) as it is stored."""
+    def bound(self, recomputed: Recomputed, start: Tensor, actual: Tensor) -> tuple[Tensor, Stored]:
+        """Return the largest error (N,) that rounding can cause in each element of a result, and what may be stored.
+
+        Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `actual` (N,).
+        """
+        result, wanted = start + actual, start + recomputed.expected
         # Half the distance of two numbers beside the result: frexp has mantissas in [0.5, 1).
-        power = torch.ldexp(torch.ones_like(result), torch.frexp(result).exponent - 1)
-        last = self.unit * torch.where(result == 0.0, 0.0, power)
+        mantissa, exponent = torch.frexp(result)
+        last = self.unit * torch.where(result == 0.0, 0.0, torch.ldexp(torch.ones_like(result), exponent - 1))
+        # Below a power of two numbers are twice as dense.
+        is_from_below = (mantissa.abs() == 0.5) & (wanted.abs() < result.abs())
+        last = torch.where(is_from_below, 0.5 * last, last)
         # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
         # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
         own = _OWN * (recomputed.rounded + result.abs())
         inner = self.unit / (1.0 - 16.0 * self.unit) * recomputed.rounded
         inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * recomputed.options
-        return last + inner + own + recomputed.smallest * self.smallest
+        inner = inner + own + recomputed.smallest * self.smallest
+        least, most = self._shrink(recomputed, start)
+        shrunk = torch.where(result > wanted, most, -least)
+        return last + inner + shrunk, self._store(start, wanted, least - inner, most + inner)
+
+    def _shrink(self, recomputed: Recomputed, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the most (N,) that rounding adds to what is multiplied before the step is taken."""
+        least = most = torch.zeros_like(start)
+        if recomputed.shrunk_by is None:
+            return least, most
+        if self.dtype is None:
+            rounded = 2.0 * self.unit / (1.0 - 16.0 * self.unit) * start.abs()
+            return -rounded, rounded
+        right = recomputed.shrunk_by * start
+        for factor in (recomputed.shrunk_by, float(torch.tensor(recomputed.shrunk_by, dtype=self.dtype))):
+            product = factor * start
+            for shrunk in (product, product.to(self.dtype).to(start.dtype)):
+                least, most = torch.minimum(least, shrunk - right), torch.maximum(most, shrunk - right)
+        return least, most
+
+    def _store(self, start: Tensor, wanted: Tensor, least: Tensor, most: Tensor) -> Stored:
+        """Return what may be stored of a result that is off by `least` to `most` (N,) before its last rounding.
+
+        Rounding keeps the order of numbers, so that it is between what the least and the most are rounded to. Where
+        these are one number, an element that is right has it.
+        """
+        if self.dtype is None:
+            return Stored(torch.full_like(wanted, torch.inf), wanted - start)
+        sums = (wanted + least, wanted + most, wanted)
+        low, high, middle = (each.to(self.dtype).to(wanted.dtype) for each in sums)
+        return Stored(high - low, middle - start)
 
 
-def _measure(recomputed: Recomputed, actual: Tensor, allowed: Tensor, sizes: Tensor) -> Tensor:
-    """Return (N, 7 + (T + 1)**2) for N shards and T terms, on the device of the values.
+@dataclass(frozen=True)
+class Stored:
+    """Of each element, how far apart two results are that may both be stored, and the nearest one. Shapes: (N,)."""
+
+    spread: Tensor
+    nearest: Tensor
+
+
+def _measure(
+    recomputed: Recomputed, actual: Tensor, allowed: Tensor, stored: Stored, sizes: Tensor
+) -> Tensor:
+    """Return (N, 9 + (T + 1)**2) for N shards and T terms, on the device of the values.
 
     Columns: place of the worst element in its shard, expected and actual there, its allowed error, its ratio of error
     to allowed error; then the sums of products of terms and actual values with each other, and of the squares of the
-    allowed errors and of what was expected.
+    allowed errors, of what was expected, and of the spread of what may be stored and of the nearest of it.
     """
     expected = recomputed.expected
     ratio = (actual - expected).abs() / allowed
@@ -170,7 +224,8 @@ def _measure(recomputed: Recomputed, actual: Tensor, allowed: Tensor, sizes: Ten
         ratio[worst],
     ]
     values = [term.values for term in recomputed.terms] + [actual]
-    products = [one * other for one in values for other in values] + [allowed * allowed, expected * expected]
+    squared = [allowed, expected, stored.spread, stored.nearest]
+    products = [one * other for one in values for other in values] + [each * each for each in squared]
     sums = torch.segment_reduce(torch.stack(products, dim=1), "sum", lengths=sizes, axis=0)
     return torch.cat([torch.stack(columns, dim=1), sums], dim=1)
 
@@ -182,7 +237,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
     for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
         shard = sampled.shard
         place, expected, actual, allowed, worst = row[:5]
-        products, (sum_allowed2, sum_expected2) = row[5:-2], row[-2:]
+        products, (sum_allowed2, sum_expected2, sum_spread2, sum_stored2) = row[5:-4], row[-4:]
         is_weight = batch.name == WEIGHT
         kind = Kind.UPDATE if is_weight else Kind.OPTIMIZER_STATE
         name = shard.name if is_weight else f"{shard.name}.{batch.name}"
@@ -198,6 +253,8 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             num_elements=len(sampled.gradient),
             sum_allowed2=sum_allowed2,
             sum_expected2=sum_expected2,
+            sum_spread2=sum_spread2,
+            sum_stored2=sum_stored2,
             gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
             clip=clip,
         )

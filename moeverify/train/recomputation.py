@@ -53,7 +53,8 @@ class Recomputed:
     bfloat16 on a CPU, torch 2.13 multiplies by 0.94921875 where the option is 0.95. Kernels that keep results in
     float32 registers round less. `options` (N,) are the same of errors by options that a kernel rounds to the dtype
     that it computes in: float32 where the tensors are of 16 bits, else their own. `smallest` is the largest error by
-    results that are too small for the dtype, in units of its smallest normal number.
+    results that are too small for the dtype, in units of its smallest normal number. `shrunk_by` is what the weight
+    is multiplied by first: the factor and the product may each be rounded, or neither.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Recomputed:
     rounded: Tensor
     options: Tensor | float = 0.0
     smallest: float = 4.0
+    shrunk_by: float | None = None
 
     @property
     def expected(self) -> Tensor:

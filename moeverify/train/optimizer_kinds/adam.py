@@ -100,10 +100,12 @@ class AdamKind(OptimizerKind):
         if self.decays_weight:
             # Also where the options have none: a decay that is there all the same is then measured.
             terms.append(Term("weight decay", -step.lr * step.weight_decay, step.weight))
+        smallest, shrunk_by = 4.0 + 4.0 * step.lr / spec.eps, None
         if self.decays_weight and step.weight_decay:
-            # The factor 1 - rate * decay, and the product with it.
-            rounded = rounded + 2.0 * step.weight.abs()
-        return Recomputed(WEIGHT, terms, rounded, options, smallest=4.0 + 4.0 * step.lr / spec.eps)
+            shrunk_by = 1.0 - step.lr * step.weight_decay
+            # A kernel that does not round to the dtype has its own roundings of factor, product and difference.
+            options = options + 3.0 * step.weight.abs()
+        return Recomputed(WEIGHT, terms, rounded, options, smallest=smallest, shrunk_by=shrunk_by)
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

@@ -207,5 +207,35 @@ def test_the_limit_says_how_little_bfloat16_keeps_of_a_small_update(judge: Calla
     norms = [key for key in small if key[1] == Kind.UPDATE and key[2].endswith("norm.weight")]
     assert norms
     assert all(small[key] > 0.5 for key in norms), "an update of 1e-4 is no unit in the last place of 1"
-    embedding = next(key for key in large if key[1] == Kind.UPDATE and key[2] == "embed.weight")
-    assert large[embedding] < small[embedding]
+    assert all(large[key] < 0.5 for key in norms if key[0] == 0), (
+        "one of 1e-2 is, and what it is rounded to is mostly known"
+    )
+    assert large[0, Kind.UPDATE, "embed.weight"] < 0.5, "weights without a gradient are known to stay"
+
+
+@pytest.mark.parametrize("kernels", ["foreach", "fused", "loop"])
+@pytest.mark.parametrize("away", [-torch.inf, torch.inf])
+def test_one_unit_in_the_last_place_of_a_weight_is_found(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, away: float, kernels: str
+) -> None:
+    step, touched = PlainEngine.step, []
+
+    def step_and_touch(self: PlainEngine) -> None:
+        step(self)
+        if touched:
+            return
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.ndim == 1 or not touched:
+                    with torch.no_grad():
+                        some = weight.reshape(-1)[:8]
+                        some.copy_(torch.nextafter(some, torch.full_like(some, away)))
+                    touched.append(weight)
+
+    monkeypatch.setattr(PlainEngine, "step", step_and_touch)
+    outcome = judge(ADAMW, "bfloat16", kernels)
+    found = {
+        finding.tensor for finding in outcome.findings if (finding.step, finding.kind) == (0, Kind.UPDATE)
+    }
+    assert len(touched) > 1
+    assert len(found) == len(touched)
