@@ -88,7 +88,7 @@ def _list_summed(rank: int, inputs: DiagnosisInputs) -> Iterator[_Summed]:
             continue
         own, groups = parts
         # Each region counts once, whichever ranks hold it too.
-        first = {region.key: each for each, region in reversed(regions.items())}
+        first = {region.key: each for each, region in reversed(list(regions.items()))}
         of_groups = [[float(own[other].norm()) for other in groups[each]] for each in first.values()]
         combined = {
             "norms": sum(sum(norms) ** 2 for norms in of_groups),
