@@ -172,15 +172,16 @@ class Rounding:
         least = most = torch.zeros_like(start)
         if recomputed.shrunk_by is None:
             return least, most
-        if self.dtype is None:
+        if self.dtype is None or self.unit == self.arithmetic:
             rounded = 2.0 * self.unit / (1.0 - 16.0 * self.unit) * start.abs()
             return -rounded, rounded
-        right = recomputed.shrunk_by * start
+        # Each kernel takes one of these ways, up to its arithmetic: of the factor, the product and the difference.
+        right, own = recomputed.shrunk_by * start, 3.0 * self.arithmetic * start.abs()
         for factor in (recomputed.shrunk_by, float(torch.tensor(recomputed.shrunk_by, dtype=self.dtype))):
             product = factor * start
             for shrunk in (product, product.to(self.dtype).to(start.dtype)):
                 least, most = torch.minimum(least, shrunk - right), torch.maximum(most, shrunk - right)
-        return least, most
+        return least - own, most + own
 
     def _store(self, start: Tensor, wanted: Tensor, least: Tensor, most: Tensor) -> Stored:
         """Return what may be stored of a result that is off by `least` to `most` (N,) before its last rounding.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from moeverify.results.trial import Reason
 # four digits, in which a sum of squares could fit by chance.
 _LEAST_EXCESS = 1e-10
 _FITS = 1e-4
+_Combination = Literal["norms", "squares", "own"]
+_COMBINATIONS: tuple[_Combination, ...] = ("norms", "squares", "own")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class _Summed:
 
     name: str
     square: float
-    combined: Mapping[str, float]
+    combined: Mapping[_Combination, float]
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -64,11 +67,12 @@ class NormOfPartialsHypothesis(Hypothesis):
         if abs(excess) < _LEAST_EXCESS * expected**2:
             return self.refuse(*seen)
         for members in _list_groups(summed):
-            for combination in frozenset.intersection(*(frozenset(each.combined) for each in members)):
+            common = [each for each in _COMBINATIONS if all(each in other.combined for other in members)]
+            for combination in common:
                 moved = sum(each.combined[combination] - each.square for each in members)
                 if abs(moved - excess) <= _FITS * abs(excess):
                     operation = NormOfPartials(
-                        combination=combination,  # type: ignore[arg-type]
+                        combination=combination,
                         tensors=tuple(each.name for each in members),
                         axes=_find_axes(members, inputs),
                     )
@@ -90,7 +94,7 @@ def _list_summed(rank: int, inputs: DiagnosisInputs) -> Iterator[_Summed]:
         # Each region counts once, whichever ranks hold it too.
         first = {region.key: each for each, region in reversed(list(regions.items()))}
         of_groups = [[float(own[other].norm()) for other in groups[each]] for each in first.values()]
-        combined = {
+        combined: dict[_Combination, float] = {
             "norms": sum(sum(norms) ** 2 for norms in of_groups),
             "squares": sum(sum(norm**2 for norm in norms) for norms in of_groups),
         }

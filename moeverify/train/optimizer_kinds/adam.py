@@ -103,8 +103,6 @@ class AdamKind(OptimizerKind):
         smallest, shrunk_by = 4.0 + 4.0 * step.lr / spec.eps, None
         if self.decays_weight and step.weight_decay:
             shrunk_by = 1.0 - step.lr * step.weight_decay
-            # A kernel that does not round to the dtype has its own roundings of factor, product and difference.
-            options = options + 3.0 * step.weight.abs()
         return Recomputed(WEIGHT, terms, rounded, options, smallest=smallest, shrunk_by=shrunk_by)
 
 
