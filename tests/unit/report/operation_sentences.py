@@ -18,10 +18,10 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     NormOfNorms,
-    Reweighted,
     NormOfPartials,
     Reclipped,
     Redefined,
+    Reweighted,
     Varied,
 )
 from moeverify.results.part import Group
