@@ -2,13 +2,14 @@
 
 Every rank adds up the squares of the gradients that it has, in float64. Rank 0 counts each region of each logical
 tensor once, so neither the groups nor the order of the layout's own reductions play a part. Where the replicas of a
-region differ, which is for another check to find, a norm may count any of them, and a rank's own where it has one.
+region differ, which is for another check to find, a norm may count any of them: one rank's on all ranks, or on each
+rank its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -145,42 +146,31 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     return Outcome(result, tuple(findings), limits)
 
 
-@dataclass(frozen=True)
-class _Extremes:
-    """The smallest and the largest square of each region among its replicas, and the sums of either."""
-
-    squares: Mapping[tuple[str, str], tuple[float, float]]
-    sums: tuple[float, float]
-
-    def clamp_norm(self, each: StepGradients) -> float:
-        """Return the norm nearest to a rank's that its own squares give with the least to the most of the others."""
-        least, most = self.sums
-        for region, square in each.squares.items():
-            smallest, largest = self.squares[region]
-            least += square - smallest
-            most += square - largest
-        norm, low, high = each.norms[TOTAL], math.sqrt(max(least, 0.0)), math.sqrt(max(most, 0.0))
-        return norm if low <= norm <= high else high if norm > high else low
-
-
-def _find_extremes(of_step: Sequence[StepGradients]) -> _Extremes:
+def _find_extremes(of_step: Sequence[StepGradients]) -> tuple[float, float]:
+    """Return the smallest and the largest norm of one replica of each region; they differ where replicas do."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for each in of_step:
         for region, square in each.squares.items():
             smallest, largest = found.get(region, (square, square))
             found[region] = (min(smallest, square), max(largest, square))
-    return _Extremes(found, (sum(low for low, _ in found.values()), sum(high for _, high in found.values())))
+    return math.sqrt(sum(low for low, _ in found.values())), math.sqrt(
+        sum(high for _, high in found.values())
+    )
 
 
 def _measure(
-    name: str, each: StepGradients, extremes: _Extremes, max_norm: float | None, num_ranks: int
+    name: str, each: StepGradients, extremes: tuple[float, float], max_norm: float | None, num_ranks: int
 ) -> tuple[float, float, float] | None:
     """Return (expected, actual, relative bound) of a norm or coefficient of one rank, None where it has none."""
     if name not in each.norms or (name == COEFFICIENT and max_norm is None):
         return None
     eps = max(each.eps.get(Kind.GRADIENT, 0.0), each.eps[name])
     if name == TOTAL:
-        return extremes.clamp_norm(each), each.norms[name], _norm_bound(eps, each.num_elements, num_ranks)
+        low, high = extremes
+        actual = each.norms[name]
+        # Of what is no number neither holds, and it is compared with the largest.
+        nearest = actual if low <= actual <= high else low if actual < low else high
+        return nearest, actual, _norm_bound(eps, each.num_elements, num_ranks)
     assert max_norm is not None
     # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
     expected = min(1.0, max_norm / (each.norms[TOTAL] + 1e-6))

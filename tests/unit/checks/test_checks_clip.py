@@ -129,17 +129,20 @@ def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
     assert {finding.tensor for finding in judge([report], "bfloat16").findings} == {"total"}
 
 
-def test_a_norm_may_count_any_of_the_replicas_that_differ_but_a_rank_s_own(
-    judge: Judge, weight: Tensor
-) -> None:
-    """Two ranks that have not reduced their gradients: each clips by the norm of its own."""
-    whole = Region.whole(SHAPE)
-    own = [note({"w": (factor * weight, whole)}, factor * float(weight.norm())) for factor in (1.0, 1.5)]
-    assert judge(own).findings == ()
-    exchanged = [
-        note({"w": (factor * weight, whole)}, (2.5 - factor) * float(weight.norm())) for factor in (1.0, 1.5)
-    ]
-    (finding,) = judge(exchanged).findings
+def test_a_norm_may_count_any_of_the_replicas_that_differ(judge: Judge, weight: Tensor) -> None:
+    """Two ranks that have not reduced their gradients: each clips by the norm of its own, or both by one of them."""
+    whole, norm = Region.whole(SHAPE), float(weight.norm())
+
+    def judge_norms_of(*factors: float) -> tuple[Any, ...]:
+        reports = [
+            note({"w": (own * weight, whole)}, factor * norm)
+            for own, factor in zip((1.0, 1.5), factors, strict=True)
+        ]
+        return judge(reports).findings
+
+    for right in ((1.0, 1.5), (1.0, 1.0), (1.5, 1.5)):
+        assert judge_norms_of(*right) == ()
+    (finding,) = judge_norms_of(0.9, 1.6)
     assert finding.ranks == (0, 1)
 
 
