@@ -23,6 +23,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ClipFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.train.clipping import GUARD
 from moeverify.train.engine import PlainEngine
 from moeverify.train.program import Program
 
@@ -153,9 +154,8 @@ def _find_extremes(of_step: Sequence[StepGradients]) -> tuple[float, float]:
         for region, square in each.squares.items():
             smallest, largest = found.get(region, (square, square))
             found[region] = (min(smallest, square), max(largest, square))
-    return math.sqrt(sum(low for low, _ in found.values())), math.sqrt(
-        sum(high for _, high in found.values())
-    )
+    least, most = (math.sqrt(sum(each[end] for each in found.values())) for end in (0, 1))
+    return least, most
 
 
 def _measure(
@@ -173,7 +173,7 @@ def _measure(
         return nearest, actual, _norm_bound(eps, each.num_elements, num_ranks)
     assert max_norm is not None
     # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
-    expected = min(1.0, max_norm / (each.norms[TOTAL] + 1e-6))
+    expected = min(1.0, max_norm / (each.norms[TOTAL] + GUARD))
     return expected, each.norms[name], 4.0 * 0.5 * max(each.eps[name], each.eps[TOTAL])
 
 

@@ -10,13 +10,13 @@ from moeverify.checks.axis_use import Issued, count_issued, find_unused, list_us
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
 from moeverify.checks.placed import find_misplaced
 from moeverify.collectives.trace import CollectiveTrace
+from moeverify.compare.assembled import Key
 from moeverify.layout.observer import INITIAL
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import AxisUses, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.train.program import Program
 
-Key = tuple[int, str, str]
 Regions = Mapping[int, frozenset[str]]
 
 
@@ -92,7 +92,8 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
         whole = [] if undivided or not seen else _list_whole(covered, claim)
         if seen and not undivided and not whole:
             continue
-        undivided += [group for group in claim.groups if whole]
+        if whole:
+            undivided = list(claim.groups)
         group = undivided[0] if undivided else claim.groups[0]
         findings.append(
             Finding(

@@ -142,18 +142,18 @@ def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
     if finding.check != CheckName.COVERAGE:
         return finding
     for origin in origins:
-        explanation = origin.explanation
-        if (
-            explanation is None
-            or not isinstance(explanation.operation, Zeroed)
-            or not explanation.operation.absent
-        ):
-            continue
-        if finding.step >= origin.step and any(
-            finding.tensor.startswith(f"{name}.") for name in explanation.subject.tensors
-        ):
+        absent = tuple(f"{name}." for name in _list_absent(origin))
+        if finding.step >= origin.step and finding.tensor.startswith(absent):
             return follow(finding, origin)
     return finding
+
+
+def _list_absent(origin: Finding) -> tuple[str, ...]:
+    """Return the tensors that no rank has, where that is the cause."""
+    explanation = origin.explanation
+    operation = None if explanation is None else explanation.operation
+    is_absent = isinstance(operation, Zeroed) and operation.absent
+    return explanation.subject.tensors if explanation is not None and is_absent else ()
 
 
 def _list_unsteady(findings: Sequence[Finding], step: int, inputs: DiagnosisInputs) -> list[Finding]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.rank_readings import AllReadings, Coordinates, RankReadings, error_of
+from moeverify.diagnose.slices import scale_rows
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.observation import Direction, End, FirstDivergence
 from moeverify.results.trial import Reason, Trial
@@ -228,9 +229,7 @@ def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
     expected, actual, is_seen = (
         values.flatten(0, 1).flatten(1) for values in (tensor.expected, tensor.whole, seen)
     )
-    norms = expected.norm(dim=1)
-    allowed = bound * torch.maximum(norms, norms.median())
-    is_wrong = ~((is_seen * (actual - expected)).norm(dim=1) <= allowed)
+    is_wrong = ~((is_seen * (actual - expected)).norm(dim=1) <= bound * scale_rows(expected))
     return int(is_wrong.sum()), int(is_seen.any(dim=1).sum())
 
 

@@ -14,9 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.slices import MOST_SLICES, measure_distances, scale_rows
 from moeverify.train.module_taps import Reading
-
-_MOST_ROWS = 4096  # distances of all rows from all others take (rows, rows) numbers: 128 MiB in float64
 
 _FAR = 1e6  # a distance of rows that are no numbers
 
@@ -42,23 +41,28 @@ def place_rows(
     are equal if they differ by less than `equal` of their norm. No call has a place where the ranks of a group have
     another number of rows than one device: some were dropped, or padded, or the module is not the same.
     """
-    expected = _join(golden)
-    calls = {call: _join(readings) for call, readings in _list_calls(found)}
     nowhere = Places({}, is_shared=False)
-    if expected is None or len(expected) > _MOST_ROWS or any(rows is None for rows in calls.values()):
+    expected = _join(golden)
+    if expected is None or len(expected) > MOST_SLICES:
         return nowhere
+    calls: dict[Call, Tensor] = {}
+    for call, readings in _list_calls(found):
+        joined = _join(readings)
+        if joined is None or joined.shape[1] != expected.shape[1]:
+            return nowhere
+        calls[call] = joined
     for is_shared in (False, True):
         together: dict[int, list[Call]] = {}
         for call in calls:
             together.setdefault(call[0] if is_shared else groups.get(call[0], 0), []).append(call)
         placed = {}
         for members in together.values():
-            rows = torch.cat([calls[call] for call in members])  # type: ignore[misc]
-            if rows.shape != expected.shape:
+            rows = torch.cat([calls[call] for call in members])
+            if len(rows) != len(expected):
                 break
             places = _match(rows, expected, _num_columns(golden), equal)
             for call in members:
-                size = len(calls[call])  # type: ignore[arg-type]
+                size = len(calls[call])
                 placed[call], places = tuple(places[:size]), places[size:]
         else:
             return Places(placed, is_shared and len(together) > 1)
@@ -110,9 +114,8 @@ def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> lis
     while bool((places < 0).any()):
         open_rows, open_places = (places < 0).nonzero().flatten(), free.nonzero().flatten()
         best, at = cost[open_rows][:, open_places].min(dim=1)
-        order = best.argsort(
-            descending=True, stable=True
-        )  # of rows that want one place the last one written wins
+        # Of rows that want one place the last one written wins, which is the one that is most alike.
+        order = best.argsort(descending=True, stable=True)
         winner = torch.full((len(open_places),), -1)
         winner[at[order]] = open_rows[order]
         taken = winner >= 0
@@ -123,7 +126,5 @@ def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> lis
 
 def _measure(found: Tensor, wanted: Tensor) -> Tensor:
     """Return the distance of each row from each of the golden's, as a share of its norm or of a typical one."""
-    norms = wanted.norm(dim=1)
-    scale = torch.maximum(norms, norms.median()).clamp(min=1e-300)
-    distance = torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist") / scale
+    distance = measure_distances(found, wanted) / scale_rows(wanted)
     return distance.nan_to_num(nan=_FAR, posinf=_FAR).clamp(max=_FAR)

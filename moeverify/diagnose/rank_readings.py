@@ -28,6 +28,10 @@ class RankReadings:
     silent: Collection[tuple[str, str, str, int]] = ()
 
 
+_Read = tuple[int, Reading, tuple[Indices, Indices]]
+"""A rank, what it read, and the rows and positions of that micro-batch."""
+
+
 class AllReadings:
     """What all ranks read, found by the end of the module at which it was read."""
 
@@ -40,100 +44,90 @@ class AllReadings:
         golden: Sequence[Reading] = (),
         bound: float = 0.0,
     ) -> None:
-        self._golden = golden
-        self._bound = bound
-        self._places_of_rows: dict[str, Places] = {}
         self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
         self._tp = tp
         self._precision = precision
+        self._bound = bound
         self._batch = _global_batch(by_rank)
         # Models of many modules have thousands of readings on each side: each is looked up, and not searched for.
-        self._read: dict[tuple[str, str, str, str], list[tuple[int, Reading, tuple[Indices, Indices]]]] = {}
+        self._read: dict[tuple[str, str, str, str], list[_Read]] = {}
+        self._rows_of_golden: dict[str, list[Reading]] = {}
+        self._rows_of_ranks: dict[str, list[tuple[int, Reading]]] = {}
+        self._places_of_rows: dict[str, Places] = {}
         for rank, read in enumerate(by_rank):
             for reading in read.readings:
-                found = (rank, reading, read.shares[reading.micro_batch])
-                self._read.setdefault(_end_of(reading), []).append(found)
+                self._add(rank, reading, read)
         for rank, read in enumerate(by_rank):
             for reading in _list_silent(read):
-                found = (rank, reading, read.shares[reading.micro_batch])
-                self._read.setdefault(_end_of(reading), []).append(found)
+                self._add(rank, reading, read)
+        for reading in filter(_has_forward_rows, golden):
+            self._rows_of_golden.setdefault(reading.module, []).append(reading)
+
+    def _add(self, rank: int, reading: Reading, read: RankReadings) -> None:
+        found = (rank, reading, read.shares[reading.micro_batch])
+        self._read.setdefault(_end_of(reading), []).append(found)
+        if _has_forward_rows(reading):
+            self._rows_of_ranks.setdefault(reading.module, []).append((rank, reading))
 
     def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
         """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
 
-        None where no rank read it.
+        None where no rank read it. Rows in an order of a module's own are a tensor (1, rows, columns).
         """
-        if golden.is_loose or any(read.is_loose for _, read, _ in self._read.get(_end_of(golden), ())):
-            return self._gather_rows(golden)
-        expected = golden.local.to(torch.float64)
+        read = self._read.get(_end_of(golden), [])
+        are_rows = golden.is_loose or any(reading.is_loose for _, reading, _ in read)
+        expected = (rows_of(golden)[None] if are_rows else golden.local).to(torch.float64)
+        located = (
+            self._locate_rows(golden, expected, read) if are_rows else self._locate(golden, expected, read)
+        )
+        parts = list(located)
+        if not parts:
+            return None
+        key = (0, MODULE_KINDS[golden.direction], golden.module)
+        shards = tuple(RankShard(rank, region, local) for rank, _, region, local in parts)
+        readings = [reading for _, reading, _, _ in parts]
+        tensor = WrongTensor(key, expected, shards, self._precision)
+        return tensor, [each.micro_batch for each in readings], min(each.order for each in readings)
+
+    def _locate(self, golden: Reading, expected: Tensor, read: Sequence[_Read]) -> Iterator[_Located]:
+        """Yield what ranks read of the tokens of the batch, with its region."""
         # Every micro-batch has what is one for all rows, and a part of its gradient.
         is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
         if tuple(expected.shape[:2]) != self._batch and not (
             is_one_for_all and expected.shape[1] == self._batch[1]
         ):
-            return None
-        shards: list[RankShard] = []
-        micro_batches: list[int] = []
-        orders: list[int] = []
-        for rank, reading, (rows, positions) in self._read.get(_end_of(golden), ()):
+            return
+        for rank, reading, (rows, positions) in read:
             place = (self._places.get(rank, 0), self._tp)
             region = locate_tokens(expected, reading.local, rows, positions, place)
             if region is not None:
-                shards.append(RankShard(rank, region, reading.local))
-                micro_batches.append(reading.micro_batch)
-                orders.append(reading.order)
-        return self._put_together(golden, expected, shards, micro_batches, orders)
+                yield rank, reading, region, reading.local
 
-    def _gather_rows(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
-        """Return what ranks read of rows in an order of their own as a tensor (1, rows, columns)."""
+    def _locate_rows(self, golden: Reading, expected: Tensor, read: Sequence[_Read]) -> Iterator[_Located]:
+        """Yield what ranks read of rows in an order of their own, with their region of (1, rows, columns)."""
         module = golden.module
         if module not in self._places_of_rows:
-            self._places_of_rows[module] = self._place_rows(module)
+            of_golden = self._rows_of_golden.get(module, [])
+            of_ranks = self._rows_of_ranks.get(module, [])
+            self._places_of_rows[module] = place_rows(of_golden, of_ranks, self._places, self._bound)
         places = self._places_of_rows[module]
         if golden.direction == BACKWARD and places.is_shared:
-            return None  # of the gradient of what all have, each has a part
-        expected = rows_of(golden)[None].to(torch.float64)
-        shards: list[RankShard] = []
-        micro_batches: list[int] = []
-        orders: list[int] = []
-        for rank, reading, _ in self._read.get(_end_of(golden), ()):
+            return  # of the gradient of what all have, each has a part
+        for rank, reading, _ in read:
             rows = places.of_call.get((rank, module, reading.micro_batch))
+            if not rows:
+                continue
             local = rows_of(reading)[None]
-            region = (
-                None if rows is None else locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
-            )
+            region = locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
             if region is not None:
-                shards.append(RankShard(rank, region, local))
-                micro_batches.append(reading.micro_batch)
-                orders.append(reading.order)
-        return self._put_together(golden, expected, shards, micro_batches, orders)
+                yield rank, reading, region, local
 
-    def _place_rows(self, module: str) -> Places:
-        def is_forward(reading: Reading) -> bool:
-            has_rows = reading.is_loose or reading.is_flat
-            return has_rows and (reading.module, reading.direction) == (module, FORWARD)
 
-        found = [
-            (rank, reading)
-            for (_, name, _, _), read in self._read.items()
-            if name == module
-            for rank, reading, _ in read
-            if is_forward(reading)
-        ]
-        return place_rows(list(filter(is_forward, self._golden)), found, self._places, self._bound)
+_Located = tuple[int, Reading, Region, Tensor]
 
-    def _put_together(
-        self,
-        golden: Reading,
-        expected: Tensor,
-        shards: Sequence[RankShard],
-        micro_batches: list[int],
-        orders: Sequence[int],
-    ) -> tuple[WrongTensor, list[int], int] | None:
-        if not shards:
-            return None
-        key = (0, MODULE_KINDS[golden.direction], golden.module)
-        return WrongTensor(key, expected, tuple(shards), self._precision), micro_batches, min(orders)
+
+def _has_forward_rows(reading: Reading) -> bool:
+    return reading.direction == FORWARD and (reading.is_loose or reading.is_flat)
 
 
 def _list_silent(read: RankReadings) -> Iterator[Reading]:

@@ -11,8 +11,8 @@ from moeverify.diagnose.families import name_family
 from moeverify.diagnose.wrong_tensor import EXACT
 from moeverify.results.part import Block
 
-# Distances of all slices from all others take (slices, slices) numbers: 128 MiB in float64.
-_MOST_SLICES = 4096
+MOST_SLICES = 4096
+"""Distances of so many slices from all others take (slices, slices) numbers: 128 MiB in float64."""
 
 
 def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
@@ -66,10 +66,20 @@ def _measure_slices(expected: Tensor, actual: Tensor, dim: int) -> tuple[Tensor,
     Shapes: (slices of actual, slices of expected) and (slices of actual,).
     """
     size = actual.shape[dim]
-    if not 2 <= size <= _MOST_SLICES or actual.numel() // size < 2:
+    if not 2 <= size <= MOST_SLICES or actual.numel() // size < 2:
         return None
     wanted = expected.movedim(dim, 0).reshape(size, -1)
     found = actual.movedim(dim, 0).reshape(size, -1)
-    # Without matrix products: |a|^2 - 2ab + |b|^2 loses half of the digits where slices are nearly equal.
-    distance = torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist")
-    return distance, found.norm(dim=1).clamp(min=1e-300)
+    return measure_distances(found, wanted), found.norm(dim=1).clamp(min=1e-300)
+
+
+def measure_distances(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return the distance (N, M) of each row of `found` (N, D) from each of `wanted` (M, D)."""
+    # Without matrix products: |a|^2 - 2ab + |b|^2 loses half of the digits where rows are nearly equal.
+    return torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def scale_rows(rows: Tensor) -> Tensor:
+    """Return what errors of rows (N, D) are measured by, (N,): the norm of each, or that of a typical one."""
+    norms = rows.norm(dim=1)
+    return torch.maximum(norms, norms.median()).clamp(min=1e-300)

@@ -122,13 +122,11 @@ class Router(nn.Module, RouterSlot):
         if valid is None:
             valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         logits = self.compute_logits(x)
-        sigmoid = self.spec.score == "sigmoid"
-        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+        scores = self.score(logits)
         chosen, margin = self._choose(scores.detach())
         ids = chosen if self.replay is None else self.replay
         weights = self.weigh(scores.gather(-1, ids)).to(x.dtype)
-        probabilities = scores / scores.sum(dim=-1, keepdim=True) if sigmoid else scores
-        stats = summarize(logits, probabilities, ids, valid)
+        stats = summarize(logits, self.normalize(scores), ids, valid)
         self.record = RouterRecord(chosen, weights.detach(), stats.counts.sum(dim=0), margin)
         return Routing(ids, weights, stats)
 
@@ -137,6 +135,14 @@ class Router(nn.Module, RouterSlot):
         wide = widen(x.dtype)
         bias = None if self.bias is None else self.view(self.bias).to(wide)
         return functional.linear(x.to(wide), self.view(self.weight).to(wide), bias)
+
+    def score(self, logits: Tensor) -> Tensor:
+        """Return the scores of logits (B, S, E), by which experts are chosen, in the same shape."""
+        return logits.sigmoid() if self.spec.score == "sigmoid" else logits.softmax(dim=-1)
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """Return the probabilities of experts by scores (B, S, E), in the same shape."""
+        return scores / scores.sum(dim=-1, keepdim=True) if self.spec.score == "sigmoid" else scores
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         return choose(self.spec, scores if self.selection_bias is None else scores + self.selection_bias)

@@ -204,6 +204,11 @@ class NormOfPartials(Record):
     axes: tuple[Product, ...] = ()
 
 
+ClipFormulaName = Literal[
+    "guard", "unbounded", "without-limit", "squared", "of-squared-norm", "root", "inverse"
+]
+
+
 class Reclipped(Record):
     """The norm is right, and the coefficient of the clip is made of it otherwise than min(1, limit / (norm + guard)).
 
@@ -211,7 +216,7 @@ class Reclipped(Record):
     """
 
     kind: Literal["reclipped"] = "reclipped"
-    way: Literal["guard", "unbounded", "without-limit", "squared", "of-squared-norm", "root", "inverse"]
+    way: ClipFormulaName
     factor: Factor | None = None
 
 

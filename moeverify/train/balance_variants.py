@@ -101,8 +101,8 @@ def _vary_stats(
 ) -> RouterStats:
     """Return the sums of a variant over valid tokens. Shapes: x (B, S, H), valid (B, S)."""
     logits = router.compute_logits(x)
-    scores = logits.sigmoid() if router.spec.score == "sigmoid" else logits.softmax(dim=-1)
-    probabilities = scores / scores.sum(dim=-1, keepdim=True) if router.spec.score == "sigmoid" else scores
+    scores = router.score(logits)
+    probabilities = router.normalize(scores)
     chosen = torch.zeros_like(logits).scatter(-1, routing.ids, 1.0)
     everything = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     valid = everything if valid is None else valid

@@ -24,6 +24,7 @@ from moeverify.axes.groups import (
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case, Recipe
 from moeverify.checks.base import Judgement, Role
+from moeverify.checks.clip import TOTAL as TOTAL_NORM
 from moeverify.checks.registry import CHECKS, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
@@ -32,7 +33,6 @@ from moeverify.diagnose.components import Components, load_weights, make_compone
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
-from moeverify.diagnose.hypotheses.clip_formula import TOTAL as TOTAL_NORM
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from moeverify.checks.clip import TOTAL
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -16,11 +17,10 @@ from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor
 from moeverify.results.observation import ScalarValues
-from moeverify.results.operation import Reclipped
+from moeverify.results.operation import ClipFormulaName, Reclipped
 from moeverify.results.trial import Reason
 from moeverify.train.clipping import GUARD
 
-TOTAL = "total"
 _GUARD_IS_KNOWN = 1e-4
 """How far a count of the guard may be from a whole number. A norm is off by 1e-14 of itself at most: where that is
 more than a share of this of the guard, the guard cannot be read from the coefficient."""
@@ -54,7 +54,7 @@ class ClipFormula(Hypothesis):
 def _find_formula(actual: float, norm: float, limit: float) -> Reclipped | None:
     """Return which other formula gives the coefficient to rounding."""
     right = limit / (norm + GUARD)
-    formulas = {
+    formulas: Mapping[ClipFormulaName, float] = {
         "unbounded": right,
         "without-limit": 1.0 / (norm + GUARD),
         "squared": right * right,
@@ -67,7 +67,7 @@ def _find_formula(actual: float, norm: float, limit: float) -> Reclipped | None:
         for bounded in (value, min(1.0, value)):
             is_it = abs(bounded - actual) <= EXACT * abs(actual)
             if is_it and abs(bounded - wrong) > EXACT * wrong and bounded != 1.0:
-                return Reclipped(way=way)  # type: ignore[arg-type]
+                return Reclipped(way=way)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class HeldSum(Hypothesis):
         explanation = explain_by(Cause.MISSING_REDUCTION, operation, tensors, inputs, residual=residual)
         seen = ReplicaSum(axis="", num_replicas=size, factor=value, residual=residual)
         outcome = self.accept(explanation, seen, residual=residual)
-        return Outcome(outcome.trials, explanation, outcome.observations, num_coefficients=1)
+        return replace(outcome, num_coefficients=1)
 
 
 def _add_up(tensor: WrongTensor, shards: Sequence[RankShard]) -> tuple[Tensor, Tensor]:

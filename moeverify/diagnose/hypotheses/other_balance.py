@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from moeverify.diagnose.fit import fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
-from moeverify.diagnose.hypotheses.linear_fit import knows
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.replaced_term import find_parts, fit_replaced
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import is_same
-from moeverify.results.operation import Change, Redefined
-from moeverify.results.part import WHOLE
+from moeverify.results.operation import Redefined
 from moeverify.results.trial import Reason
-from moeverify.train.subject import Vector
 
 _TERM = "balance"
 
@@ -48,14 +42,16 @@ class OtherBalance(Hypothesis):
         ]
         if not losses:
             return self.untried(Reason.LOSSES_MATCH)
-        components = inputs.components() if inputs.components is not None else None
-        if components is None or not knows(components, tensors) or _TERM not in components.terms:
-            return self.untried(Reason.NO_SUCH_PARTS)
-        if not all(bool(torch.isfinite(tensor.whole).all()) for tensor in tensors):
-            return self.untried(Reason.NOT_COMPARABLE)
-        right = {tensor.name: components.term(_TERM, tensor.name) for tensor in tensors}
+        parts = find_parts(_TERM, tensors, inputs)
+        if isinstance(parts, Reason):
+            return self.untried(parts)
+        components, right = parts
         for num_changes in (1, 2):
-            found = _find_variants(tensors, right, components.by_variant(num_changes))
+            found = [
+                (changes, fit.residual)
+                for changes, vector in components.by_variant(num_changes)
+                if (fit := fit_replaced(tensors, right, vector)) is not None
+            ]
             if found:
                 residual = max(residual for _, residual in found)
                 operation = Redefined(term=_TERM, variants=tuple(changes for changes, _ in found))
@@ -64,20 +60,6 @@ class OtherBalance(Hypothesis):
                 outcome = self.accept(explanation, residual=residual)
                 return replace(outcome, num_coefficients=1)
         return self.refuse()
-
-
-def _find_variants(
-    tensors: Sequence[WrongTensor], right: Vector, variants: Iterable[tuple[tuple[Change, ...], Vector]]
-) -> list[tuple[tuple[Change, ...], float]]:
-    """Return the variants that explain all errors, with what they leave of these."""
-    found = []
-    for changes, vector in variants:
-        moved = {name: vector[name] - right[name] for name in right}
-        fit = fit_columns(tensors, [(WHOLE, lambda name, moved=moved: moved[name])])  # type: ignore[misc]
-        # The part of a golden counts once by itself, so that what is added once is there twice.
-        if fit is not None and fit.explains and is_same(fit.coefficients[0], 2.0):
-            found.append((changes, fit.residual))
-    return found
 
 
 HYPOTHESIS = OtherBalance()

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from moeverify.diagnose.fit import fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
-from moeverify.diagnose.hypotheses.linear_fit import knows
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.replaced_term import find_parts, fit_replaced
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import is_same
 from moeverify.results.operation import Rescoped
-from moeverify.results.part import WHOLE
 from moeverify.results.trial import Reason
 
 _TERM = "balance"
@@ -36,17 +31,13 @@ class OtherScope(Hypothesis):
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit the errors on what the other term would add and the right one does not."""
-        components = inputs.components() if inputs.components is not None else None
-        if components is None or not knows(components, tensors) or _TERM not in components.terms:
-            return self.untried(Reason.NO_SUCH_PARTS)
-        if not all(bool(torch.isfinite(tensor.whole).all()) for tensor in tensors):
-            return self.untried(Reason.NOT_COMPARABLE)
+        parts = find_parts(_TERM, tensors, inputs)
+        if isinstance(parts, Reason):
+            return self.untried(parts)
+        components, right = parts
         for scope, vector in components.by_scope().items():
-            names = [tensor.name for tensor in tensors]
-            moved = {name: vector[name] - components.term(_TERM, name) for name in names}
-            fit = fit_columns(tensors, [(WHOLE, lambda name, moved=moved: moved[name])])  # type: ignore[misc]
-            # The part of a golden counts once by itself, so that what is added once is there twice.
-            if fit is not None and fit.explains and is_same(fit.coefficients[0], 2.0):
+            fit = fit_replaced(tensors, right, vector)
+            if fit is not None:
                 operation = Rescoped(term=_TERM, scope=scope)
                 explanation = explain_by(Cause.FORWARD, operation, tensors, inputs, residual=fit.residual)
                 outcome = self.accept(explanation, residual=fit.residual)

@@ -20,6 +20,7 @@ from torch import Tensor
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.slices import MOST_SLICES, measure_distances, scale_rows
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -28,7 +29,6 @@ from moeverify.results.operation import Reweighted
 from moeverify.results.trial import Reason
 from moeverify.train.module_taps import FORWARD, Reading
 
-_MOST_ROWS = 4096
 _SPARE = 4  # numbers of a token beyond one for each of its copies: fewer prove nothing
 _NEAR = 1e-6  # of a weight that a fit has found in float64
 
@@ -87,7 +87,7 @@ def _list_copies(origin: Origin, search: Search) -> Iterator[_Copies]:
     for module in origin.inside:
         taken = _read(search.golden, (module, FORWARD, "input"))
         made = _read(search.golden, (module, origin.direction, end))
-        if taken is None or made is None or len(taken) != len(made) or len(made) > _MOST_ROWS:
+        if taken is None or made is None or len(taken) != len(made) or len(made) > MOST_SLICES:
             continue
         if made.shape[1] == width and taken.shape[1] == tokens.shape[1]:
             yield from _match_copies(module, tokens, taken, made)
@@ -103,10 +103,8 @@ def _read(golden: Sequence[Reading], at: tuple[str, str, str]) -> Tensor | None:
 
 def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> Iterator[_Copies]:
     """Yield the copies of the tokens that have equally many, as most have; of tokens with a twin nobody can tell."""
-    equal = torch.cdist(taken, tokens, compute_mode="donot_use_mm_for_euclid_dist") == 0.0
-    is_single = (
-        torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist").eq(0.0).sum(dim=1) == 1
-    )
+    equal = measure_distances(taken, tokens) == 0.0
+    is_single = (measure_distances(tokens, tokens) == 0.0).sum(dim=1) == 1
     counts = equal.sum(dim=0)
     most = Counter(int(count) for count in counts[is_single] if count > 1).most_common(1)
     if not most:
@@ -122,8 +120,7 @@ def _fit(rows: Tensor, output: Tensor, scale: Tensor) -> tuple[Tensor, float]:
     """Return the weights (tokens, copies) of an output, and the most that is left of a token, by `scale`."""
     weights = torch.linalg.lstsq(rows.transpose(1, 2), output[..., None], driver="gelsd").solution[..., 0]
     left = (output - (weights[..., None] * rows).sum(dim=1)).norm(dim=1)
-    norms = scale.norm(dim=1)
-    return weights, float((left / torch.maximum(norms, norms.median()).clamp(min=1e-300)).amax())
+    return weights, float((left / scale_rows(scale)).amax())
 
 
 def _describe(copies: _Copies, right: Tensor, weights: Tensor) -> Reweighted:

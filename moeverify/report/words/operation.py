@@ -327,6 +327,8 @@ describe_operation.register(Misplaced, describe_misplaced)
 describe_operation.register(Rescoped, describe_rescoped)
 describe_operation.register(Reweighted, describe_reweighted)
 describe_operation.register(Redefined, describe_redefined)
+describe_operation.register(Miscounted, describe_miscounted)
+describe_operation.register(Unwritten, describe_unwritten)
 describe_operation.register(NormOfNorms, describe_norm_of_norms)
 describe_operation.register(NormOfPartials, describe_norm_of_partials)
 describe_operation.register(Reclipped, describe_reclipped)
@@ -353,16 +355,6 @@ def _(operation: Rounded, explanation: Explanation) -> str:
         hold = subject.pick("holds", "hold")
         return f"{subject} {hold} only values that {operation.dtype} can represent, and the golden does not{first}"
     return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
-
-
-@describe_operation.register
-def _(operation: Miscounted, explanation: Explanation) -> str:
-    return describe_miscounted(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Unwritten, explanation: Explanation) -> str:
-    return describe_unwritten(operation, name_subject(explanation.subject))
 
 
 @describe_operation.register

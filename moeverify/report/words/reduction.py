@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_sources, name_products
-from moeverify.report.words.subject import Phrase, name_subject
+from moeverify.report.words.subject import name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import (
@@ -79,8 +79,9 @@ def describe_unheld(operation: Unreduced, total: str) -> str:
     )
 
 
-def describe_unwritten(operation: Unwritten, subject: Phrase) -> str:
+def describe_unwritten(operation: Unwritten, explanation: Explanation) -> str:
     """Return what is made of memory that nothing has written, and where that is allocated and read."""
+    subject = name_subject(explanation.subject)
     memory = f"memory of shape {_format_shape(operation.shape)} that nothing has written"
     where = f"allocated{name_site(operation.allocated_at)}, read{name_site(operation.read_at)}"
     return f"{subject} {subject.be} computed from {memory} on {format_ranks(operation.ranks)}: {where}"
