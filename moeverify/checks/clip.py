@@ -29,7 +29,9 @@ from moeverify.train.program import Program
 
 TOTAL = "total"
 COEFFICIENT = "clip_coefficient"
-_CHUNK = 1 << 20
+# Elements that are in float64 at once: what fits a processor's cache, and on a GPU enough to be worth a launch.
+_CHUNKS = {"cpu": 1 << 20}
+_CHUNK = 1 << 24
 
 
 @dataclass
@@ -91,7 +93,8 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 def _sum_squares(local: Tensor) -> Tensor:
     """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
     flat = local.detach().reshape(-1)
-    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, _CHUNK)]
+    size = _CHUNKS.get(local.device.type, _CHUNK)
+    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, size)]
     return torch.stack(parts).sum()
 
 

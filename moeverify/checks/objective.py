@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
-from moeverify.checks.router import Scored
+from moeverify.checks.router import Scored, split_passes
 from moeverify.checks.router_passes import MicroBatchPasses, count_times, find_lengths, list_scopes
 from moeverify.compare.assembled import Key
 from moeverify.layout.placement import local_part
@@ -38,7 +38,6 @@ from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 
 LM, BALANCE, Z, TOTAL = "lm", "balance", "z", "total"
-_CHUNK = 1 << 12  # tokens whose float64 copies, (tokens, hidden), are there at once
 
 
 @dataclass
@@ -164,7 +163,7 @@ def _sum_pass(
     z = torch.zeros(3, dtype=torch.float64, device=x.device)
     rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
     relative = torch.zeros((), dtype=torch.float64, device=x.device)
-    for part, chosen, row, kept in zip(*(torch.split(each, _CHUNK) for each in flat), strict=True):
+    for part, chosen, row, kept in split_passes(x.shape[-1], *flat):
         scored = Scored.compute(spec, part, weight, bias)
         sizes = scored.logits.logsumexp(dim=-1)
         # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.

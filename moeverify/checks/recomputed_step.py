@@ -111,7 +111,8 @@ def recompute(
         after={name: torch.cat([each.after[name] for each in members]) for name in first.after},
     )
     change = torch.cat([each.change for each in members if each.change is not None])
-    sizes = torch.tensor([len(each.gradient) for each in members], device=gradient.device)
+    sizes = torch.tensor([len(each.gradient) for each in members])
+    sizes = sizes.to(gradient.device, non_blocking=True)  # made there, it would be waited for
     rounding = Rounding.of(first.dtypes)
     for recomputed in kind.recompute(spec, values):
         is_weight = recomputed.name == WEIGHT
@@ -227,8 +228,11 @@ def _measure(
     values = [term.values for term in recomputed.terms] + [actual]
     squared = [allowed, expected, stored.spread, stored.nearest]
     products = [one * other for one in values for other in values] + [each * each for each in squared]
-    sums = torch.segment_reduce(torch.stack(products, dim=1), "sum", lengths=sizes, axis=0)
-    return torch.cat([torch.stack(columns, dim=1), sums], dim=1)
+    # One long vector: of a matrix, torch reduces each segment of a column in one thread of a GPU.
+    lengths = sizes.repeat(len(products))
+    sums = torch.segment_reduce(torch.cat(products), "sum", lengths=lengths, unsafe=True)
+    sums = sums.view(len(products), -1)
+    return torch.cat([torch.stack(columns, dim=1), sums.T], dim=1)
 
 
 def read_batch(batch: Batch) -> Iterator[Row]:

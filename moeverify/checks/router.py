@@ -30,6 +30,8 @@ from moeverify.train.program import Program
 MOST_TOKENS = 1 << 12
 """Of more tokens in a pass, so many in equal distances are scored again; counts are of all of them."""
 
+_MOST_ELEMENTS = 1 << 24  # of what is in float64 at once: 128 MiB
+
 _QUANTITIES = ("choice", "weights", "counts")
 _KINDS: Mapping[str, Kind] = {
     "choice": Kind.ROUTER_IDS,
@@ -60,6 +62,15 @@ class Scored:
         # All logits may be off, in different directions, and E exponentials are summed.
         relative = 2.0 * error + (8.0 + logits.shape[-1]) * unit
         return cls(logits, error, logits.softmax(dim=-1), relative)
+
+
+def split_passes(hidden: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors (N, ...) of N tokens in parts whose float64 copies (tokens, hidden) take little memory.
+
+    On a GPU these checks cost what their launches cost, so parts are as large as that allows.
+    """
+    size = max(_MOST_ELEMENTS // hidden, 1)
+    yield from zip(*(torch.split(each, size) for each in tensors), strict=True)
 
 
 def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

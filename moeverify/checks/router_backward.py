@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
-from moeverify.checks.router import Scored
+from moeverify.checks.router import Scored, split_passes
 from moeverify.model.precision import widen
 from moeverify.results.facts import Term
 
@@ -34,7 +34,6 @@ PARTS: tuple[tuple[Term, float], ...] = (
 )
 """What a gradient may be made of, and how often the right one has it."""
 _SUMMED = 2.0**-40  # what is left of a sum of squares where it cancels, in float64
-_CHUNK = 1 << 12  # tokens whose float64 copies, (tokens, hidden), are there at once
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
     unit = 0.5 * torch.finfo(widen(inputs.x.dtype)).eps
     rounding = unit * (16.0 + 2.0 * weight.shape[0] + 4.0 * len(inputs.x) ** 0.5)
     tensors = (inputs.x, inputs.valid, inputs.ids, inputs.of_weights, inputs.of_probabilities)
-    for x, valid, ids, of_weights, of_probabilities in zip(
-        *(torch.split(each, _CHUNK) for each in tensors), strict=True
-    ):
+    for x, valid, ids, of_weights, of_probabilities in split_passes(weight.shape[1], *tensors):
         wide = x.to(torch.float64)
         scored = Scored.compute(inputs.spec, x, weight, inputs.bias)
         kept = valid.unsqueeze(-1).to(torch.float64)
@@ -141,7 +138,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
             * inputs.of_z.to(torch.float64)
         )
         of_logits = (combine, balance * kept, z * kept, balance * (1.0 - kept), z * (1.0 - kept))
-        parts += torch.stack([gradient.T @ wide for gradient in of_logits])
+        parts += (torch.cat(of_logits, dim=1).T @ wide).view_as(parts)
         sizes = size + balance_size + z.abs()
         allowed += (sizes * (4.0 * scored.relative + rounding)).T @ wide.abs()
     return parts, allowed

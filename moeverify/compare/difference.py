@@ -156,13 +156,15 @@ def _merge_statistics(parts: Tensor) -> Tensor:
 def find_worst(values: Tensor, sizes: Tensor) -> Tensor:
     """Return the place of the first largest value in each segment of values (M,), `sizes` (N,) elements each.
 
-    What is no number counts as the largest. Shape: (N,) int64.
+    What is no number counts as the largest. Shape: (N,) int64. Does not wait for a GPU, so that nothing looks whether
+    the sizes add up to M.
     """
     rated = torch.where(values <= LARGEST, values, torch.inf)
-    largest = torch.segment_reduce(rated, "max", lengths=sizes).repeat_interleave(sizes)
+    largest = torch.segment_reduce(rated, "max", lengths=sizes, unsafe=True)
+    largest = largest.repeat_interleave(sizes, output_size=len(values))
     place = torch.arange(len(values), device=values.device)
     behind = torch.where(rated == largest, place, len(values)).to(torch.float64)
-    return torch.segment_reduce(behind, "min", lengths=sizes).to(torch.int64)
+    return torch.segment_reduce(behind, "min", lengths=sizes, unsafe=True).to(torch.int64)
 
 
 def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:

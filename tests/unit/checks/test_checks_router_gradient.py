@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeverify.checks import router as scoring
 from moeverify.checks.base import Outcome
 from moeverify.checks.router_backward import RouterFit
 from moeverify.checks.router_gradient import Reports, RouterGradientWatch, RouterStep, judge_gradients
@@ -101,6 +102,11 @@ def test_what_a_router_makes_of_the_gradient_of_a_loss_is_measured(
     (facts,) = facts_of(judge(SOFTMAX, precision))
     assert (facts.term, facts.in_router) == ("balance", True)
     assert facts.factors[0] == pytest.approx(1.5, rel=0.1)
+
+
+def test_long_passes_are_computed_in_parts(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_MOST_ELEMENTS", 100)
+    assert judge(SOFTMAX, "float64").findings == ()
 
 
 def test_padding_that_takes_part_is_told_from_a_factor(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
