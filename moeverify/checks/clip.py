@@ -95,7 +95,7 @@ def _sum_squares(local: Tensor) -> Tensor:
     flat = local.detach().reshape(-1)
     size = _CHUNKS.get(local.device.type, _CHUNK)
     parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, size)]
-    return torch.stack(parts).sum()
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 class Clip(Check[dict[int, StepGradients]]):

@@ -155,16 +155,15 @@ def _sum_pass(
 
     Shapes: x (B, S, H), weight (E, H), valid (B, S), ids (B, S, k).
     """
-    num_rows, num_experts = x.shape[0], weight.shape[0]
-    row_of = torch.arange(num_rows, device=x.device).unsqueeze(1).expand_as(valid)
-    # Padding is kept and counts nothing: to leave it out, a GPU would have to tell the host how many tokens are left.
-    flat = (x.flatten(0, 1), ids.flatten(0, 1), row_of.flatten(), valid.flatten())
+    num_tokens, num_experts = x.shape[1], weight.shape[0]
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
     z = torch.zeros(3, dtype=torch.float64, device=x.device)
-    rows = torch.zeros(num_rows, 1 + 2 * num_experts, dtype=torch.float64, device=x.device)
     relative = torch.zeros((), dtype=torch.float64, device=x.device)
-    for part, chosen, row, kept in split_passes(x.shape[-1], *flat):
-        scored = Scored.compute(spec, part, weight, bias)
+    rows = []
+    for part, chosen, kept in split_passes(num_experts * num_tokens, x, ids, valid):
+        scored = Scored.compute(spec, part.flatten(0, 1), weight, bias)
+        # Padding is kept and counts nothing: to leave it out, a GPU would have to tell the host how many are left.
+        is_valid = kept.flatten()
         sizes = scored.logits.logsumexp(dim=-1)
         # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.
         error = scored.error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
@@ -173,17 +172,17 @@ def _sum_pass(
             sizes.square(),
             2.0 * sizes.abs() * error + error.square(),
         ]
-        z += torch.stack([torch.where(kept, each, 0.0).sum() for each in of_tokens])
+        z += torch.stack([torch.where(is_valid, each, 0.0).sum() for each in of_tokens])
         probabilities = scored.scores / scored.scores.sum(dim=-1, keepdim=True)
         counts = torch.zeros_like(probabilities)
-        counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
-        ones = torch.ones_like(probabilities[:, :1])
-        seen = torch.cat([ones, probabilities, counts], dim=1)
-        rows.index_add_(0, row, torch.where(kept.unsqueeze(1), seen, 0.0))
+        picked = chosen.flatten(0, 1)
+        counts.scatter_add_(1, picked, torch.ones_like(picked, dtype=torch.float64))
+        seen = torch.cat([torch.ones_like(probabilities[:, :1]), probabilities, counts], dim=1)
+        rows.append(torch.where(is_valid.unsqueeze(1), seen, 0.0).view(*kept.shape, -1).sum(dim=1))
         # Sigmoid scores are divided by their sum, which is off by as much.
-        worst = torch.where(kept.unsqueeze(1), scored.relative, 0.0).amax()
+        worst = torch.where(is_valid.unsqueeze(1), scored.relative, 0.0).amax()
         relative = torch.maximum(relative, 2.0 * worst)
-    return z, rows, relative
+    return z, torch.cat(rows), relative
 
 
 class Objective(Check[dict[int, StepSums]]):

@@ -64,20 +64,31 @@ class Scored:
         return cls(logits, error, logits.softmax(dim=-1), relative)
 
 
-def split_passes(hidden: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors (N, ...) of N tokens in parts whose float64 copies (tokens, hidden) take little memory.
-
-    On a GPU these checks cost what their launches cost, so parts are as large as that allows.
-    """
-    size = max(_MOST_ELEMENTS // hidden, 1)
+def split_passes(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors (N, ...) in parts, of which a dozen results (part, width) in float64 take little memory."""
+    size = max(_MOST_ELEMENTS // (16 * width), 1)
     yield from zip(*(torch.split(each, size) for each in tensors), strict=True)
+
+
+def split_wide(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield which tokens of x (N, H), and these in float64: so many at once that they take little memory.
+
+    On a GPU a check costs what its launches cost, so parts are as large as that allows.
+    """
+    size = max(_MOST_ELEMENTS // x.shape[-1], 1)
+    for start in range(0, len(x), size):
+        tokens = slice(start, start + size)
+        yield tokens, x[tokens].to(torch.float64)
 
 
 def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the logits (N, E) of x (N, H) in float64, and the largest error (N, 1) of the router's own."""
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
-    wide = x.to(torch.float64)
-    logits, sizes = wide @ weight.T, wide.abs() @ weight.abs().T
+    logits = torch.empty(len(x), len(weight), dtype=torch.float64, device=x.device)
+    sizes = torch.empty_like(logits)
+    for tokens, wide in split_wide(x):
+        torch.mm(wide, weight.T, out=logits[tokens])
+        torch.mm(wide.abs(), weight.abs().T, out=sizes[tokens])
     if bias is not None:
         logits, sizes = logits + bias, sizes + bias.abs()
     # A product sums in vectors and blocks, whose roundings add up like a random walk.
@@ -144,9 +155,10 @@ def count_wrong(
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
     deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
 
-    kept = routing.ids.flatten(0, -2) if valid is None else routing.ids[valid]
-    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=kept.device)
-    counts.index_add_(0, kept.flatten(), torch.ones_like(kept.flatten()))
+    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
+    times = torch.ones_like(routing.ids) if valid is None else valid.unsqueeze(-1).expand_as(routing.ids)
+    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=times.device)
+    counts.index_add_(0, routing.ids.flatten(), times.flatten().to(torch.int64))
     miscounted = (record.counts - counts).abs().to(torch.float64)
     # What is no number is wrong: none of these comparisons holds for it.
     numbers = [(~(each <= 1.0)).sum() for each in (excess, deviation)] + [(miscounted != 0).sum()]

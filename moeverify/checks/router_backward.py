@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
-from moeverify.checks.router import Scored, split_passes
+from moeverify.checks.router import Scored, split_passes, split_wide
 from moeverify.model.precision import widen
 from moeverify.results.facts import Term
 
@@ -66,8 +66,7 @@ def measure_backward(inputs: RouterInputs, actual: Tensor) -> Tensor:
     half = 0.5 * torch.finfo(actual.dtype).eps * torch.where(wide == 0.0, 0.0, power)
     flat = torch.stack([part.flatten() for part in parts])
     variance = half.flatten().square() / 3.0 + allowed.flatten().square()
-    right = torch.tensor([times for _, times in PARTS], dtype=torch.float64, device=wide.device)
-    left = (wide - torch.tensordot(right, parts, dims=1)).abs()
+    left = (wide - sum(times * part for (_, times), part in zip(PARTS, parts, strict=True))).abs()
     ratio = (left / (half + allowed + torch.finfo(actual.dtype).tiny)).nan_to_num(torch.inf).amax()
     gram, noise = flat @ flat.T, (flat * variance) @ flat.T
     products = (flat @ wide.flatten()).unsqueeze(1)
@@ -123,8 +122,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
     unit = 0.5 * torch.finfo(widen(inputs.x.dtype)).eps
     rounding = unit * (16.0 + 2.0 * weight.shape[0] + 4.0 * len(inputs.x) ** 0.5)
     tensors = (inputs.x, inputs.valid, inputs.ids, inputs.of_weights, inputs.of_probabilities)
-    for x, valid, ids, of_weights, of_probabilities in split_passes(weight.shape[1], *tensors):
-        wide = x.to(torch.float64)
+    for x, valid, ids, of_weights, of_probabilities in split_passes(weight.shape[0], *tensors):
         scored = Scored.compute(inputs.spec, x, weight, inputs.bias)
         kept = valid.unsqueeze(-1).to(torch.float64)
         through_weights = _combine(inputs.spec, scored.scores, ids, of_weights.to(torch.float64))
@@ -137,10 +135,12 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
             * scored.logits.softmax(-1)
             * inputs.of_z.to(torch.float64)
         )
-        of_logits = (combine, balance * kept, z * kept, balance * (1.0 - kept), z * (1.0 - kept))
-        parts += (torch.cat(of_logits, dim=1).T @ wide).view_as(parts)
-        sizes = size + balance_size + z.abs()
-        allowed += (sizes * (4.0 * scored.relative + rounding)).T @ wide.abs()
+        pad = 1.0 - kept
+        of_logits = torch.cat([combine, balance * kept, z * kept, balance * pad, z * pad], dim=1)
+        errors = (size + balance_size + z.abs()) * (4.0 * scored.relative + rounding)
+        for tokens, wide in split_wide(x):
+            parts += (of_logits[tokens].T @ wide).view_as(parts)
+            allowed += errors[tokens].T @ wide.abs()
     return parts, allowed
 
 

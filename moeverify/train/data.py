@@ -66,8 +66,9 @@ def make_batch(
 
     `row_valid` counts the valid tokens of each row over all positions, also those that other ranks see.
     """
-    rows = torch.tensor(tuple(share.rows), device=device)
-    positions = torch.tensor(tuple(share.positions), device=device)
+    # Made on a GPU, a tensor of numbers of the host would wait for all that was launched before it.
+    rows = torch.tensor(tuple(share.rows)).to(device, non_blocking=True)
+    positions = torch.tensor(tuple(share.positions)).to(device, non_blocking=True)
     length = data.seq_len + 1  # the last token is only a target
     stream = torch.arange(length, device=device)
     counter = rows[:, None] * length + stream[None, :]
