@@ -36,7 +36,7 @@ _HANDED, _ENOUGH = (
     1 << 22,
 )  # shards, or elements, that are handed over at once
 _READERS = 6  # threads; one alone reads 5 to 10 GB/s from the system's cache of files
-_WAYS = 6  # batches that are on their way at a time
+_WAYS = 8  # batches that are on their way at a time
 # Bytes that copies may take on the GPU before the training has to wait: of what its own peak has been, and at least.
 _SHARE, _LEAST = 0.05, 1 << 26
 

@@ -22,8 +22,8 @@ Read = Callable[[], Tensor | None]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Values = np.ndarray[Any, Any]
 
-ROOM = 1 << 26  # bytes of a batch: values and tables; each batch costs the interpreter about a millisecond
-TABLES = 1 << 19  # bytes that the tables fit into: a row for each full span and each part, twice
+ROOM = 1 << 25  # bytes of a batch: values and tables
+TABLES = 1 << 18  # bytes that the tables fit into: a row for each full span and each part, twice
 _VALUES = ROOM - TABLES  # bytes of expected values; those that are zero count too
 _MOST = 512  # parts of a batch: the tables have room for their rows beside those of full spans
 

@@ -83,8 +83,7 @@ def swiglu_grouped(
     from torch.nn import functional
 
     check_grouped(x.dtype, hidden=x.shape[-1], expert_hidden=weights.gate.shape[-2])
-    num_rows = len(x)
-    spare = count_spare_rows(num_rows, len(counts)) if x.is_cuda and x.dtype == torch.bfloat16 else 0
+    num_rows, spare = len(x), count_spare_rows(x, len(counts))
     x = functional.pad(x, (0, 0, 0, spare)) if spare else x
     offsets = counts.cumsum(0).to(torch.int32)
     owner = None if weights.gate_bias is None else _find_owner(offsets, len(x))
@@ -104,17 +103,20 @@ def swiglu_grouped(
     return outputs[:num_rows] if spare else outputs
 
 
-def count_spare_rows(num_rows: int, num_experts: int) -> int:
-    """Return how many rows of no expert make torch multiply `num_rows` rows faster on a Hopper GPU.
+def count_spare_rows(x: Tensor, num_experts: int) -> int:
+    """Return how many rows of no expert make torch multiply x (M, H) faster on a Hopper GPU in bfloat16.
 
     Up to a mean of 128 rows per expert torch takes tiles of 64 rows, above it tiles of 128, and each tile reads the
     weights of its expert again. Small ones are faster until, near that mean, half of the experts have more than 128
     rows and need a third one; a few rows more, and torch takes the large ones.
     Source: pytorch, aten/src/ATen/native/cuda/GroupMM.cu, dispatch_bf16_grouped_kernel_on_tile_size.
     """
-    if not (_TILE - 8) * num_experts < num_rows < (_TILE + 1) * num_experts:
+    import torch
+
+    most = (_TILE + 1) * num_experts
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not (_TILE - 8) * num_experts < len(x) < most:
         return 0
-    return (_TILE + 1) * num_experts - num_rows
+    return most - len(x)
 
 
 def _find_owner(ends: Tensor, num_rows: int) -> Tensor:

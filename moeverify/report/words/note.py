@@ -43,7 +43,9 @@ def _(obstacle: UnsupportedHere) -> str:
 def describe_limit(limit: RankLimit) -> str:
     """Return how many ranks there may be, and why not more."""
     if limit.by == "gpus":
-        return f"this machine has {limit.most} GPUs"
+        gpus = "1 GPU" if limit.most == 1 else f"{limit.most} GPUs"
+        remedy = "`moeverify run --backend gloo` lets ranks share them"
+        return f"this machine has {gpus}, and NCCL needs one a rank; {remedy}"
     if limit.by == "launcher":
         return f"{limit.launcher} started {limit.most} ranks"
     if limit.by == "option":

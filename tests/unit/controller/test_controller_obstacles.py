@@ -75,3 +75,12 @@ def test_a_layout_larger_than_the_limit() -> None:
     obstacle = find_obstacle(case, "cpu", limit)
     assert obstacle == TooFewRanks(num_needed=4, limit=limit)
     assert describe_obstacle(obstacle) == "needs 4 ranks; --ranks 2"
+
+
+def test_too_few_gpus_name_the_way_to_share_them() -> None:
+    case = load_cases([CASES / "ep4.yaml"])[0]
+    obstacle = find_obstacle(case, "cuda", RankLimit(most=1, by="gpus"))
+    assert obstacle is not None
+    described = describe_obstacle(obstacle)
+    assert described.startswith("needs 4 ranks; this machine has 1 GPU, and NCCL needs one a rank;")
+    assert "--backend gloo" in described

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from moeverify.errors import CaseError
+from moeverify.model.expert_backends import grouped_mm
 from moeverify.model.experts import Experts
 
 E, H, F = 5, 16, 8
@@ -58,6 +59,29 @@ def test_grouped_equals_loop(dtype, tolerance, bias, counts) -> None:
         assert actual[name].dtype == dtype
         difference = (actual[name] - value).double().norm()
         assert difference <= tolerance * value.double().norm(), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_spare_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, bias) -> None:
+    experts, counts = make_experts("grouped_mm", bias=bias, dtype=torch.bfloat16), [3, 4, 0, 1, 6]
+    expected = run(experts, counts)
+    asked = []
+    monkeypatch.setattr(grouped_mm, "count_spare_rows", lambda x, count: asked.append((len(x), count)) or 7)
+    actual = run(experts, counts)
+    assert asked == [(14, E)]
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def test_only_a_gpu_gets_spare_rows() -> None:
+    assert grouped_mm.count_spare_rows(torch.zeros(128 * E, H, dtype=torch.bfloat16), E) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("rows", "spare"), [(112, 0), (128, E), (129, 0)])
+def test_spare_rows_lead_to_large_tiles(rows, spare) -> None:
+    x = torch.zeros(rows * E, H, dtype=torch.bfloat16, device="cuda")
+    assert grouped_mm.count_spare_rows(x, E) == spare
 
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
