@@ -11,6 +11,9 @@ MEGABLOCKS ?= yes
 # Of the tests: one more than two cores have, since many a test waits.
 WORKERS ?= 3
 
+# Python then compiles this package once, and not in each of the thousand processes that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
