@@ -14,6 +14,7 @@ from xml.etree import ElementTree as ET
 
 import psutil
 import pytest
+from forked.python import ForkedPython
 
 import moeverify
 from moeverify.report.formats.json import read_run
@@ -27,6 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from moeverify.cli import main
 main()
 """
+# The same with an agent that has torch at once, for tests of what a run says and not of how it starts or ends.
+FORKED = "from moeverify.launch import monitor\nmonitor.agent_command = lambda: {agent}" + CODE
 
 # Called on every rank before the layout is built.
 FAULTS = """\
@@ -82,8 +85,11 @@ Start = Any
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts a command on a tiny case; what still runs at the end is ended."""
+def start(tmp_path: Path, python: ForkedPython) -> Iterator[Start]:
+    """Return a function that starts a command on a tiny case; what still runs at the end is ended.
+
+    `forks` lets the ranks be forked from a process that has imported torch.
+    """
     (tmp_path / "ddp.yaml").write_text(DDP)
     (tmp_path / "faults_of_tests.py").write_text(FAULTS)
     path = os.pathsep.join(
@@ -94,9 +100,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     environment = os.environ | variables
     started: list[subprocess.Popen[str]] = []
 
-    def do(*words: str, command: str = "run") -> subprocess.Popen[str]:
+    def do(*words: str, command: str = "run", forks: bool = False) -> subprocess.Popen[str]:
+        code = FORKED.format(agent=python.agent_command()) if forks else CODE
         child = subprocess.Popen(
-            [sys.executable, "-c", CODE, command, "ddp.yaml", "--cache", "cache", *words],
+            [sys.executable, "-c", code, command, "ddp.yaml", "--cache", "cache", *words],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
@@ -128,7 +135,9 @@ def test_pass_writes_every_format(start: Start, tmp_path: Path) -> None:
 
 
 def test_mismatch_tells_the_finding_and_keeps_the_errors_of_all_tensors(start: Start, tmp_path: Path) -> None:
-    child = start("--fault", "faults_of_tests:halve", "--quiet", "--json", "r.json", "--plots", "plots")
+    child = start(
+        "--fault", "faults_of_tests:halve", "--quiet", "--json", "r.json", "--plots", "plots", forks=True
+    )
     output, _ = child.communicate(timeout=200)
     assert child.returncode == 1
     assert output.startswith("ddp  MISMATCH  2 ranks")
@@ -154,7 +163,7 @@ def test_mismatch_tells_the_finding_and_keeps_the_errors_of_all_tensors(start: S
 
 
 def test_failed_rank_is_an_error(start: Start, tmp_path: Path) -> None:
-    child = start("--fault", "faults_of_tests:fail", "--json", "r.json")
+    child = start("--fault", "faults_of_tests:fail", "--json", "r.json", forks=True)
     output, _ = child.communicate(timeout=200)
     assert child.returncode == 3
     assert "RuntimeError: rank one gives up" in output
@@ -162,7 +171,7 @@ def test_failed_rank_is_an_error(start: Start, tmp_path: Path) -> None:
 
 
 def test_missing_golden_fails_where_it_is_required(start: Start, tmp_path: Path) -> None:
-    child = start("--require-goldens", "--json", "r.json")
+    child = start("--require-goldens", "--json", "r.json", forks=True)
     output, errors = child.communicate(timeout=200)
     assert child.returncode != 0
     assert "golden" in output + errors
@@ -203,7 +212,8 @@ def test_an_early_end_keeps_the_files_and_leaves_nothing_else(
 
 def test_an_early_end_of_a_reshard_keeps_the_pairs_that_are_done(start: Start, tmp_path: Path) -> None:
     steps = ("--set", "recipe.steps=3", "--set", "checkpoint.after=1")
-    child = start(*steps, "--fault", "faults_of_tests:stall_in_pairs", "--json", "r.json", command="reshard")
+    fault = ("--fault", "faults_of_tests:stall_in_pairs")
+    child = start(*steps, *fault, "--json", "r.json", command="reshard", forks=True)
     for line in child.stdout:
         if line.startswith("running single -> ddp"):
             break

@@ -2,7 +2,7 @@
 
 A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them
 through their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same
-200 each time. What sequences have found is held for good by tests of its own, such as those of `test_mpdb_prompts.py`.
+200 each time. What they have found is held by tests of its own, such as those of `test_mpdb_prompts.py`.
 """
 
 import contextlib
