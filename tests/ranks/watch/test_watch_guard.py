@@ -55,19 +55,10 @@ def test_a_right_script_is_silent(
     assert not list(tmp_path.glob("rank*"))
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments", "check", "about"),
-    [
-        ("train_ep.py", ("--bug", "zero-grad", "--steps", "4"), "order of calls", "discarded"),
-        ("train_ep.py", ("--bug", "late-zero", "--steps", "4"), "order of calls", "emptied"),
-    ],
-)
-def test_a_bug_is_found_without_another_run(
-    tmp_path: Path, program: str, arguments: tuple[str, ...], check: str, about: str
-) -> None:
-    done, findings = guard(tmp_path, program, *arguments)
+def test_a_bug_is_found_without_another_run(tmp_path: Path) -> None:
+    done, findings = guard(tmp_path, "train_ep.py", "--bug", "late-zero", "--steps", "4")
     assert done.returncode == 0, done.stderr
-    assert [(each["check"], each["tensor"]) for each in findings] == [(check, about)]
+    assert [(each["check"], each["tensor"]) for each in findings] == [("order of calls", "emptied")]
 
 
 def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path) -> None:
@@ -95,7 +86,7 @@ def test_a_console_gets_the_ranks_where_the_finding_was_made(
         done, findings = guard(tmp_path / "out", "train_ep.py", *bug, options=("--debug",))
         said, _ = console.communicate(timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [each["check"] for each in findings] == ["order of calls"]
+    assert [(each["check"], each["tensor"]) for each in findings] == [("order of calls", "discarded")]
     # The variable is one of the script's own frames, on both ranks.
     assert "ranks 0-1: ('bug is', 'zero-grad')" in said, said
     assert done.stdout.count("step ") == 4
