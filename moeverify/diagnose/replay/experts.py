@@ -6,6 +6,7 @@ of an expert, n ranks that hold slices of F.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -231,38 +232,43 @@ class ExpertsFormula(TokenFormula):
     def _run(
         self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of experts (b, s, k, H) without their last bias, and that bias; one expert at a time."""
-        held, at = self.held, self._find_held(changes)
-        is_exchanged = "gate" in changes and changes["gate"].way == "weights-exchanged"
-        orders = [self._order_units(changes.get(part)) for part in _UNITS]
-        outputs = torch.zeros(*ids.shape, held.down.shape[1], dtype=x.dtype)
+        """Return the outputs of experts (b, s, k, H) without their last bias, and that bias.
+
+        Rows are sorted by expert, so that products alone are made one expert at a time.
+        """
+        held, width = self.held, x.shape[-1]
+        order = ids.flatten().argsort(stable=True)
+        chosen = ids.flatten()[order]
+        lengths = Counter(chosen.tolist())
+        experts = torch.tensor(list(lengths))
+        rows = x.reshape(-1, width)[order].split_with_sizes(list(lengths.values()))
+        gate = _multiply(rows, held.gate, self._find_held("gate", experts, changes))
+        up = _multiply(rows, held.up, self._find_held("up", experts, changes))
+        if "gate" in changes and changes["gate"].way == "weights-exchanged":
+            gate, up = up, gate
+        outputs = x.new_zeros(len(chosen), held.down.shape[1])
         biases = torch.zeros_like(outputs)
-        for expert in sorted(set(ids.flatten().tolist())):
-            chosen = ids == expert
-            gate = x[chosen] @ held.gate[at("gate", expert)].T
-            up = x[chosen] @ held.up[at("up", expert)].T
-            if is_exchanged:
-                gate, up = up, gate
-            if held.gate_bias is not None and held.up_bias is not None and held.down_bias is not None:
-                gate = gate + held.gate_bias[at("gate-bias", expert)] * times_of(changes.get("gate-bias"))
-                up = up + held.up_bias[at("up-bias", expert)] * times_of(changes.get("up-bias"))
-                change = changes.get("down-bias")
-                is_whole = change is None or change.way == "unweighted"
-                biases[chosen] = held.down_bias[at("down-bias", expert)] * (
-                    1.0 if is_whole else times_of(change)
-                )
-            inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
-            outputs[chosen] = inside @ held.down[at("down", expert)].T[orders[2]]
-        return outputs, biases
+        if held.gate_bias is not None and held.up_bias is not None and held.down_bias is not None:
+            own = {name: self._find_held(name, chosen, changes) for name in _HELD[3:]}
+            gate = gate + held.gate_bias[own["gate-bias"]] * times_of(changes.get("gate-bias"))
+            up = up + held.up_bias[own["up-bias"]] * times_of(changes.get("up-bias"))
+            change = changes.get("down-bias")
+            is_whole = change is None or change.way == "unweighted"
+            biases[order] = held.down_bias[own["down-bias"]] * (1.0 if is_whole else times_of(change))
+        orders = [self._order_units(changes.get(part)) for part in _UNITS]
+        inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
+        parts, owners = (
+            inside.split_with_sizes(list(lengths.values())),
+            self._find_held("down", experts, changes),
+        )
+        outputs[order] = _multiply(parts, held.down, owners, orders[2])
+        shape = (*ids.shape, outputs.shape[-1])
+        return outputs.view(shape), biases.view(shape)
 
-    def _find_held(self, changes: Mapping[str, Change]) -> Callable[[str, int], int]:
-        """Return which expert's values a parameter has in the place of those of each expert."""
-
-        def find(name: str, expert: int) -> int:
-            change = changes.get(f"{name}-held")
-            return expert if change is None else int(self._renumber(torch.tensor(expert), change))
-
-        return find
+    def _find_held(self, name: str, experts: Tensor, changes: Mapping[str, Change]) -> Tensor:
+        """Return whose values a parameter has in the place of those of each of these experts."""
+        change = changes.get(f"{name}-held")
+        return experts if change is None else self._renumber(experts, change)
 
     def _order_units(self, change: Change | None) -> Tensor:
         """Return which hidden unit stands at each place (F) of a weight."""
@@ -439,6 +445,17 @@ class CombineGradientFormula(Formula):
         weights = found.flip(-1) if "weights" in changes else found
         whole = weights * (changes["all"].number or 1.0) if "all" in changes else weights
         return whole[cell.rows][:, cell.positions][..., cell.dims[-1]]
+
+
+def _multiply(
+    rows: Sequence[Tensor], weights: Tensor, experts: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """Return rows (n, I) of one expert after the other times its weight (O, I), whose inputs may stand otherwise."""
+    turned = (weights[expert].T for expert in experts.tolist())
+    products = [
+        part @ (weight if order is None else weight[order]) for part, weight in zip(rows, turned, strict=True)
+    ]
+    return torch.cat([weights.new_zeros(0, weights.shape[1]), *products])  # of no rows there are none
 
 
 def _widen(index: Tensor, like: Tensor) -> Tensor:
