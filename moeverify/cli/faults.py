@@ -45,6 +45,10 @@ Words = Annotated[
         "-k", metavar="PATTERN", help="Select faults by words in what `list` shows: 'router and tp'."
     ),
 ]
+InPrecision = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Run in another precision what is a bug in it.", show_default=False),
+]
 Output = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
 ]
@@ -103,14 +107,7 @@ def run(
     numbers: Numbers = None,
     *,
     pattern: Words = None,
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            "--precision",
-            help="Run in another precision what is a bug in it.",
-            show_default=False,
-        ),
-    ] = None,
+    precision: InPrecision = None,
     escalate: Escalate = True,
     markdown: Output = None,
     html: Page = None,
@@ -253,6 +250,8 @@ def mutate(
     ] = None,
     markdown: Output = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one mutant.")] = 100.0,
+    precision: InPrecision = None,
+    escalate: Escalate = True,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     quiet: Quiet = False,
@@ -267,17 +266,29 @@ def mutate(
             return
         from moeverify.controller.mutation import MutationOptions, run_mutants
         from moeverify.report.files import check_writable, write_atomically
-        from moeverify.report.mutation import describe_rates, summarize_mutants, write_json, write_mutants
+        from moeverify.report.mutation import (
+            describe_left_out,
+            describe_rates,
+            summarize_mutants,
+            write_json,
+            write_mutants,
+        )
         from moeverify.report.progress import open_progress
 
         check_writable([path for path in (json_file, markdown) if path is not None], keep)
         options = replace(_options(device, cache), timeout=timeout)
-        how = MutationOptions(tuple(names or ()), number, seed, keep)
+        wanted = None if precision is None else precision.value
+        how = MutationOptions(tuple(names or ()), number, seed, keep, wanted, escalate)
         with open_progress(context.out, quiet=quiet) as progress:
             ran = run_mutants(how, options, progress.on_event)
-        for line in [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]:
+        lines = [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]
+        if wanted is not None:
+            lines += describe_left_out(ran.rows, wanted, ran.left_out)
+        for line in lines:
             context.out.print(line, markup=False, highlight=False, soft_wrap=True)
-        command = " ".join(["moeverify faults mutate", *(names or [f"--number {number} --seed {seed}"])])
+        words = ["moeverify faults mutate", *(names or [f"--number {number} --seed {seed}"])]
+        words += [] if wanted is None else [f"--precision {wanted}"]
+        command = " ".join(words if escalate else [*words, "--no-escalate"])
         if json_file is not None:
             write_atomically(json_file, write_json(ran.rows, ran.environment, command))
         if markdown is not None:

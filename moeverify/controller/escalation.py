@@ -34,6 +34,12 @@ def change_precision(case: Case, precision: Precision) -> Case:
     return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
 
 
+def try_precision(case: Case, precision: Precision) -> Case | None:
+    """Return the case in another precision, as `change_precision` does; None where its layout does not know it."""
+    changed = change_precision(case, precision)
+    return None if validate(changed) else changed
+
+
 def escalate(
     cases: Sequence[Case], result: RunResult, options: RunOptions, on_event: Callable[[Event], None]
 ) -> RunResult:
@@ -82,8 +88,8 @@ def list_wider(case: Case) -> Sequence[Case]:
     """Return the case in the wider precisions that its layout can have, each with a name of its own."""
     wider = []
     for precision in WIDER[case.recipe.precision]:
-        changed = change_precision(case, precision)
-        if not validate(changed):
+        changed = try_precision(case, precision)
+        if changed is not None:
             wider.append(changed.model_copy(update={"name": f"{case.name}-{precision}"}))
     return wider
 

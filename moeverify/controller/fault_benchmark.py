@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.escalation import change_precision as change_case
-from moeverify.controller.escalation import escalate
+from moeverify.controller.escalation import escalate, try_precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
@@ -15,7 +15,6 @@ from moeverify.errors import CaseError, Problem
 from moeverify.faults.fault import Fault
 from moeverify.results.benchmark import FaultRow
 from moeverify.results.run import CaseResult, Event
-from moeverify.validation.rules import validate
 
 LOSS_CURVE = 1e-3
 
@@ -104,7 +103,7 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
 
 def _can_run(fault: Fault, precision: Precision) -> bool:
     cases = [fault.case] if fault.saver is None else [fault.saver, fault.case]
-    return not any(validate(change_case(case, precision)) for case in cases)
+    return all(try_precision(case, precision) is not None for case in cases)
 
 
 def score(fault: Fault, result: CaseResult) -> FaultRow:

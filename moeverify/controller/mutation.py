@@ -11,8 +11,9 @@ from typing import Any
 from moeverify.axes.expert_placement import is_placed
 from moeverify.axes.groups import TOP_K, list_degrees
 from moeverify.axes.stages import count_stages
-from moeverify.case.schema import Case
+from moeverify.case.schema import Case, Precision
 from moeverify.controller.clean_matrix import LAYOUTS
+from moeverify.controller.escalation import escalate, needs_escalation, try_precision
 from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_curve
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.machine import choose_device, describe_environment
@@ -91,26 +92,36 @@ MOST_LAYOUTS = 8
 class MutationOptions:
     """Which mutants run: those of `names`, or `number` of all that some layout executes, chosen by `seed`.
 
-    The seed parts them in halves too. `keep` is a folder of what is known, from which a run goes on.
+    The seed parts them in halves too. `keep` is a folder of what is known, from which a run goes on. With `precision`
+    all layouts compute in it, else each in its own, most in float64. With `escalates`, findings without a cause are
+    looked at in wider precisions, as `moeverify run` does.
     """
 
     names: Sequence[str] = ()
     number: int = 60
     seed: int = 0
     keep: Path | None = None
+    precision: Precision | None = None
+    escalates: bool = True
+
+    def keep_file(self, name: str) -> Path | None:
+        """Return the file in which rows of a name are kept; None where nothing is."""
+        return None if self.keep is None else self.keep / f"{name}.jsonl"
 
 
 @dataclass(frozen=True)
 class RanMutants:
     """The rows of all mutants that were asked for, and what made them.
 
-    Of `num_all` that there are, no layout of ours executes `num_unreached`.
+    Of `num_all` that there are, no layout of ours executes `num_unreached`. The precision that was asked for does
+    not know the layouts `left_out`, by name.
     """
 
     rows: list[MutantRow]
     environment: dict[str, str]
     num_all: int
     num_unreached: int
+    left_out: tuple[str, ...] = ()
 
 
 def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) -> RanMutants:
@@ -122,14 +133,19 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
     environment = describe_environment(choose_device(options.device))
     if how.keep is not None:
         how.keep.mkdir(parents=True, exist_ok=True)
-    coverage = KeptRows(how.keep and how.keep / "coverage.jsonl", environment, CoveredCode)
-    rows = KeptRows(how.keep and how.keep / "mutants.jsonl", environment, MutantRow)
+    coverage = KeptRows(how.keep_file("coverage"), environment, CoveredCode)
+    # What a layout executes is the same code in each precision; what is said of a mutant is not.
+    kept_as = "mutants" if how.precision is None else f"mutants-{how.precision}"
+    rows = KeptRows(how.keep_file(kept_as), environment, MutantRow)
     covered = measure_coverage(list(list_cases().values()), options, on_event, coverage)
-    everything = list_mutants()
+    everything, cases = list_mutants(), list_cases_in(how.precision)
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]
-    run = MutationRun(named or choose_mutants(reached, how.number, how.seed), covered, how.seed, rows)
-    run.execute(options, on_event)
-    return RanMutants(run.judge_rows(), environment, len(everything), len(everything) - len(reached))
+    chosen = named or choose_mutants(reached, how.number, how.seed)
+    run = MutationRun(chosen, covered, how.seed, rows, how.precision)
+    run.execute(options, on_event, escalates=how.escalates)
+    left_out = tuple(name for name in list_cases() if name not in cases)
+    num_unreached = len(everything) - len(reached)
+    return RanMutants(run.judge_rows(), environment, len(everything), num_unreached, left_out)
 
 
 @cache
@@ -138,6 +154,14 @@ def list_cases() -> Mapping[str, Case]:
     plain = {name: make_case(name, **layout) for name, layout in LAYOUTS.items()}
     more = {name: make_case(name, **options, **layout) for name, (options, layout) in _MORE.items()}
     return {name: case for name, case in {**plain, **more}.items() if not list(validate(case))}
+
+
+def list_cases_in(precision: Precision | None) -> Mapping[str, Case]:
+    """Return the clean cases by name, all in one precision where one is asked for, but those that do not know it."""
+    if precision is None:
+        return list_cases()
+    changed = {name: try_precision(case, precision) for name, case in list_cases().items()}
+    return {name: case for name, case in changed.items() if case is not None}
 
 
 def measure_coverage(
@@ -270,46 +294,64 @@ class MutationRun:
         covered: Sequence[CoveredCode],
         seed: int,
         kept: KeptRows[MutantRow],
+        precision: Precision | None = None,
     ) -> None:
         self._mutants = {mutant.name: mutant for mutant in mutants}
-        self._cases = list_cases()
+        self._precision = precision
+        self._cases = list_cases_in(precision)
         self._seed = seed
         self._kept = kept
         self._tried: dict[str, list[str]] = {name: [] for name in self._mutants}
-        self._layouts = {name: choose_layouts(mutant, covered) for name, mutant in self._mutants.items()}
+        known = [row for row in covered if row.name in self._cases]
+        self._layouts = {name: choose_layouts(mutant, known) for name, mutant in self._mutants.items()}
 
-    def execute(self, options: RunOptions, on_event: OnEvent) -> list[MutantRow]:
+    def execute(self, options: RunOptions, on_event: OnEvent, *, escalates: bool = False) -> list[MutantRow]:
         """Run until every mutant is decided, and return one row each, in order.
 
         A launch serves many mutants; one that crashes or hangs costs the launch, and the rest go on in another.
         """
         rows = self._kept.rows
-        for name in self._mutants:
-            if name not in rows and not self._layouts[name]:
+        for name, mutant in self._mutants.items():
+            if name in rows:
+                continue
+            if self._precision is not None and not mutant.is_bug_in(self._precision):
+                self._kept.add(self._make_row(name, "no bug"))
+            elif not self._layouts[name]:
                 self._kept.add(self._make_row(name, "not executed"))
         for turn in range(MOST_LAYOUTS):
             waiting = [name for name in self._mutants if name not in rows and len(self._layouts[name]) > turn]
             # Of one size after the other: a launch has as many ranks as its largest case.
             waiting.sort(key=lambda name: self._cases[self._layouts[name][turn]].layout.world_size)
             if waiting:
-                self._run_turn(waiting, turn, options, on_event)
+                self._run_turn(waiting, turn, options, on_event, escalates=escalates)
         return [rows[name] for name in self._mutants if name in rows]
 
-    def _run_turn(self, names: Sequence[str], turn: int, options: RunOptions, on_event: OnEvent) -> None:
+    def _run_turn(
+        self, names: Sequence[str], turn: int, options: RunOptions, on_event: OnEvent, *, escalates: bool
+    ) -> None:
         cases = {f"{name} @ {self._layouts[name][turn]}": name for name in names}
         made = [
             self._cases[self._layouts[name][turn]].model_copy(update={"name": title})
             for title, name in cases.items()
         ]
         faults = {title: self._mutants[name].target for title, name in cases.items()}
+        open_ones: list[str] = []  # those of which wider precisions will be asked
 
         def take(result: CaseResult) -> None:
             name = cases[result.name]
             self._tried[name].append(self._layouts[name][turn])
-            self._take(name, result)
+            if escalates and needs_escalation(result):
+                open_ones.append(result.name)
+            else:
+                self._take(name, result)
 
         options = replace(options, require_goldens=False, case_faults=faults)
-        run_cases(made, options, pass_results(take, on_event))
+        result = run_cases(made, options, pass_results(take, on_event))
+        if open_ones and result is not None:
+            result = escalate(made, result, options, on_event)
+            for each in result.cases:
+                if each.name in open_ones:
+                    self._take(cases[each.name], each)
 
     def _take(self, name: str, result: CaseResult) -> None:
         """Note what came of a mutant under one layout; a pass is final only where no other layout is left."""

@@ -12,7 +12,7 @@ from moeverify.results.mutation import CauseVerdict, MutantRow, Outcome
 
 _CAUSES: tuple[CauseVerdict, ...] = ("right", "place", "none", "wrong", "open")
 _KILLED: tuple[Outcome, ...] = ("detected", "crashed", "hung")
-_OTHERS: tuple[Outcome, ...] = ("not executed", "not run", "equivalent")
+_OTHERS: tuple[Outcome, ...] = ("not executed", "not run", "no bug", "equivalent")
 _SHOWN = {
     "right": "right",
     "place": "place only",
@@ -72,6 +72,13 @@ def describe_rates(rows: Sequence[MutantRow]) -> list[str]:
     ]
 
 
+def describe_left_out(rows: Sequence[MutantRow], precision: str, layouts: Sequence[str]) -> list[str]:
+    """Return what a precision leaves out, in sentences: mutants that are no bugs in it, and layouts."""
+    mutants = [row.name for row in rows if row.outcome == "no bug"]
+    lines = [f"no bug in {precision}, and not run: {', '.join(mutants)}"] if mutants else []
+    return [*lines, *([f"layouts that {precision} does not know: {', '.join(layouts)}"] if layouts else [])]
+
+
 def write_json(rows: Sequence[MutantRow], environment: Mapping[str, str], command: str) -> str:
     """Return the rows as JSON, with what made them."""
     content = {
@@ -127,7 +134,7 @@ _HEADERS = (
 
 def _order(row: MutantRow) -> tuple[int, str]:
     causes = ("wrong", "none", "open", "place", "right", "")
-    outcomes = ("survived", "detected", "hung", "crashed", "equivalent", "not executed", "not run")
+    outcomes = ("survived", "detected", "hung", "crashed", "equivalent", "no bug", "not executed", "not run")
     return outcomes.index(row.outcome) * 10 + causes.index(row.judgement.cause), row.name
 
 

@@ -7,9 +7,12 @@ from typing import Literal
 from moeverify.results.finding import Finding
 from moeverify.results.record import Record
 
-Outcome = Literal["detected", "crashed", "hung", "survived", "equivalent", "not run", "not executed"]
+Outcome = Literal[
+    "detected", "crashed", "hung", "survived", "equivalent", "not run", "not executed", "no bug"
+]
 """What became of a mutant: the checks differ, a rank failed, a rank hung, all passed (though it should not, or
-though it can make no difference), its line was not reached in time, or no layout executes it."""
+though it can make no difference), its line was not reached in time, no layout executes it, or it is no bug in the
+precision that was asked for, and did not run."""
 
 CauseVerdict = Literal["right", "place", "none", "wrong", "open", ""]
 """How true the cause is: right, only the module or stage is named and rightly so, nothing is said, wrong, or not to

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
+from moeverify.case.schema import Precision
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.mutation.coverage import is_inside, list_spans_of_file
 from moeverify.faults.mutation.operators import OPERATORS
+from moeverify.faults.mutation.operators.tensors import NARROW
 from moeverify.faults.mutation.sites import AREAS, Area, find_area
 from moeverify.results.mutation import Span
 
@@ -88,6 +90,13 @@ class Mutant:
     def _instructions(self) -> frozenset[Span]:
         """Return the spans of the instructions of the node."""
         return frozenset(each for each in list_spans_of_file(ROOT / self.file) if is_inside(each, self.span))
+
+    def is_bug_in(self, precision: Precision) -> bool:
+        """Return whether it is a bug in this precision: to round to what a recipe computes in anyway is none."""
+        if self.operator != NARROW:
+            return True
+        to_bfloat16 = self.after.count("bfloat16") > self.before.count("bfloat16")
+        return precision == "float64" or (to_bfloat16 and precision == "float32")
 
     def is_counted_only(self, seed: int) -> bool:
         """Return whether it is of the half that is only counted: nobody reads what is said of it."""

@@ -6,8 +6,11 @@ from collections import Counter
 import pytest
 import torch
 
+from moeverify.case.schema import PRECISIONS
+from moeverify.controller import escalation
 from moeverify.controller import mutation as controller
 from moeverify.controller.kept import KeptRows
+from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault, injected
 from moeverify.faults.mutation import mutant as mutants
@@ -17,7 +20,7 @@ from moeverify.faults.mutation.judgement import judge
 from moeverify.faults.mutation.mutant import ROOT, choose_mutants, find_mutant, list_mutants
 from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.faults.setting import make_case
-from moeverify.report.mutation import describe_rates, summarize_mutants, write_mutants
+from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants, write_mutants
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
@@ -26,7 +29,7 @@ from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
 from moeverify.results.operation import Altered, Change, Rounded, Scaled, Unreduced, Unwritten, Varied
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
-from moeverify.results.run import CaseResult
+from moeverify.results.run import CaseResult, Event, RunResult
 
 ORDER = "parallel.expert:order_by_expert"
 TP = make_case("tp", tp=2)
@@ -349,7 +352,7 @@ def test_the_table_counts_the_halves_apart_and_shows_what_went_wrong_first():
     )
     assert looked[:2] == ["looked at", "3"]
     assert counted[:2] == ["counted", "2"]
-    assert both[4:] == ["1", "2", "1", "0", "1", "2 of 2", "1", "0", "0", "1", "0"]
+    assert both[5:] == ["1", "2", "1", "0", "1", "2 of 2", "1", "0", "0", "1", "0"]
     rates = describe_rates(rows)
     assert rates[0].startswith("killed: 3 of 4")
     assert rates[2] == "cause wrong: 1 of 2"
@@ -372,6 +375,74 @@ def test_a_hand_judgement_holds_for_the_words_that_it_was_made_for(monkeypatch):
     assert (judged.cause, judged.because, judged.by_hand) == ("wrong", "it is not", True)
     monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it was so"): ("wrong", "it is not")})
     assert run.judge_rows()[0].judgement.cause == "open"
+
+
+def test_to_round_to_what_a_recipe_computes_in_is_no_bug_of_it():
+    kinds = [m for m in list_mutants() if m.operator == "narrow-dtype"]
+    halved = next(m for m in kinds if m.after.endswith("float32"))
+    rounded = next(m for m in kinds if "bfloat16" in m.after and "bfloat16" not in m.before)
+    assert [halved.is_bug_in(each) for each in PRECISIONS] == [each == "float64" for each in PRECISIONS]
+    assert [each for each in PRECISIONS if rounded.is_bug_in(each)] == ["float64", "float32"]
+    assert all(pick("gradient_norm", "drop-collective").is_bug_in(each) for each in PRECISIONS)
+
+
+def test_layouts_that_a_precision_does_not_know_are_left_out_by_name():
+    mixed, wide = controller.list_cases_in("mixed"), controller.list_cases_in("float64")
+    assert {case.recipe.precision for case in mixed.values()} == {"mixed"}
+    assert "fsdp2-ep" in mixed
+    assert "tp" not in mixed
+    assert "tp" in wide
+    assert wide["mixed fsdp2-ep"].recipe.precision == "float64"
+    assert controller.list_cases_in(None) == controller.list_cases()
+    said = describe_left_out([row("a", "no bug"), row("b", "survived")], "mixed", ["tp", "pp"])
+    assert said == ["no bug in mixed, and not run: a", "layouts that mixed does not know: tp, pp"]
+    assert describe_left_out([row("b", "survived")], "float32", []) == []
+
+
+def cover(layout, mutant):
+    spans = {mutant.file: tuple(list_spans_of_file(ROOT / mutant.file))}
+    return CoveredCode(name=layout, ranks=2, seconds=1.0, spans=spans)
+
+
+def test_what_is_no_bug_in_a_precision_and_what_no_layout_of_it_executes_do_not_run(monkeypatch):
+    monkeypatch.setattr(controller, "run_cases", None)
+    rounded = pick("RingExchangeCore.__call__", "narrow-dtype")
+    heads = pick("_parallelize_latent", "other-placement")
+    covered = [cover("latent tp", each) for each in (rounded, heads)]
+    run = controller.MutationRun([rounded, heads], covered, 0, KeptRows(None, {}, MutantRow), "mixed")
+    rows = run.execute(RunOptions(), lambda event: None)
+    assert [each.outcome for each in rows] == ["no bug", "not executed"]
+    assert all(each.cases == () for each in rows)
+
+
+def test_wider_precisions_are_asked_of_what_has_no_cause(monkeypatch):
+    mutant = find_mutant("train.clipping:gradient_norm:double-collective:1")
+    covered = [cover("tp", mutant)]
+    placed = find(Cause.BACKWARD, Altered(), quantity=Quantity.MODULE_GRADIENT, module="layers.0.attention")
+    named = find(Cause.SCALE, scale(Product(times=("tp",))))
+    ran = []
+
+    def answer(cases, options, on_event):
+        results = []
+        for case in cases:
+            ran.append((case.recipe.precision, options.case_faults[case.name]))
+            finding = named if case.recipe.precision == "float64" else placed
+            result = CaseResult(
+                name=case.name, file="", verdict="mismatch", ranks=2, seconds=1.0, findings=(finding,)
+            )
+            on_event(Event(kind="case-end", result=result))
+            results.append(result)
+        return RunResult(verdict="mismatch", environment={}, started="", seconds=1.0, cases=tuple(results))
+
+    monkeypatch.setattr(controller, "run_cases", answer)
+    monkeypatch.setattr(escalation, "run_cases", answer)
+    for escalates, cause in ((True, Cause.SCALE), (False, Cause.BACKWARD)):
+        ran.clear()
+        run = controller.MutationRun([mutant], covered, 0, KeptRows(None, {}, MutantRow), "bfloat16")
+        (row,) = run.execute(RunOptions(), lambda event: None, escalates=escalates)
+        assert (row.outcome, row.cases, row.finding.code) == ("detected", ("tp",), cause.value)
+        wider = ["float32", "float64"] if escalates else []
+        assert ran == [(each, mutant.target) for each in ["bfloat16", *wider]]
 
 
 def test_a_name_leads_to_its_mutant():

@@ -15,6 +15,8 @@ from moeverify.faults.mutation.operators.base import (
 )
 from moeverify.results.cause import Cause
 
+NARROW = "narrow-dtype"
+
 _GRADIENT_CARRIERS = {"copy_to", "reduce_from", "gather_from", "split_to", "reduce_scatter_from"}
 _GRADIENT_CARRIERS |= {
     "all_gather_sum",
@@ -157,7 +159,7 @@ OPERATORS = (
     Operator("skip-detach", "a value keeps the graph that it should lose", _attach, _GRADIENTS),
     Operator("other-dim", "along another dim", _redim, _PLACES | {Cause.MISSING_REDUCTION, Cause.SCALE}),
     Operator("other-placement", "another placement", _replace_placement, _PLACEMENTS),
-    Operator("narrow-dtype", "in a narrower dtype", _narrow, _ROUNDS),
+    Operator(NARROW, "in a narrower dtype", _narrow, _ROUNDS),
     Operator("off-by-one", "positions, slices or ranks are off by one", _shift, _PLACES),
     Operator("chunk-order", "chunks in the reverse order", _reverse, _PLACES),
 )
