@@ -277,17 +277,18 @@ def mutate(
 
         check_writable([path for path in (json_file, markdown) if path is not None], keep)
         options = replace(_options(device, cache), timeout=timeout)
-        wanted = None if precision is None else precision.value
-        how = MutationOptions(tuple(names or ()), number, seed, keep, wanted, escalate)
+        how = MutationOptions(tuple(names or ()), number, seed, keep, escalates=escalate)
+        if precision is not None:
+            how = replace(how, precision=precision.value)
         with open_progress(context.out, quiet=quiet) as progress:
             ran = run_mutants(how, options, progress.on_event)
         lines = [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]
-        if wanted is not None:
-            lines += describe_left_out(ran.rows, wanted, ran.left_out)
+        if precision is not None:
+            lines += describe_left_out(ran.rows, precision.value, ran.left_out)
         for line in lines:
             context.out.print(line, markup=False, highlight=False, soft_wrap=True)
         words = ["moeverify faults mutate", *(names or [f"--number {number} --seed {seed}"])]
-        words += [] if wanted is None else [f"--precision {wanted}"]
+        words += [] if precision is None else [f"--precision {precision.value}"]
         command = " ".join(words if escalate else [*words, "--no-escalate"])
         if json_file is not None:
             write_atomically(json_file, write_json(ran.rows, ran.environment, command))
