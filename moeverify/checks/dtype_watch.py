@@ -147,17 +147,23 @@ class DtypeWatch(Watch[list[Sighting]]):
             return
         inner, shape = _list_groups(used), tuple(local_part(used).shape)
         outer = _list_groups(slot.stored) - inner
+        partial: set[str] = set()  # the groups over which its gradient is a partial sum
+
+        def look(gradient: Tensor) -> None:
+            partial.update(_list_partial(gradient, slot.stored))
 
         def hook(_: Tensor) -> None:
             new = self._issued(self._number)
             if new:  # else it came with the parameter before
                 self._number = new[-1].number
                 self._issued_last = new
-            for record in _find_reductions(self._issued_last, outer, inner, shape):
+            for record in _find_reductions(self._issued_last, outer, inner, partial, shape):
                 over = f" over {record.axis}" if record.axis else ""
                 self._note(Use.REDUCES, slot.name, record.dtype, f"{record.op}{over}")
 
         self._awaited.add(id(slot.stored))
+        if used.requires_grad:
+            self._handles.append(used.register_hook(look))  # type: ignore[no-untyped-call]
         handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
@@ -204,20 +210,37 @@ def _list_groups(tensor: Tensor) -> set[str]:
     return {mesh.get_group(dim).group_name for dim in range(mesh.ndim)}
 
 
+def _list_partial(gradient: Tensor, stored: Tensor) -> set[str]:
+    """Return the names of the groups over which a gradient is a partial sum, and its parameter not divided."""
+    if not (isinstance(gradient, DTensor) and isinstance(stored, DTensor)):
+        return set()
+    meshes = gradient.device_mesh, stored.device_mesh
+    kept = {meshes[1].get_group(dim).group_name: each for dim, each in enumerate(stored.placements)}
+    named = ((meshes[0].get_group(dim).group_name, each) for dim, each in enumerate(gradient.placements))
+    return {name for name, each in named if each.is_partial() and name in kept and kept[name].is_replicate()}
+
+
 def _find_reductions(
-    records: Sequence[CollectiveRecord], outer: set[str], inner: set[str], shape: tuple[int, ...]
+    records: Sequence[CollectiveRecord],
+    outer: set[str],
+    inner: set[str],
+    partial: set[str],
+    shape: tuple[int, ...],
 ) -> Iterator[CollectiveRecord]:
     """Yield the collectives that have reduced the gradient of a parameter, the newest first.
 
-    FSDP2 sums each gradient of the group over `inner`, the mesh of tensor parallelism, where it is partial there;
+    FSDP2 sums each gradient of the group over `inner`, the mesh of tensor parallelism, where it is `partial` there;
     then it scatters all of them at once over `outer`, and in HSDP sums the shards. Before that come the collectives
-    of the backward pass, over other groups or of other shapes.
+    of the backward pass, over other groups or the same ones: one for activations may have the shape of a parameter,
+    as that of as many tokens as it has rows.
     """
     left = list(records)
     for label in ("all_reduce", "reduce_scatter"):
         if left and left[-1].op.startswith(label) and left[-1].group_name in outer:
             yield left.pop()
-    while left and left[-1].op.startswith("all_reduce") and left[-1].group_name in inner:
+    awaited = set(partial)
+    while awaited and left and left[-1].op.startswith("all_reduce") and left[-1].group_name in inner:
         record = left.pop()
-        if record.shape == shape:
+        if record.shape == shape and record.group_name in awaited:
+            awaited.remove(record.group_name)
             yield record

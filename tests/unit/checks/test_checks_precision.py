@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from moeverify.checks.base import Shown
-from moeverify.checks.dtype_watch import Sighting
+from moeverify.checks.dtype_watch import Sighting, _find_reductions
 from moeverify.checks.precision import Wanted, judge_dtypes, names
 from moeverify.report.words.check import word_check
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import DtypeFacts, Dtypes, PatternFacts, Use
 from moeverify.results.finding import Finding
+from moeverify.results.trace import CollectiveRecord
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.experts.up", "layers.0.experts.down")
 Judge = Callable[..., tuple[Finding, ...]]
@@ -176,3 +177,29 @@ def test_a_pattern_without_a_module_is_told(judge: Judge) -> None:
 )
 def test_patterns_name_modules(pattern: str, expected: bool) -> None:
     assert names(pattern, "layers.0.norm.weight") is expected
+
+
+def issue(op: str, group: str, dtype: str, *shape: int) -> CollectiveRecord:
+    return CollectiveRecord(
+        number=1,
+        op=op,
+        group=(0, 1),
+        group_name=group,
+        sequence=1,
+        shape=shape,
+        dtype=dtype,
+        state="finished",
+    )
+
+
+def test_a_sum_of_activations_is_no_reduction_of_a_parameter_of_its_shape() -> None:
+    tokens = issue("all_reduce", "tp", "bfloat16", 32, 16)  # as many tokens as the parameter has rows
+    own = issue("all_reduce", "tp", "float32", 32, 16)
+    scatter = issue("reduce_scatter_tensor", "dp", "float32", 512)
+    records = [tokens, own, scatter]
+
+    def find(partial: set[str]) -> list[CollectiveRecord]:
+        return list(_find_reductions(records, {"dp"}, {"tp"}, partial, (32, 16)))
+
+    assert find(set()) == [scatter]
+    assert find({"tp"}) == [scatter, own]
