@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.results.operation import Change
 
@@ -32,15 +32,14 @@ class AttentionGradientFormula(Formula):
         self.forward, self.of, self.gradient = forward, of, gradient
         self.shape = like.shape[2:]
         size = len(forward.chunks.positions)
-        ways = [Change(part="queries", way=way) for way in ("own", "not-own", "own-twice")]
-        ways += [Change(part="queries", way="without-rank", number=number) for number in range(size)]
+        ways = list_left_out(forward.chunks)
         moves = [Change(part="sums", way=way) for way in ("arrival", "position")]
         moves += [Change(part="sums", way="of-rank", number=number) for number in (1, -1)]
         heads = [Change(part="heads-of", way=way) for way in ("own", "not-own", "next", "reversed")]
         heads += [Change(part="heads-of", way="without-rank", number=number) for number in range(size)]
         is_cut = len(self.shape) == 2 or not math.prod(self.shape) % (size * forward.block)
         self.ways = [
-            *([] if of == "q" or size == 1 else ways + moves),
+            *([] if of == "q" or size == 1 else [*ways, *moves]),
             *(heads if size > 1 and is_cut else []),
             # Merged otherwise, the forward pass would be wrong before.
             *(way for way in forward.ways if way.part != "merge"),
@@ -61,7 +60,7 @@ class AttentionGradientFormula(Formula):
             heads = torch.arange(self.gradient.shape[-1])
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
-            weights = self._weigh(changes.get("queries"), cell)
+            weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
             (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
         change, at = changes.get("sums"), cell.positions
         if change is not None:
@@ -91,14 +90,24 @@ class AttentionGradientFormula(Formula):
         lost: Tensor = found * kept.to(found.dtype)[:, None]
         return lost
 
-    def _weigh(self, change: Change | None, cell: Cell) -> Tensor:
-        """Return how often each query (S) counts in the sums for the keys and values of a cell."""
-        owner = self.forward.chunks.owner
-        if change is None:
-            return torch.ones(len(owner), dtype=self.gradient.dtype)
-        owners = set(owner[cell.positions].tolist())
-        if len(owners) > 1:
-            return torch.full((len(owner),), torch.nan, dtype=self.gradient.dtype)
-        own = (owner == min(owners)).to(self.gradient.dtype)
-        ways = {"own": own, "not-own": 1.0 - own, "own-twice": 1.0 + own}
-        return ways[change.way] if change.way in ways else (owner != int(change.number or 0)).to(own.dtype)
+
+def list_left_out(chunks: Chunks) -> list[Change]:
+    """Return how some queries may be missing in the sums for keys and values, or count twice there."""
+    size = len(chunks.positions)
+    if size == 1:
+        return []
+    found = [Change(part="queries", way=way) for way in ("own", "not-own", "own-twice")]
+    return found + [Change(part="queries", way="without-rank", number=number) for number in range(size)]
+
+
+def weigh_queries(change: Change | None, chunks: Chunks, cell: Cell) -> Tensor:
+    """Return how often each query (S) counts in the sums for the keys and values of a cell."""
+    owner = chunks.owner
+    if change is None:
+        return torch.ones(len(owner), dtype=torch.float64)
+    owners = set(owner[cell.positions].tolist())
+    if len(owners) > 1:
+        return torch.full((len(owner),), torch.nan, dtype=torch.float64)
+    own = (owner == min(owners)).double()
+    ways = {"own": own, "not-own": 1.0 - own, "own-twice": 1.0 + own}
+    return ways[change.way] if change.way in ways else (owner != int(change.number or 0)).double()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.attention_gradient import list_left_out, weigh_queries
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims
 from moeverify.model.mla import LatentAttention
@@ -28,7 +29,7 @@ class LatentGradientFormula(Formula):
     It is that of the queries, (B, S, N * (Dn + Dr)), of the heads made of the latent, (B, S, N * (Dn + Dv)), or of
     the latent with the shared part, (B, S, L + Dr). `gradient` is that of the heads' outputs (B, S, N * Dv). All that
     attention may have otherwise it may have so in its backward pass alone; besides, the part that all heads share may
-    count otherwise, or come from some heads alone.
+    count otherwise, or come from some heads alone, and queries may be missing in the sums for keys and values.
     """
 
     def __init__(
@@ -46,7 +47,11 @@ class LatentGradientFormula(Formula):
         sizes = [size for size in range(2, self.num_heads + 1) if self.num_heads % size == 0]
         ways += [Change(part="shared", way="first-heads", number=size) for size in sizes]
         ways += [Change(part="norm", way="detached")]
-        self.ways = [*(ways if of == "latent" else []), *(way for way in forward.ways if way.part != "merge")]
+        self.ways = [
+            *(ways if of == "latent" else []),
+            *([] if of == "queries" else list_left_out(forward.chunks)),
+            *(way for way in forward.ways if way.part != "merge"),
+        ]
         self.fits = forward.fits
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -61,7 +66,8 @@ class LatentGradientFormula(Formula):
             positions, heads = torch.arange(leaf.shape[1]), torch.arange(self.gradient.shape[-1])
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
-            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows])
+            weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
+            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
         return pick_dims(found[:, cell.positions], cell)
 
     def _put_in(self, inner: AttentionFormula, leaf: Tensor, changes: Mapping[str, Change]) -> None:

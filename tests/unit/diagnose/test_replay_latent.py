@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from replays import LENGTH, ROWS, make_model, name_changes
+from replays import LENGTH, ROWS, ZIGZAG, make_model, name_changes
 from torch import Tensor
 
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
@@ -31,9 +31,13 @@ def make_attention() -> tuple[LatentAttention, Tensor, Tensor]:
     return module, x, torch.randn(ROWS, LENGTH, heads, dtype=torch.float64, generator=generator)
 
 
-def pull_back(of: Projection) -> tuple[Tensor, Tensor]:
-    """Return what a projection puts out, and the gradient that comes back to it, by the module itself."""
+def pull_back(of: Projection, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what a projection puts out, and the gradient that comes back to it, by the module itself.
+
+    `counts` says how often each query counts (S).
+    """
     module, x, gradient = make_attention()
+    gradient = gradient if counts is None else gradient * counts[:, None]
     seen: list[Tensor] = []
     inside: list[Tensor] = []
     handles = [
@@ -74,6 +78,30 @@ def test_a_mask_that_the_backward_pass_lacks(of: Projection, monkeypatch: pytest
     _, unmasked = pull_back(of)
     monkeypatch.undo()
     assert [("mask", "none")] in (name_changes(explain(of, lambda _: unmasked)) or [])
+
+
+@pytest.mark.parametrize(
+    ("of", "way", "own", "others"),
+    [("heads", "own-twice", 2.0, 1.0), ("latent", "not-own", 0.0, 1.0), ("latent", "own", 1.0, 0.0)],
+)
+def test_queries_may_be_missing_in_what_comes_back(
+    of: Projection, way: str, own: float, others: float
+) -> None:
+    module, x, gradient = make_attention()
+    given, expected = pull_back(of)
+    shards = []
+    for rank, positions in enumerate(ZIGZAG):
+        counts = torch.full((LENGTH,), others, dtype=torch.float64)
+        counts[list(positions)] = own
+        _, lost = pull_back(of, counts)
+        rows, _, width = expected.shape
+        region = Region.box(expected.shape, [range(rows), positions, range(width)])
+        shards.append(RankShard(rank, region, lost[:, list(positions)]))
+    formula = LatentGradientFormula(
+        module, AttentionFormula(module, x, None, Chunks(ZIGZAG)), of, given, gradient
+    )
+    tensor = WrongTensor((0, MODULE_KINDS["backward"], of), expected, tuple(shards))
+    assert name_changes(find_variant(formula, tensor, 1e-9)) == [[("queries", way)]]
 
 
 @pytest.mark.parametrize("of", MODULES)
