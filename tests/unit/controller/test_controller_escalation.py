@@ -74,6 +74,7 @@ def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
         OwnValues(ranks=(1,)),
         Rounded(dtype="bfloat16", is_representable=False),
         scale(1.02216),
+        scale(0.0),
     ],
 )
 def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Operation) -> None:
@@ -88,7 +89,6 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
         Rounded(dtype="bfloat16", is_representable=True),
         Unmoved(),
         scale(2.0, Product(times=("tp",))),
-        scale(0.0),
         scale(0.3, part=Part(term="balance")),
     ],
 )
