@@ -1,7 +1,7 @@
 """The group of parameters whose squares a gradient norm counts more often than once, or not at all.
 
-Groups are taken from simple to complex: what an axis replicates or shards, then one family of parameters, then one
-parameter.
+Groups are taken from simple to complex: what an axis replicates or shards, then the experts or all others, which lie
+on another mesh where both are sharded, then one family of parameters, then one parameter.
 """
 
 from __future__ import annotations
@@ -98,13 +98,26 @@ def _list_pairs(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Itera
             )
 
 
+def _list_apart(squares: Mapping[str, float]) -> Iterator[tuple[Group, Group]]:
+    """Yield, for each family that has a name, its parameters and all others."""
+    names = {name: name_family([name]) for name in squares}
+    for family in dict.fromkeys(filter(None, names.values())):
+        own = tuple(name for name in squares if names[name] == family)
+        others = tuple(name for name in squares if names[name] != family)
+        if len(own) > 1 and len(others) > 1:
+            yield (
+                Group(tensors=own, family=family),
+                Group(tensors=others, family=family, is_outside=True),
+            )
+
+
 def _overlap(first: Group, second: Group) -> bool:
     return not set(first.tensors).isdisjoint(second.tensors)
 
 
 def _list_groups(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iterator[Group]:
     """Yield the groups of parameters that have something in common, those of an axis first."""
-    for pair in _list_pairs(squares, parts, axes):
+    for pair in (*_list_pairs(squares, parts, axes), *_list_apart(squares)):
         yield from pair
     families: dict[str, list[str]] = {}
     for name in squares:

@@ -32,12 +32,15 @@ class Block(Record):
 class Group(Record):
     """Some parameters, of a sum over all: those that are alike in `placement` over an axis, or of one name.
 
-    `axis` is empty where it is their name that they have in common.
+    `axis` is empty where it is their name that they have in common. With `family` they are all of that family, such
+    as `expert`, or with `is_outside` all others.
     """
 
     tensors: tuple[str, ...]
     axis: str = ""
     placement: Literal["", "replicated", "sharded"] = ""
+    family: str = ""
+    is_outside: bool = False
 
 
 class Part(Record):

@@ -39,6 +39,10 @@ def name_group(group: Group) -> str:
     if group.axis:
         plural = "s" if count > 1 else ""
         return f"the {count} parameter{plural} {group.placement} over {group.axis}"
+    if group.is_outside:
+        return f"the {count} parameters outside {group.family}s"
+    if group.family:
+        return f"the {count} {group.family} parameters"
     return group.tensors[0] if count == 1 else f"{group.tensors[0]} and {count - 1} of its kind"
 
 
