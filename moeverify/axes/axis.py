@@ -46,13 +46,15 @@ class Divided:
 
     The check `sharding` holds the layout to it wherever `applies` says so. Of an axis that cuts experts alone the
     other parameters say nothing, although its ranks may hold different shards of them for another reason; and the
-    other way round. `modules` are patterns of modules of the reference model in each of which something is divided.
+    other way round. `modules` are patterns of modules of the reference model in each of which something is divided;
+    with `once` each of these is on one rank of a group alone.
     """
 
     kind: Literal[Kind.TOKEN_LOSS, Kind.INITIAL_WEIGHT]
     part: Part = "all"
     applies: Callable[[Case], bool] = always
     modules: tuple[str, ...] = ()
+    once: bool = False
 
 
 @dataclass(frozen=True)

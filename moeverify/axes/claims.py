@@ -20,13 +20,15 @@ EXPERTS = ".experts."
 class Claim:
     """That the tensors of a kind, or of one part of the model, are divided over each of these groups of ranks.
 
-    Some of them are in each module that one of the patterns of `modules` fits.
+    Some of them are in each module that one of the patterns of `modules` fits. With `once` each of these modules is
+    on one rank of a group alone.
     """
 
     kind: str
     groups: Sequence[Sequence[int]]
     part: Part = "all"
     modules: Sequence[str] = ()
+    once: bool = False
 
     def find_module(self, name: str) -> str | None:
         """Return the module of `modules` that a tensor is in."""
@@ -59,5 +61,6 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
             continue  # how a user's own code divides parameters is not ours to say
         view = plan.view_of(axis.name)
         if view.axes[axis.name] > 1:
-            claims[axis.name] = Claim(divided.kind, view.groups(axis.name), divided.part, divided.modules)
+            groups = view.groups(axis.name)
+            claims[axis.name] = Claim(divided.kind, groups, divided.part, divided.modules, divided.once)
     return claims

@@ -60,7 +60,7 @@ AXIS = Axis(
     degree="pp",
     size=lambda layout: layout.pp,
     views=lambda _: ("data", "dense", "sparse", "loss"),
-    divides=Divided(Kind.INITIAL_WEIGHT),
+    divides=Divided(Kind.INITIAL_WEIGHT, modules=("layers.*",), once=True),
     custom_models="no",
     rules=(pipelines, layers_of_stages),
 )

@@ -105,14 +105,19 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
                 error=1.0,
                 bound=0.0,
                 ranks=tuple(sorted({rank for found in undivided for rank in found})),
-                facts=ShardingFacts(axis=axis, part=claim.part, modules=tuple(whole)),
+                facts=ShardingFacts(
+                    axis=axis, part=claim.part, modules=tuple(whole), is_repeated=claim.once and bool(whole)
+                ),
             )
         )
     return make_outcome(CheckName.SHARDING, findings, len(claims))
 
 
 def _list_whole(covered: Mapping[Key, Regions], claim: Claim) -> list[str]:
-    """Return the modules of which some group holds tensors, and none that differs, though some of each should."""
+    """Return the modules of which some group holds tensors, and none that differs, though some of each should.
+
+    Where each is on one rank of a group alone, these are the modules of which several ranks hold a tensor.
+    """
     by_module: dict[str, list[Regions]] = {}
     for (_, _, name), regions in covered.items():
         module = claim.find_module(name)
@@ -122,11 +127,16 @@ def _list_whole(covered: Mapping[Key, Regions], claim: Claim) -> list[str]:
         module
         for module, regions in by_module.items()
         if any(
-            (present := [each for each in regions if any(rank in each for rank in group)])
-            and not any(_differs(each, group) for each in present)
+            _is_whole([each for each in regions if any(rank in each for rank in group)], group, claim)
             for group in claim.groups
         )
     ]
+
+
+def _is_whole(present: Sequence[Regions], group: Sequence[int], claim: Claim) -> bool:
+    if claim.once:
+        return any(sum(rank in each for rank in group) > 1 for each in present)
+    return bool(present) and not any(_differs(each, group) for each in present)
 
 
 def _differs(regions: Regions, group: Sequence[int]) -> bool:

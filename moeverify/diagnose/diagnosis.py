@@ -32,7 +32,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts
+from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
@@ -55,7 +55,23 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
-    return put_data_first(_put_calls_first(_put_gathered_first(_explain(findings, inputs))))
+    found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
+    return put_data_first(_put_repeated_first(found))
+
+
+def _put_repeated_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with modules that several ranks have in the place of one first: all compute with them."""
+    first = next((each for each in findings if _is_repeated(each)), None)
+    if first is None:
+        return list(findings)
+    others = [each for each in findings if each is not first]
+    made = [each for each in others if each.check not in ORIGINS or each.check == CheckName.CLIP]
+    kept = [each for each in others if each not in made]
+    return [first, *kept, *(follow(each, first) for each in made)]
+
+
+def _is_repeated(finding: Finding) -> bool:
+    return isinstance(finding.facts, ShardingFacts) and finding.facts.is_repeated
 
 
 def _put_gathered_first(findings: Sequence[Finding]) -> list[Finding]:

@@ -148,7 +148,10 @@ def _(facts: ShardingFacts, finding: Finding) -> Words:
     what = f"{finding.kind}{_PARTS[facts.part]}"
     if facts.modules:
         named, left_out = ", ".join(facts.modules[:_MOST_NAMED]), len(facts.modules) - _MOST_NAMED
-        what = f"{finding.kind} of {named}{f' and {left_out} more' if left_out > 0 else ''}"
+        named = f"{named}{f' and {left_out} more' if left_out > 0 else ''}"
+        if facts.is_repeated:
+            return Words(f"several ranks of one {facts.axis} group have {named}, and one of them should")
+        what = f"{finding.kind} of {named}"
     return Words(f"no {what} differs in what the ranks of one {facts.axis} group hold")
 
 

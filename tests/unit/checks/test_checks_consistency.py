@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -165,6 +166,28 @@ def test_each_module_that_should_be_divided_is_looked_at_alone(run_ranks: Callab
     assert finding.facts == ShardingFacts(axis="ep", modules=("layers.1.moe.shared",))
     assert finding.ranks == (0, 1, 2, 3)
     assert "no gradient of layers.1.moe.shared differs" in finding.cause
+
+
+@pytest.mark.parametrize("holders", [(0, 1), (1, 2), (0, 1, 2, 3)])
+def test_a_module_that_belongs_on_one_rank_is_found_on_several(
+    holders: tuple[int, ...], run_ranks: Callable, weight: Tensor
+) -> None:
+    claims = {"pp": Claim("gradient", [[0, 1, 2, 3]], modules=("layers.*",), once=True)}
+
+    def judge_with(*ranks_of_last: int) -> Outcome:
+        ranks = run_ranks(AXES)
+        for rank in (0, 3):
+            ranks.show(rank, weight, WHOLE, name="embed.weight")  # tied: on the first and the last stage
+        for layer in range(3):
+            ranks.show(layer, weight, WHOLE, name=f"layers.{layer}.norm")
+        for rank in ranks_of_last:
+            ranks.show(rank, weight, WHOLE, name="layers.3.norm")
+        return judge_claims(ranks.shown(), claims)
+
+    assert judge_with(3).findings == ()
+    finding = find_one(judge_with(*holders))
+    assert finding.facts == ShardingFacts(axis="pp", modules=("layers.3",), is_repeated=True)
+    assert "several ranks of one pp group have layers.3" in finding.cause
 
 
 def test_only_the_kind_that_is_claimed_counts(run_ranks: Callable, weight: Tensor) -> None:

@@ -17,7 +17,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.explanation import Quantity
-from moeverify.results.facts import CoverageFacts, GatheredFacts
+from moeverify.results.facts import CoverageFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, HiddenByRounding
 from moeverify.results.operation import OwnValues
@@ -55,6 +55,18 @@ def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
     assert [trial.verdict for trial in origin.trials if trial.hypothesis == "one_factor"] == ["yes"]
     assert follower.follows == origin.tensor
     assert (follower.trials, follower.place, follower.explanation) == ((), None, None)
+
+
+def test_a_layer_on_several_stages_comes_before_what_they_compute_with_it() -> None:
+    facts = ShardingFacts(axis="pp", modules=("layers.2",), is_repeated=True)
+    sharding = find("sharding", "axis pp", Kind.INITIAL_WEIGHT, step=-1, facts=facts)
+    first, *others = diagnose([find("gradient"), find("clip", "total"), sharding], make_inputs(double()))
+    assert (first.check, first.code) == ("sharding", Cause.LAYOUT)
+    assert {other.check for other in others} == {"gradient", "clip"}
+    assert all(other.follows == first.tensor for other in others)
+    # An axis that divides nothing leads as before: what differs may have another cause.
+    alone = sharding.model_copy(update={"facts": ShardingFacts(axis="pp")})
+    assert diagnose([find("gradient"), alone], make_inputs(double()))[0].check == "gradient"
 
 
 def test_tensors_of_a_kind_that_only_its_check_knows_are_explained_if_nothing_else_is_wrong() -> None:
