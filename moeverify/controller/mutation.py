@@ -135,8 +135,8 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
         how.keep.mkdir(parents=True, exist_ok=True)
     coverage = KeptRows(how.keep_file("coverage"), environment, CoveredCode)
     # What a layout executes is the same code in each precision; what is said of a mutant is not.
-    kept_as = "mutants" if how.precision is None else f"mutants-{how.precision}"
-    rows = KeptRows(how.keep_file(kept_as), environment, MutantRow)
+    kept_as = ["mutants", *([how.precision] if how.precision else []), *([] if how.escalates else ["alone"])]
+    rows = KeptRows(how.keep_file("-".join(kept_as)), environment, MutantRow)
     covered = measure_coverage(list(list_cases().values()), options, on_event, coverage)
     everything, cases = list_mutants(), list_cases_in(how.precision)
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]

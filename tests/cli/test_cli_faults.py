@@ -1,11 +1,12 @@
 """`moeverify faults` and `--fault` with what is not there: one clear message, exit code 2, and nothing is started."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moeverify.controller import fault_benchmark
+from moeverify.controller import fault_benchmark, mutation
 from moeverify.results.run import CaseResult, Event
 
 UNKNOWN = "`moeverify faults list` shows all"
@@ -114,3 +115,23 @@ def test_an_interrupt_while_wider_precisions_run_leaves_the_table(
     assert "A01    yes       NO       NO" in result.stdout
     assert "detected: 1 of 1" in flat(result.stdout)
     assert "A03" not in result.stdout
+
+
+def test_mutants_run_in_the_precision_that_was_asked_for(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[mutation.MutationOptions] = []
+
+    def run(how: mutation.MutationOptions, options: Any, on_event: Any) -> mutation.RanMutants:
+        asked.append(how)
+        return mutation.RanMutants([], {}, 9, 2, ("tp", "pp"))
+
+    monkeypatch.setattr(mutation, "run_mutants", run)
+    rows = tmp_path / "rows.json"
+    result = invoke("faults", "mutate", "--precision", "mixed", "--no-escalate", "--json", rows)
+    assert result.exit_code == 0, result.output
+    assert "layouts that mixed does not know: tp, pp" in flat(result.stdout)
+    command = json.loads(rows.read_text())["command"]
+    assert command == "moeverify faults mutate --number 60 --seed 0 --precision mixed --no-escalate"
+    assert "does not know" not in invoke("faults", "mutate").stdout
+    assert [(how.precision, how.escalates) for how in asked] == [("mixed", False), (None, True)]
