@@ -16,6 +16,7 @@ from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeverify.controller.mutation import MutationOptions, RanMutants
     from moeverify.controller.options import RunOptions
     from moeverify.faults.fault import Fault
     from moeverify.results.benchmark import FaultRow
@@ -266,13 +267,7 @@ def mutate(
             return
         from moeverify.controller.mutation import MutationOptions, run_mutants
         from moeverify.report.files import check_writable, write_atomically
-        from moeverify.report.mutation import (
-            describe_left_out,
-            describe_rates,
-            summarize_mutants,
-            write_json,
-            write_mutants,
-        )
+        from moeverify.report.mutation import write_json, write_mutants
         from moeverify.report.progress import open_progress
 
         check_writable([path for path in (json_file, markdown) if path is not None], keep)
@@ -282,14 +277,8 @@ def mutate(
             how = replace(how, precision=precision.value)
         with open_progress(context.out, quiet=quiet) as progress:
             ran = run_mutants(how, options, progress.on_event)
-        lines = [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]
-        if precision is not None:
-            lines += describe_left_out(ran.rows, precision.value, ran.left_out)
-        for line in lines:
-            context.out.print(line, markup=False, highlight=False, soft_wrap=True)
-        words = ["moeverify faults mutate", *(names or [f"--number {number} --seed {seed}"])]
-        words += [] if precision is None else [f"--precision {precision.value}"]
-        command = " ".join(words if escalate else [*words, "--no-escalate"])
+        _print_rates(context.out, ran, precision)
+        command = _name_command(how)
         if json_file is not None:
             write_atomically(json_file, write_json(ran.rows, ran.environment, command))
         if markdown is not None:
@@ -297,6 +286,24 @@ def mutate(
             write_atomically(markdown, write_mutants(ran.rows, ran.environment, command, counts))
         is_bad = any(row.outcome == "survived" or row.judgement.cause == "wrong" for row in ran.rows)
         raise typer.Exit(int(is_bad))
+
+
+def _print_rates(console: Console, ran: RanMutants, precision: Precision | None) -> None:
+    """Print what came of mutants in numbers, and what a precision has left out."""
+    from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants
+
+    lines = [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]
+    if precision is not None:
+        lines += describe_left_out(ran.rows, precision.value, ran.left_out)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _name_command(how: MutationOptions) -> str:
+    """Return the command that makes the same rows."""
+    words = ["moeverify faults mutate", *(how.names or [f"--number {how.number} --seed {how.seed}"])]
+    words += [] if how.precision is None else [f"--precision {how.precision}"]
+    return " ".join(words if how.escalates else [*words, "--no-escalate"])
 
 
 def _print_mutants(console: Console, seed: int) -> None:
