@@ -25,6 +25,7 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
     ),
     CheckName.OBJECTIVE: frozenset({Kind.LOSS}),
     CheckName.ROUTER_GRADIENT: frozenset({Kind.GRADIENT}),
+    CheckName.GRADIENT_SUM: frozenset({Kind.GRADIENT}),
     CheckName.CLIP: frozenset({Kind.GRADIENT_NORM}),
     CheckName.OPTIMIZER_STEP: frozenset({Kind.UPDATE, Kind.OPTIMIZER_STATE}),
 }
