@@ -117,7 +117,9 @@ def test_nothing_is_told_from_one_over_a_large_number_of_the_run(
     weight: float, product: Product | None
 ) -> None:
     components = make_components()
-    axes = Axes({}, EP_AND_TP.sources, loss_counts=[Source(name="rows", size=276), Source(name="x", size=500)])
+    axes = Axes(
+        {}, EP_AND_TP.sources, loss_counts=[Source(name="rows", size=276), Source(name="x", size=500)]
+    )
     tensors = combine_narrow(components, lambda term, cell: weight if term == "balance" else 1.0)
     explanation, _ = explain_first(tensors, components, axes)
     assert wrong_parts(explanation) == {Part(term="balance"): weight}
