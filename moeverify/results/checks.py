@@ -90,7 +90,7 @@ class CheckName(StrEnum):
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_SUM = (
         "gradient sum",
-        "in float8: gradients of linear layers and norms, summed again from what every rank's layers had",
+        "gradients of linear layers and norms, summed again from what all ranks had: in float8, or on request",
     )
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
     CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"

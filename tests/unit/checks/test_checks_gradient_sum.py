@@ -24,6 +24,7 @@ from moeverify.results.facts import GradientSumFacts
 NUM_RANKS = 2
 Change = Callable[[str, list[Tensor]], Tensor]
 Judge = Callable[..., Outcome]
+ASKED = {"also": ("gradient sum",)}
 
 
 class Layers(nn.Module):
@@ -219,6 +220,8 @@ def make_program() -> Any:
         (make_case("x", recipe={"float8": "rowwise", "precision": "mixed"}, dp_shard=2), True),
         (make_case("x", recipe={"float8": "rowwise", "precision": "bfloat16"}, cp=2, dp_shard=2, ep=2), True),
         (make_case("x", recipe={"precision": "mixed"}, dp_shard=2), False),
+        (make_case("x", recipe={"precision": "bfloat16"}, checks=ASKED, dp_shard=2), True),
+        (make_case("x", recipe={"precision": "bfloat16"}, checks=ASKED, pp=2), False),
         (make_case("x", recipe={"float8": "rowwise_with_gw_hp"}, dp_shard=2), False),
         (make_case("x", recipe={"float8": "rowwise", "precision": "mixed"}, dp_shard=2, tp=2), False),
         (make_case("x", recipe={"float8": "rowwise", "precision": "bfloat16"}, pp=2), False),
