@@ -170,7 +170,7 @@ class GradientSum(Check[Reports]):
         if not is_lost and self.name not in run.case.checks.also:
             return None
         # Under these axes ranks hold parts of a layer, or share its tokens with others.
-        if layout.tp > 1 or layout.pp > 1 or layout.expert_tp > 1:
+        if layout.tp > 1 or layout.pp > 1:
             return None
         if not isinstance(program.subject, ReferenceSubject):
             return None

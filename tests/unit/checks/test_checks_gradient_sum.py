@@ -219,6 +219,7 @@ def make_program() -> Any:
     [
         (make_case("x", recipe={"float8": "rowwise", "precision": "mixed"}, dp_shard=2), True),
         (make_case("x", recipe={"float8": "rowwise", "precision": "bfloat16"}, cp=2, dp_shard=2, ep=2), True),
+        (make_case("x", recipe={"float8": "rowwise", "precision": "mixed"}, dp_shard=4, ep=2, etp=2), True),
         (make_case("x", recipe={"precision": "mixed"}, dp_shard=2), False),
         (make_case("x", recipe={"precision": "bfloat16"}, checks=ASKED, dp_shard=2), True),
         (make_case("x", recipe={"precision": "bfloat16"}, checks=ASKED, pp=2), False),
