@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +201,10 @@ class _Judged:
     def ratio(self) -> Tensor:
         return ((self.actual - self.expected).abs() / self.allowed).nan_to_num(math.inf)
 
+    def is_made_of(self, values: Tensor, times: float = 1.0) -> bool:
+        """Return whether the gradient is these values, but for so many times the rounding of the right ones."""
+        return bool(((self.actual - values).abs() <= times * self.allowed).all())
+
     @property
     def limit(self) -> float:
         size = float(self.expected.norm())
@@ -264,22 +268,35 @@ def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
 
 
 def _read(judged: _Judged) -> GradientSumFacts:
-    """Return by which coefficients the gradient is made of what the ranks added, where only rounding is left then."""
+    """Return by which coefficients the gradient is made of what the ranks added, where only rounding is left then.
+
+    The simplest ones come first: what rounding leaves of a small part tells its coefficient to few digits.
+    """
     num_ranks = judged.parts.shape[1]
     own = judged.parts[torch.arange(len(judged.ranks)), judged.ranks] * num_ranks
-    for factor in (1.0, 1.0 / num_ranks):
-        if bool(((judged.actual - factor * own).abs() <= judged.allowed).all()):
-            return GradientSumFacts(is_own=True)
+    # Where one rank holds all of it, its own part is what is left without the others.
+    are_several = len(judged.ranks.unique()) > 1
+    if are_several and any(judged.is_made_of(factor * own) for factor in (1.0, 1.0 / num_ranks)):
+        return GradientSumFacts(is_own=True)
     if not bool(judged.parts.isfinite().all() and judged.actual.isfinite().all()):
         return GradientSumFacts()
-    gram = judged.parts.T @ judged.parts
-    if float(torch.linalg.eigvalsh(gram)[0]) <= _FITTED * float(gram.diagonal().max()):
-        return GradientSumFacts()
-    found = torch.linalg.solve(gram, judged.parts.T @ judged.actual)
-    nearest = found.abs().max().clamp(min=1.0)
-    if bool(((judged.actual - judged.parts @ found).abs() <= nearest * judged.allowed).all()):
-        return GradientSumFacts(factors=dict(enumerate(found.tolist())))
+    for found in _list_coefficients(judged):
+        if judged.is_made_of(judged.parts @ found, float(found.abs().max().clamp(min=1.0))):
+            return GradientSumFacts(factors=dict(enumerate(found.tolist())))
     return GradientSumFacts()
+
+
+def _list_coefficients(judged: _Judged) -> Iterator[Tensor]:
+    """Yield how often the parts of the ranks (R) may be there: all but one, all alike, or each as it fits best."""
+    num_ranks = judged.parts.shape[1]
+    for rank in range(num_ranks):
+        yield (torch.arange(num_ranks) != rank).to(torch.float64)
+    squares = float(judged.expected.square().sum())
+    if squares > 0.0:
+        yield torch.full((num_ranks,), float(judged.actual @ judged.expected) / squares, dtype=torch.float64)
+    gram = judged.parts.T @ judged.parts
+    if float(torch.linalg.eigvalsh(gram)[0]) > _FITTED * float(gram.diagonal().max()):
+        yield torch.linalg.solve(gram, judged.parts.T @ judged.actual)
 
 
 def _make_finding(shown: Shown, key: Key, judged: _Judged, at: int, scale: float) -> Finding:
