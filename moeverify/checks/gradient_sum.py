@@ -275,7 +275,7 @@ def _read(judged: _Judged) -> GradientSumFacts:
     num_ranks = judged.parts.shape[1]
     own = judged.parts[torch.arange(len(judged.ranks)), judged.ranks] * num_ranks
     # Where one rank holds all of it, its own part is what is left without the others.
-    are_several = len(judged.ranks.unique()) > 1
+    are_several = len(set(judged.ranks.tolist())) > 1
     if are_several and any(judged.is_made_of(factor * own) for factor in (1.0, 1.0 / num_ranks)):
         return GradientSumFacts(is_own=True)
     if not bool(judged.parts.isfinite().all() and judged.actual.isfinite().all()):
