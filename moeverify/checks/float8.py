@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
-from moeverify.checks.float8_products import Seen, list_wrong, look_at_operand, look_at_product
+from moeverify.checks.float8_products import (
+    Product,
+    ProductTap,
+    Seen,
+    list_wrong,
+    look_at_operand,
+    look_at_product,
+)
 from moeverify.checks.precision import WHOLE, join_by_module
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
@@ -49,8 +56,6 @@ _CODES: Mapping[ScaleSource, Cause] = {
     "step-before": Cause.STALE,
     "none": Cause.PRECISION,
 }
-
-_PRODUCT = torch.ops.aten.mm.default
 
 _ByLayer = dict[str, dict[int, list[Float8Facts]]]  # by layer and rank
 Key = tuple[str, str, int]  # the layer, which operand, and how many of its kind came before it in the step
@@ -96,24 +101,14 @@ class Float8Watch(Watch[Float8Report]):
 
     def __init__(self, model: nn.Module, *, power_of_two: bool) -> None:
         from torchao.float8 import float8_scaling_utils as library
-        from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
         self._power_of_two = power_of_two
-        self._layers: dict[int, str] = {}  # by the options of its products, of which every layer has its own
-        names = []
-        for name, parent, attribute in list_layers(model):
-            names.append(logical_name(f"{name}.weight").removesuffix(".weight"))
-            options = getattr(getattr(parent, attribute), "linear_mm_config", None)
-            if options is not None:
-                self._layers[id(options)] = names[-1]
-        self._names = tuple(names)
+        self._names, self._layers = name_layers(model)
         self._library = library
         self._original: Any = library.hp_tensor_and_scale_to_float8
         self._signature = inspect.signature(self._original)
         library.hp_tensor_and_scale_to_float8 = self._round
-        self._operators: dict[Any, Any] = FLOAT8_OPS_TABLE
-        self._multiply_original = self._operators[_PRODUCT]
-        self._operators[_PRODUCT] = self._multiply
+        self._tap = ProductTap(self._layers, self._hear)
         self._compared: list[Seen] = []
         self._wrong: list[tuple[int, Float8Facts]] = []
         self._num_products = 0
@@ -134,8 +129,7 @@ class Float8Watch(Watch[Float8Report]):
         self._finish()
         if self._library.hp_tensor_and_scale_to_float8 == self._round:
             self._library.hp_tensor_and_scale_to_float8 = self._original
-        if self._operators[_PRODUCT] == self._multiply:
-            self._operators[_PRODUCT] = self._multiply_original
+        self._tap.close()
 
     def report(self) -> Float8Report:
         """Return what was seen; see `Watch`."""
@@ -157,17 +151,9 @@ class Float8Watch(Watch[Float8Report]):
             self._look(given.arguments, local)
         return rounded
 
-    def _multiply(self, operator: Any, operands: Any, named: Any = None) -> Any:
-        product = self._multiply_original(operator, operands, named)
-        left, right = operands[:2]
-        layer = self._layers.get(id(left._linear_mm_config))
-        if layer is not None:
-            with torch.no_grad():
-                seen = look_at_product(layer, left, right, product)
-            if seen is not None:
-                self._compared.append(seen)
-                self._num_products += 1
-        return product
+    def _hear(self, layer: str, product: Product) -> None:
+        self._compared.append(look_at_product(layer, product))
+        self._num_products += 1
 
     def _look(self, given: Mapping[str, Any], rounded: Any) -> None:
         layer = self._layers.get(id(given["linear_mm_config"]))
@@ -220,6 +206,20 @@ class Float8Watch(Watch[Float8Report]):
             and not find_wrong(other.largest, operand, power_of_two=self._power_of_two)
         }
         return names.pop() if len(names) == 1 else ""
+
+
+def name_layers(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
+    """Return the names of the layers that float8 is for, and those of torchao's by the id of their options.
+
+    Every layer has options of its own, which come with each of its products.
+    """
+    names, by_options = [], {}
+    for name, parent, attribute in list_layers(model):
+        names.append(logical_name(f"{name}.weight").removesuffix(".weight"))
+        options = getattr(getattr(parent, attribute), "linear_mm_config", None)
+        if options is not None:
+            by_options[id(options)] = names[-1]
+    return tuple(names), by_options
 
 
 def find_largest(operand: Tensor, dim: int | None) -> Tensor:

@@ -7,7 +7,7 @@ golden nor what came before plays a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ MOST_ROWS, MOST_COLUMNS = 8, 64
 
 _KERNEL = 2.0**-13
 """Relative to the sum of absolute products: kernels keep 14 bits of a partial sum (H100, as its users have found)."""
+
+_PRODUCT = torch.ops.aten.mm.default
 
 _ROLES = {
     ("input", "weight"): "output",
@@ -68,8 +70,53 @@ def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
     return Seen(layer, role, False, _measure(_pick(data, rows), _widen(expected), torch.zeros(())))
 
 
-def look_at_product(layer: str, left: Any, right: Any, product: Tensor) -> Seen | None:
-    """Compare some elements of a product (m, n) with what torchao's operands (m, k) and (k, n) stand for.
+@dataclass(frozen=True)
+class Product:
+    """Some elements of a product in float8 and what its operands say of them; all (rows, columns), float64.
+
+    `sizes` are the sums of absolute products, `allowed` is what the rounding of the sums can do.
+    """
+
+    what: str
+    actual: Tensor
+    expected: Tensor
+    sizes: Tensor
+    allowed: Tensor
+
+
+class ProductTap:
+    """Hears of every product of torchao's layers on this rank until it is closed; several close in reverse order.
+
+    `layers` has the names of layers by the id of the options of their products, of which each has its own.
+    """
+
+    def __init__(self, layers: Mapping[int, str], hear: Callable[[str, Product], None]) -> None:
+        from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+        self._layers, self._hear = layers, hear
+        self._operators: dict[Any, Any] = FLOAT8_OPS_TABLE
+        self._original = self._operators[_PRODUCT]
+        self._operators[_PRODUCT] = self._multiply
+
+    def close(self) -> None:
+        """Hear no longer."""
+        if self._operators[_PRODUCT] == self._multiply:
+            self._operators[_PRODUCT] = self._original
+
+    def _multiply(self, operator: Any, operands: Any, named: Any = None) -> Any:
+        product = self._original(operator, operands, named)
+        left, right = operands[:2]
+        layer = self._layers.get(id(left._linear_mm_config))
+        if layer is not None:
+            with torch.no_grad():
+                found = read_product(left, right, product)
+            if found is not None:
+                self._hear(layer, found)
+        return product
+
+
+def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
+    """Return some elements of a product (m, n) of torchao's operands (m, k) and (k, n), and what these say of them.
 
     None where the operands are none of a linear layer.
     """
@@ -81,15 +128,20 @@ def look_at_product(layer: str, left: Any, right: Any, product: Tensor) -> Seen 
     one = _pick(left._data, rows) / _widen(left._scale.expand(left._data.shape)[rows])
     other = _pick(right._data.t(), columns) / _widen(right._scale.expand(right._data.shape).t()[columns])
     other = other.t()
-    expected, size = one @ other, one.abs() @ other.abs()
+    expected, sizes = one @ other, one.abs() @ other.abs()
     # Operands are divided by their scales, multiplied and added up: a rounding for each, in what the sum is taken.
     is_wide = product.dtype == torch.float64
     unit = (len(other) + 4) * (2.0**-53 if is_wide else 2.0**-24)
     if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
         unit += _KERNEL
     last = torch.finfo(product.dtype)
-    allowed = unit * size + last.eps / 2.0 * expected.abs() + last.tiny
-    return Seen(layer, what, True, _measure(_widen(product[rows][:, columns]), expected, allowed))
+    allowed = unit * sizes + last.eps / 2.0 * expected.abs() + last.tiny
+    return Product(what, _widen(product[rows][:, columns]), expected, sizes, allowed)
+
+
+def look_at_product(layer: str, product: Product) -> Seen:
+    """Compare some elements of a product with what its operands stand for."""
+    return Seen(layer, product.what, True, _measure(product.actual, product.expected, product.allowed))
 
 
 def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:

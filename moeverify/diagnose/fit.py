@@ -61,10 +61,11 @@ class Fit:
         allowed = self.measure(settled) * max(_ALIKE, 1.0 + _CHANCE * free / (self.count - free))
         for place, value in enumerate(self.coefficients):
             near = {number for number in numbers if abs(value - number) <= NEAR * max(1.0, abs(number))}
-            if len(near) == 1:
-                tried = [*settled[:place], *near, *settled[place + 1 :]]
-                if self.measure(tried) <= allowed:
-                    settled = tried
+            tried = [[*settled[:place], number, *settled[place + 1 :]] for number in near]
+            # Beside nothing there may be one over the tokens of a batch, which the errors mostly tell from it.
+            right = [each for each in tried if self.measure(each) <= allowed]
+            if len(right) == 1:
+                (settled,) = right
         return replace(self, coefficients=tuple(settled))
 
 

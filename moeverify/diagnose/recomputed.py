@@ -25,6 +25,7 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
     ),
     CheckName.OBJECTIVE: frozenset({Kind.LOSS}),
     CheckName.ROUTER_GRADIENT: frozenset({Kind.GRADIENT}),
+    CheckName.GRADIENT_SUM: frozenset({Kind.GRADIENT}),
     CheckName.CLIP: frozenset({Kind.GRADIENT_NORM}),
     CheckName.OPTIMIZER_STEP: frozenset({Kind.UPDATE, Kind.OPTIMIZER_STATE}),
 }
@@ -145,7 +146,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
         return any(says_more(finding, origin) for finding in recomputed)
     if not isinstance(explanation.operation, Altered):
         return False
-    telling = [finding for finding in recomputed if finding.code != Cause.FORWARD]
+    telling = [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
     if explanation.subject.quantity is Quantity.LOSS:
         return any(_is_gradient_of(finding, origin) for finding in telling)
     return explanation.cause is Cause.BACKWARD and any(
@@ -155,6 +156,12 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
         and finding.place.module.startswith(f"{explanation.subject.module}.")
         for finding in telling
     )
+
+
+def _tells_form(finding: Finding) -> bool:
+    """Return whether the gradient inside a router is that of a formula which is known."""
+    facts = finding.facts
+    return isinstance(facts, RouterGradientFacts) and bool(facts.form) and None not in facts.factors.values()
 
 
 def _tells_terms(finding: Finding, origin: Finding) -> bool:

@@ -88,6 +88,10 @@ class CheckName(StrEnum):
         "zero_grad, backward, clip and scheduler in the step of `recipe.step`, if there is one",
     )
     GRADIENT = "gradient", "every parameter's gradient before the clip"
+    GRADIENT_SUM = (
+        "gradient sum",
+        "gradients of linear layers and norms, summed again from what all ranks had: in float8, or on request",
+    )
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
     CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"
     UPDATE = "update", "every parameter's change by the step"

@@ -266,6 +266,33 @@ class RouterGradientFacts(Record):
     num_routers: int = 1
 
 
+class GradientSumFacts(Record):
+    """A gradient that is not the sum of what its layer has computed on all ranks.
+
+    `factors` are by rank how often its part is there, empty where that explains nothing. `is_own` says that each rank
+    has its own part alone.
+    """
+
+    about: Literal["gradient sum"] = "gradient sum"
+    factors: Mapping[int, float] = {}
+    is_own: bool = False
+
+    @property
+    def factor(self) -> float | None:
+        """Return how often the parts of all ranks are there, where that is one number."""
+        values = tuple(self.factors.values())
+        if not values or max(values) - min(values) > NEAR * max(map(abs, values)):
+            return None
+        return sum(values) / len(values)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Return the ranks whose parts are missing, where those of all others are there once."""
+        missing = tuple(rank for rank, value in self.factors.items() if abs(value) <= NEAR)
+        others = [value for rank, value in self.factors.items() if rank not in missing]
+        return missing if others and all(abs(value - 1.0) <= NEAR for value in others) else ()
+
+
 class RouterFacts(Record):
     """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
 
@@ -334,6 +361,7 @@ Facts = Annotated[
     | ClipFacts
     | ObjectiveFacts
     | RouterGradientFacts
+    | GradientSumFacts
     | RouterFacts,
     Field(discriminator="about"),
 ]
@@ -349,6 +377,8 @@ def names_operation(facts: Facts | None) -> bool:
         return bool(facts.wrong_terms)
     if isinstance(facts, RouterGradientFacts):
         return facts.term.endswith("padding") or None not in facts.factors.values()
+    if isinstance(facts, GradientSumFacts):
+        return facts.is_own or bool(facts.factors)
     return not isinstance(facts, ClipFacts | ObjectiveFacts | RouterFacts)
 
 

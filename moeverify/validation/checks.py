@@ -10,16 +10,20 @@ from moeverify.case.suggest import suggest
 from moeverify.errors import Problem
 from moeverify.results.checks import CheckName
 
+_OF_LAYERS = (CheckName.FORCED_BLOCKS, CheckName.GRADIENT_SUM)
 
-@reading("checks.skip", "checks.differs", "checks.also")
+
+@reading("checks.skip", "checks.differs", "checks.also", "recipe.float8")
 def known_checks(case: Case) -> Iterator[Problem]:
-    """A check that is skipped, declared to differ, or asked for, is one; and only optional ones are asked for."""
+    """A check that is skipped, declared to differ, or asked for, is one; and only what is optional is asked for."""
+    # By itself it is made in float8 alone.
+    is_usual = case.recipe.float8 != "none"
     for field in ("skip", "differs", "also"):
         for name in getattr(case.checks, field):
             if name not in set(CheckName):
                 yield blame(f"checks.{field}", f"there is no check `{name}`", suggest(name, CheckName))
     for name in set(CheckName).intersection(case.checks.also):
-        if not CheckName(name).is_optional:
+        if not CheckName(name).is_optional and (is_usual or name != CheckName.GRADIENT_SUM):
             yield blame("checks.also", f"`{name}` is checked in any case", "remove it")
 
 
@@ -34,14 +38,13 @@ def declared_differences(case: Case) -> Iterator[Problem]:
 
 
 @reading("checks.also", "recipe.model.factory", "recipe.step", "layout.parallelize")
-def forced_blocks(case: Case) -> Iterator[Problem]:
-    """What the blocks of a user's model, or of a user's layout of it, hand to each other, nobody else knows."""
-    if CheckName.FORCED_BLOCKS not in case.checks.also:
-        return
+def known_layers(case: Case) -> Iterator[Problem]:
+    """What the layers of a user's model, or of a user's layout of it, hand to each other, nobody else knows."""
     path = next(iter(case.recipe.functions), "layout.parallelize" if case.layout.parallelize else "")
-    if path:
-        message = f"`{CheckName.FORCED_BLOCKS}` is for the reference model under layouts of its own"
-        yield blame("checks.also", message, f"remove it, or {path}")
+    for name in _OF_LAYERS:
+        if path and name in case.checks.also:
+            message = f"`{name}` is for the reference model under layouts of its own"
+            yield blame("checks.also", message, f"remove it, or {path}")
 
 
 def _fixed_by(name: str) -> Rule:
@@ -73,7 +76,7 @@ def tolerance_factor(case: Case) -> Iterator[Problem]:
 CHECK_RULES = (
     known_checks,
     declared_differences,
-    forced_blocks,
+    known_layers,
     _fixed_by("rtol"),
     _fixed_by("atol"),
     tolerance_factor,

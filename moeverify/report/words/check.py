@@ -23,6 +23,7 @@ from moeverify.results.facts import (
     ExpertFacts,
     Float8Facts,
     GatheredFacts,
+    GradientSumFacts,
     Issue,
     NumCollectives,
     ObjectiveFacts,
@@ -346,6 +347,27 @@ def _(facts: RouterGradientFacts, finding: Finding) -> Words:
     else:
         text = f"the gradient of {source} counts {times} in the router"
     return Words(text, source, tuple(evidence))
+
+
+@describe_facts.register
+def _(facts: GradientSumFacts, finding: Finding) -> Words:
+    layer = finding.tensor.rpartition(".")[0]
+    if facts.is_own:
+        text = f"the ranks' parts of the gradient of {layer} are not summed: each rank has its own"
+    elif facts.factor is not None:
+        text = f"the gradient of {layer} is {facts.factor:.4g} times the sum of what the ranks have computed"
+    elif facts.left_out:
+        text = f"the gradient of {layer} lacks what {_name_ranks(facts.left_out)} computed"
+    elif facts.factors:
+        counted = _count_by_rank(facts.factors)
+        text = f"the gradient of {layer} counts what was computed {counted}"
+    else:
+        text = f"the gradient of {layer} is not what its inputs and the gradients of its outputs give on all ranks"
+    return Words(text)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_join(ranks)} have"
 
 
 @describe_facts.register

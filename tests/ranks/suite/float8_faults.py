@@ -1,7 +1,11 @@
-"""Bugs of the scales of operands in float8, for `--fault float8_faults:NAME`: called before the layout is built."""
+"""Bugs of layers in float8, for `--fault float8_faults:NAME`: called before the layout is built.
+
+Some are of the scales of operands, others of what FSDP2 sums of the gradients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +60,31 @@ def forget_feed_forward(patch: Patch) -> None:
     @patch.wrap(list_layers, used_by=float8)
     def choose(original: Original[Any], model: nn.Module) -> Any:
         return [found for found in original(model) if ".mlp." not in found[0]]
+
+
+def lose_a_part(patch: Patch) -> None:
+    """Let rank 1 bring less than it has computed of one small gradient, among those that FSDP2 scatters together."""
+    _change_buckets(patch, lambda name: 0.7 if name.endswith("0.attention.k_norm.weight") else 1.0)
+
+
+def lose_a_rank(patch: Patch) -> None:
+    """Let rank 1 bring nothing of any gradient that FSDP2 scatters."""
+    _change_buckets(patch, lambda name: 0.0)
+
+
+def _change_buckets(patch: Patch, factor_of: Callable[[str], float]) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+
+    def change(
+        original: Original[Any], fsdp_params: Any, unsharded_grads: Any, *rest: Any, **named: Any
+    ) -> Any:
+        if torch.distributed.get_rank() == 1:
+            for parameter, gradient in zip(fsdp_params, unsharded_grads, strict=True):
+                gradient.mul_(factor_of(parameter._param_fqn))
+        return original(fsdp_params, unsharded_grads, *rest, **named)
+
+    patch.wrap(foreach_reduce, used_by=users)(change)
 
 
 def _replace_scales(patch: Patch, choose: Any) -> None:

@@ -39,6 +39,8 @@ BROKEN: Mapping[str, tuple[Case, str]] = {
     ),
     "left-out": (make_case("left-out", recipe=MIXED, dp_shard=2), "forget_feed_forward"),
     "sharp": (make_case("sharp", recipe=SHARP, dp_shard=2), "use_last_step"),
+    "lost-part": (make_case("lost-part", recipe=MIXED, dp_shard=2), "lose_a_part"),
+    "lost-rank": (make_case("lost-rank", recipe=MIXED, dp_shard=2), "lose_a_rank"),
 }
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -110,3 +112,34 @@ def test_layers_left_out_of_float8_are_named(results: Mapping[str, CaseResult]) 
 
 def test_what_computes_with_wrong_scales_follows_in_float64(results: Mapping[str, CaseResult]) -> None:
     assert {"loss", "gradient"} <= {each.check for each in results["sharp"].findings}
+
+
+@pytest.mark.parametrize(("name", "least"), [("mixed", 50), ("float32", 1)])
+def test_sums_of_all_ranks_decide_what_the_noise_hides(
+    results: Mapping[str, CaseResult], name: str, least: int
+) -> None:
+    (gradients,) = [check for check in results[name].checks if check.name == "gradient"]
+    (sums,) = [check for check in results[name].checks if check.name == "gradient sum"]
+    assert sums.limits is not None
+    assert sums.limits.worst < 0.1
+    assert gradients.recomputed >= least
+    names = {each.tensor for each in gradients.inconclusive_tensors}
+    assert not [each for each in names if "attention" in each or ".shared" in each or "norm" in each]
+
+
+def test_a_part_that_is_lost_within_the_noise_is_seen_in_the_sum_alone(
+    results: Mapping[str, CaseResult],
+) -> None:
+    found = results["lost-part"].findings
+    assert {(each.check, each.tensor) for each in found} == {
+        ("gradient sum", "layers.0.attention.k_norm.weight")
+    }
+    assert dict(found[0].facts.factors) == {0: pytest.approx(1.0, abs=0.02), 1: pytest.approx(0.7, abs=0.02)}
+
+
+def test_a_rank_that_a_sum_lacks_is_named(results: Mapping[str, CaseResult]) -> None:
+    lead = results["lost-rank"].lead
+    assert lead is not None
+    found = [each for each in results["lost-rank"].findings if each.check == "gradient sum"]
+    assert {each.facts.left_out for each in found if each.step == 0} == {(1,)}
+    assert lead.code == "share-weights"

@@ -63,11 +63,22 @@ def test_underscores_stand_for_spaces(write: Any) -> None:
         ),
     ],
 )
-def test_blocks_are_forced_in_the_reference_model_under_our_layouts_alone(
-    write: Any, find_problems: Any, recipe: str, layout: str, field: str
+@pytest.mark.parametrize("check", ["forced_blocks", "gradient_sum"])
+def test_layers_are_known_in_the_reference_model_under_our_layouts_alone(
+    write: Any, find_problems: Any, check: str, recipe: str, layout: str, field: str
 ) -> None:
-    text = f"recipe: {recipe}\nlayout: {layout}\nchecks: {{also: [forced_blocks]}}\n"
+    text = f"recipe: {recipe}\nlayout: {layout}\nchecks: {{also: [{check}]}}\n"
     problems = [each for each in find_problems(write("a.yaml", text)) if each.path == "checks.also"]
     assert [field in each.remedy for each in problems] == [True]
-    usual = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\nchecks: {also: [forced_blocks]}\n"
+    model = "recipe: {name: a, model: {preset: tiny-gpt}}\nlayout: {dp_shard: 2}\n"
+    usual = f"{model}checks: {{also: [{check}]}}\n"
     assert find_problems(write("b.yaml", usual)) == []
+
+
+def test_sums_of_gradients_are_asked_for_where_they_are_not_made_by_themselves(
+    write: Any, find_problems: Any
+) -> None:
+    model = "model: {preset: stress}, float8: rowwise, precision: mixed"
+    text = f"recipe: {{name: a, {model}}}\nlayout: {{dp_shard: 2}}\nchecks: {{also: [gradient_sum]}}\n"
+    (problem,) = find_problems(write("a.yaml", text))
+    assert (problem.path, problem.message) == ("checks.also", "`gradient sum` is checked in any case")

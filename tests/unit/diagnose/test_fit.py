@@ -112,6 +112,20 @@ def test_what_float32_leaves_of_a_small_term_is_the_number_that_it_is(
     assert explanation.candidates == (() if product is None else (product,))
 
 
+@pytest.mark.parametrize(("weight", "product"), [(0.0, None), (1 / 276, Product(over=("rows",)))])
+def test_nothing_is_told_from_one_over_a_large_number_of_the_run(
+    weight: float, product: Product | None
+) -> None:
+    components = make_components()
+    axes = Axes(
+        {}, EP_AND_TP.sources, loss_counts=[Source(name="rows", size=276), Source(name="x", size=500)]
+    )
+    tensors = combine_narrow(components, lambda term, cell: weight if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components, axes)
+    assert wrong_parts(explanation) == {Part(term="balance"): weight}
+    assert explanation.candidates == (() if product is None else (product,))
+
+
 @pytest.mark.parametrize("weight", [1e-3, 0.499, 0.5002, 3.999])
 def test_a_number_that_the_errors_can_tell_from_another_is_itself(weight: float) -> None:
     components = make_components()

@@ -72,6 +72,8 @@ ELSEWHERE = origin(Cause.BACKWARD, Subject(quantity=Quantity.MODULE_GRADIENT, mo
         (REPORTED, gradient("z"), False),
         (COMPUTED, gradient("balance padding", Cause.PADDING), True),
         (COMPUTED, gradient(code=Cause.FORWARD), False),
+        (COMPUTED, gradient(code=Cause.FORWARD, form="layers"), True),
+        (COMPUTED, gradient(code=Cause.FORWARD, form="layers", factors={0: 0.5, 1: None}), False),
         (OTHER_LOSS, gradient(), False),
         (AROUND, gradient(), True),
         (AROUND, unknown(), False),

@@ -32,5 +32,6 @@ FAULT = Fault(
     case=make_case("i06", preset="tiny-gpt", recipe={"precision": "float32"}, dp_shard=2),
     expected=Expected(where=(At(axis="dp_shard"), At(axis="fsdp")), causes=(Cause.SCALE,)),
     inject=inject,
+    precisions=("float32", "bfloat16", "mixed"),
     is_moe=False,
 )
