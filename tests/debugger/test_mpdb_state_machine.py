@@ -2,7 +2,7 @@
 
 A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them
 through their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same
-200 each time. What they have found is held by tests of its own, such as those of `test_mpdb_prompts.py`.
+400 each time. What they have found is held by tests of its own, such as those of `test_mpdb_prompts.py`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.source import LocalSource
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "200"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "400"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
 )  # a lost rank is lost for ever, a slow one is not
