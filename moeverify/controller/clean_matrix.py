@@ -79,12 +79,14 @@ NARROW: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("bfloat16", "forced steps", _FORCED),
     ("bfloat16", "forced blocks", _BLOCKS),
     ("mixed", "forced blocks", _BLOCKS),
+    ("bfloat16", "micro-batches", {"micro_batches": 2}),
+    ("mixed", "micro-batches", {"micro_batches": 2}),
     ("float64", "float8 by rows", {"recipe": {"float8": "rowwise_with_gw_hp"}}),
     ("mixed", "float8 by rows", _ROWS),
     ("mixed", "float8 by rows, forced blocks", {**_ROWS, **_BLOCKS}),
     ("bfloat16", "float8 by tensors", {"recipe": {"float8": "tensorwise"}}),
 )
-"""(precision, name, options) of further runs of one recipe under every layout."""
+"""(precision, name, options) of further runs of one recipe under every layout, whose own fields come first."""
 
 REVERSED = "moeverify.faults.null:reverse_reductions"
 """A null fault, by name: its module imports torch."""
@@ -110,7 +112,7 @@ def clean_cases(num_seeds: int) -> Iterator[CleanRun]:
 
 
 def _make_variants(recipe: str, seed: int, layout: str, degrees: Mapping[str, Any]) -> Iterator[CleanRun]:
-    """Yield the runs of a layout with forced steps, with forced blocks, and with linear layers in float8."""
+    """Yield the runs of a layout with forced steps or blocks, micro-batches, or linear layers in float8."""
     for precision, variant, change in NARROW:
         options = {**RECIPES[recipe], **change}
         for _, case, _ in _make(precision, f"{variant}, {recipe}, {layout}", seed, options, degrees):
@@ -133,7 +135,7 @@ def _make(
     layout = dict(degrees)
     chosen = layout.pop("layout_optimizer", None)
     recipe = {"precision": precision, "seed": seed, **options.get("recipe", {})}
-    case = make_case(f"{precision}, seed {seed}, {name}", **{**options, "recipe": recipe}, **layout)
+    case = make_case(f"{precision}, seed {seed}, {name}", **{**options, "recipe": recipe, **layout})
     if chosen is not None:
         case = case.model_copy(update={"layout": case.layout.model_copy(update={"optimizer": chosen})})
     if not list(validate(case)):
