@@ -12,10 +12,8 @@ not installed is left out, and said to be. torchtitan 0.2.2 is known to work; 0.
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from mixtral_experts import FOLDER, TINY
 from output import print_setting, print_table
 
-from moeverify.bench.measure import fill_roughly
+from moeverify.bench.measure import PeakMemory, fill_roughly, time_steps
 from moeverify.model.moe import build_moe
 from moeverify.parallel.meshes import build_meshes
 from moeverify.train.assemble import assemble_parallel
@@ -258,9 +256,9 @@ def compare_steps(options, device):
                 except ImportError as error:
                     print(f"without {name}: {error}")
                     continue
-                reset_peak(device)
-                times[name] += measure(step, options.warmup, options.steps, device)
-                peaks[name] = max(peaks[name], read_peak(device))
+                with PeakMemory(device) as memory:
+                    times[name] += measure(step, options, device)
+                peaks[name] = max(peaks[name], memory.peak)
                 del step
                 release(device)
         rows += [
@@ -279,28 +277,15 @@ def take_turns(passes, options, device):
     times = {name: [] for name in passes}
     for _ in range(options.rounds):
         for name, run in passes.items():
-            times[name] += measure(run, options.warmup, options.steps, device)
+            times[name] += measure(run, options, device)
     return times
 
 
-def measure(run, warmup, steps, device):
-    """Return the seconds of each step after a warm-up: on a GPU by events, so that nothing waits between two."""
-    for _ in range(warmup):
+def measure(run, options, device):
+    """Return the seconds of each step after a warm-up."""
+    for _ in range(options.warmup):
         run()
-    if device.type != "cuda":
-        times = [time.perf_counter()]
-        for _ in range(steps):
-            run()
-            times.append(time.perf_counter())
-        return [after - before for before, after in itertools.pairwise(times)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+    return time_steps(run, device, options.steps)
 
 
 def columns(times, ours):
@@ -311,17 +296,6 @@ def columns(times, ours):
         f"{min(times) * 1e3:.2f} to {max(times) * 1e3:.2f}",
         f"{median / statistics.median(ours):.2f} x",
     )
-
-
-def reset_peak(device):
-    """Forget the peak of what torch allocated so far."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def read_peak(device):
-    """Return the peak of what torch allocated, in bytes; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
 def release(device):

@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,8 @@ def measure_case(
     for _ in range(warmup):
         stepper.step()
     with PeakMemory(device) as memory:
-        seconds = _time_steps(stepper, device, steps)
+        dist.barrier()
+        seconds = time_steps(stepper.step, device, steps)
     profiled = _profile(stepper, device, profile_folder or folder)
     operations = stepper.count()
     stored = float(sum(shard.local().nbytes for shard in program.shards))
@@ -128,14 +129,13 @@ class _Stepper:
         return self._batches[(self._number - 1) % self.NUM_BATCHES]
 
 
-def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[float]:
+def time_steps(step: Callable[[], object], device: torch.device, steps: int) -> list[float]:
     """Return the seconds of each step; on a GPU by events, so that nothing waits between two steps."""
-    dist.barrier()
     synchronize(device)
     if device.type != "cuda":
         times = [time.perf_counter()]
         for _ in range(steps):
-            stepper.step()
+            step()
             times.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(times)]
     events = [
@@ -144,7 +144,7 @@ def _time_steps(stepper: _Stepper, device: torch.device, steps: int) -> list[flo
     ]
     events[0].record()
     for event in events[1:]:
-        stepper.step()
+        step()
         event.record()
     synchronize(device)
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]

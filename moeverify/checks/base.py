@@ -11,6 +11,7 @@ One file of this package is one check, or several of one make; `moeverify.checks
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,3 +217,8 @@ def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **res
         **rest,
     )
     return Outcome(result, tuple(findings))
+
+
+def rate_error(error: float) -> float:
+    """Return an error as it counts: what is no number is the largest."""
+    return math.inf if math.isnan(error) else error

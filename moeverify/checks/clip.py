@@ -30,8 +30,7 @@ from moeverify.train.program import Program
 TOTAL = "total"
 COEFFICIENT = "clip_coefficient"
 # Elements that are in float64 at once: what fits a processor's cache, and on a GPU enough to be worth a launch.
-_CHUNKS = {"cpu": 1 << 20}
-_CHUNK = 1 << 24
+_CHUNK, _CHUNK_ON_GPU = 1 << 20, 1 << 24
 
 
 @dataclass
@@ -93,7 +92,7 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 def _sum_squares(local: Tensor) -> Tensor:
     """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
     flat = local.detach().reshape(-1)
-    size = _CHUNKS.get(local.device.type, _CHUNK)
+    size = _CHUNK if local.device.type == "cpu" else _CHUNK_ON_GPU
     parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, size)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeverify.model.precision import widen
 from moeverify.results.facts import Float8Facts
 
 MOST_ROWS, MOST_COLUMNS = 8, 64
@@ -130,8 +131,7 @@ def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
     other = other.t()
     expected, sizes = one @ other, one.abs() @ other.abs()
     # Operands are divided by their scales, multiplied and added up: a rounding for each, in what the sum is taken.
-    is_wide = product.dtype == torch.float64
-    unit = (len(other) + 4) * (2.0**-53 if is_wide else 2.0**-24)
+    unit = (len(other) + 4) * 0.5 * torch.finfo(widen(product.dtype)).eps
     if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
         unit += _KERNEL
     last = torch.finfo(product.dtype)

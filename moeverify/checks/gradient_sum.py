@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.float8 import name_layers
 from moeverify.checks.float8_products import Product, ProductTap
 from moeverify.checks.layer_gradients import Added, Kept, Sample, is_known, keep_inputs, list_added
@@ -231,7 +231,7 @@ def judge_sums(shown: Shown, reports: Sequence[Reports]) -> Outcome:
                 for each in ((judged.actual - judged.expected).abs(), judged.allowed)
             )
             if worst is None or ratio > worst[0]:
-                worst = ratio, Worst(tensor=name, error=_finite(error), bound=bound, step=step)
+                worst = ratio, Worst(tensor=name, error=rate_error(error), bound=bound, step=step)
             if ratio > 1.0:
                 findings.append(_make_finding(shown, key, judged, int(at), scale))
     if worst is None:
@@ -315,7 +315,7 @@ def _make_finding(shown: Shown, key: Key, judged: _Judged, at: int, scale: float
         rank=rank,
         ranks=ranks,
         coordinates=shown.place(rank),
-        error=_finite(float((judged.actual - judged.expected)[at].abs()) / scale),
+        error=rate_error(float((judged.actual - judged.expected)[at].abs()) / scale),
         bound=float(judged.allowed[at]) / scale,
         scale=facts.factor,
         expected=float(judged.expected[at]),
@@ -324,10 +324,6 @@ def _make_finding(shown: Shown, key: Key, judged: _Judged, at: int, scale: float
         facts=facts,
         place=Place(module=name.rpartition(".")[0], ranks=ranks, stage=Stage.BACKWARD),
     )
-
-
-def _finite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 CHECKS = (GradientSum(),)

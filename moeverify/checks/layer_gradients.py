@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.checks.float8_products import MOST_COLUMNS, MOST_ROWS
+from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.region import Region
 from moeverify.model.norm import LayerNorm, RMSNorm
 from moeverify.model.param_access import identity
-
-_CHUNK = 1 << 12  # tokens whose float64 copies, (tokens, K), are there at once
+from moeverify.model.precision import widen
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def keep_inputs(module: nn.Module, x: Tensor) -> Kept:
         return Kept(kept, kept, 0)
     assert isinstance(module, RMSNorm | LayerNorm)
     normalized, sizes = [], []
-    for part in torch.split(flat, _CHUNK):
-        wide = part.to(torch.float64)
+    for _, wide in split_wide(flat):
         mean = (
             wide.mean(dim=-1, keepdim=True)
             if isinstance(module, LayerNorm)
@@ -124,7 +123,7 @@ def list_added(module: nn.Module, kept: Kept, of_outputs: Tensor) -> Iterator[tu
     """Yield what a pass adds to the sample of each parameter, by attribute. Shape: of_outputs (..., M)."""
     flat = of_outputs.detach().reshape(-1, of_outputs.shape[-1])
     across = flat[:, _as_slice(Sample.of(flat.shape[1]).columns)].to(torch.float64)
-    inner = (len(flat) + kept.num_added + 16.0) * _unit_inside(flat.dtype)
+    inner = (len(flat) + kept.num_added + 16.0) * 0.5 * torch.finfo(widen(flat.dtype)).eps
     if getattr(module, "bias", None) is not None:
         yield "bias", _round(across.sum(dim=0), across.abs().sum(dim=0), inner, flat.dtype)
     if isinstance(module, nn.Linear):
@@ -144,11 +143,6 @@ def _round(values: Tensor, sizes: Tensor, inner: float, dtype: torch.dtype) -> A
     allowed = inner * sizes + 0.5 * last.eps * values.abs() + last.tiny
     rows = values.reshape(-1, values.shape[-1])
     return Added(rows, rows.abs(), allowed.reshape(rows.shape))
-
-
-def _unit_inside(dtype: torch.dtype) -> float:
-    """Return half the machine epsilon in which sums are made of numbers of a dtype: float32 at least."""
-    return 2.0**-53 if dtype == torch.float64 else 2.0**-24
 
 
 def _spread(length: int, most: int) -> range:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
-from moeverify.checks.router import Scored, split_passes
+from moeverify.checks.router import Scored
 from moeverify.checks.router_passes import MicroBatchPasses, count_times, find_lengths, list_scopes
+from moeverify.checks.wide_parts import split_passes
 from moeverify.compare.assembled import Key
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Optimizer, Recipe
-from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, read_batch, recompute, sample
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
@@ -204,7 +204,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
         limits[key] = _find_limit([row for _, row in found])
         if not all(row.worst <= 1.0 for _, row in found):
             findings.append(_make_finding(shown, key, found))
-    worst = max((row for found in by_key.values() for _, row in found), key=lambda row: _rate(row.worst))
+    worst = max((row for found in by_key.values() for _, row in found), key=lambda row: rate_error(row.worst))
     scale = _scale_of([worst])
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
@@ -218,10 +218,6 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
         ),
     )
     return Outcome(result, tuple(findings), limits)
-
-
-def _rate(worst: float) -> float:
-    return math.inf if math.isnan(worst) else worst
 
 
 def _find_limit(rows: Sequence[Row]) -> float:
@@ -248,7 +244,7 @@ def _scale_of(rows: Sequence[Row]) -> float:
 
 def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Finding:
     step, kind, name = key
-    rank, row = max(rows, key=lambda each: _rate(each[1].worst))
+    rank, row = max(rows, key=lambda each: rate_error(each[1].worst))
     ranks = tuple(each for each, other in rows if not other.worst <= 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.checks.router_passes import RouterPasses
+from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
 from moeverify.model.router import Router, RouterRecord, Routing
@@ -29,8 +30,6 @@ from moeverify.train.program import Program
 
 MOST_TOKENS = 1 << 12
 """Of more tokens in a pass, so many in equal distances are scored again; counts are of all of them."""
-
-_MOST_ELEMENTS = 1 << 24  # of what is in float64 at once: 128 MiB
 
 _QUANTITIES = ("choice", "weights", "counts")
 _KINDS: Mapping[str, Kind] = {
@@ -62,23 +61,6 @@ class Scored:
         # All logits may be off, in different directions, and E exponentials are summed.
         relative = 2.0 * error + (8.0 + logits.shape[-1]) * unit
         return cls(logits, error, logits.softmax(dim=-1), relative)
-
-
-def split_passes(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors (N, ...) in parts, of which a dozen results (part, width) in float64 take little memory."""
-    size = max(_MOST_ELEMENTS // (16 * width), 1)
-    yield from zip(*(torch.split(each, size) for each in tensors), strict=True)
-
-
-def split_wide(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which tokens of x (N, H), and these in float64: so many at once that they take little memory.
-
-    On a GPU a check costs what its launches cost, so parts are as large as that allows.
-    """
-    size = max(_MOST_ELEMENTS // x.shape[-1], 1)
-    for start in range(0, len(x), size):
-        tokens = slice(start, start + size)
-        yield tokens, x[tokens].to(torch.float64)
 
 
 def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

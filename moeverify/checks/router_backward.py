@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
-from moeverify.checks.router import Scored, split_passes, split_wide
+from moeverify.checks.router import Scored
+from moeverify.checks.wide_parts import split_passes, split_wide
 from moeverify.model.precision import widen
 from moeverify.results.facts import Term
 

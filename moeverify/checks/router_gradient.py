@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.case.schema import MoE
-from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.router_backward import PARTS, RouterFit, RouterInputs, measure_backward
 from moeverify.checks.router_passes import MicroBatchPasses, count_times, find_lengths, list_scopes
 from moeverify.layout.placement import local_part
@@ -319,7 +319,7 @@ def _measure_losses(
                     actual, {name: weight * form[key] / divisor for name, form in forms.items()}
                 )
                 error = float((actual - expected).norm() / expected.norm())
-                yield "balance", _Measured(rank, name, _finite(error), bound, *fitted)
+                yield "balance", _Measured(rank, name, rate_error(error), bound, *fitted)
 
 
 def _merge_counts(of_step: Sequence[Mapping[str, RouterStep]], name: str) -> dict[int, Tensor]:
@@ -390,7 +390,7 @@ def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[t
                         is_off = is_off or error > bound
                         yield term, _Measured(rank, name, error, bound, value, in_router=True)
                 if not (is_off and fit.is_whole):
-                    yield "combine", _Measured(rank, name, _finite(fit.ratio), 1.0, None, in_router=True)
+                    yield "combine", _Measured(rank, name, rate_error(fit.ratio), 1.0, None, in_router=True)
 
 
 def _is_steady(wrong: Sequence[_Measured]) -> bool:
@@ -428,10 +428,6 @@ def _is_known(each: _Measured) -> bool:
     """Return whether a fitted factor is known to some percent: another function's part along the right one varies."""
     factor = abs(each.factor or 0.0)
     return _STEADY * each.bound <= _KNOWN * factor or factor <= each.bound
-
-
-def _finite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _make_finding(shown: Shown, step: int, term: Term, wrong: Sequence[_Measured]) -> Finding:

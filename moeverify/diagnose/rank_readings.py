@@ -31,6 +31,9 @@ class RankReadings:
 _Read = tuple[int, Reading, tuple[Indices, Indices]]
 """A rank, what it read, and the rows and positions of that micro-batch."""
 
+_Located = tuple[int, Reading, Region, Tensor]
+"""A rank, what it read, and which region of the whole tensor these values of it are."""
+
 
 class AllReadings:
     """What all ranks read, found by the end of the module at which it was read."""
@@ -121,9 +124,6 @@ class AllReadings:
             region = locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
             if region is not None:
                 yield rank, reading, region, local
-
-
-_Located = tuple[int, Reading, Region, Tensor]
 
 
 def _has_forward_rows(reading: Reading) -> bool:

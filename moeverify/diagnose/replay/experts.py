@@ -240,8 +240,8 @@ class ExpertsFormula(TokenFormula):
         order = ids.flatten().argsort(stable=True)
         chosen = ids.flatten()[order]
         lengths = Counter(chosen.tolist())
-        experts = torch.tensor(list(lengths))
-        rows = x.reshape(-1, width)[order].split_with_sizes(list(lengths.values()))
+        experts, sizes = torch.tensor(list(lengths)), list(lengths.values())
+        rows = x.reshape(-1, width)[order].split_with_sizes(sizes)
         gate = _multiply(rows, held.gate, self._find_held("gate", experts, changes))
         up = _multiply(rows, held.up, self._find_held("up", experts, changes))
         if "gate" in changes and changes["gate"].way == "weights-exchanged":
@@ -257,11 +257,8 @@ class ExpertsFormula(TokenFormula):
             biases[order] = held.down_bias[own["down-bias"]] * (1.0 if is_whole else times_of(change))
         orders = [self._order_units(changes.get(part)) for part in _UNITS]
         inside = activate(gate[..., orders[0]], up[..., orders[1]], changes) * units
-        parts, owners = (
-            inside.split_with_sizes(list(lengths.values())),
-            self._find_held("down", experts, changes),
-        )
-        outputs[order] = _multiply(parts, held.down, owners, orders[2])
+        owners = self._find_held("down", experts, changes)
+        outputs[order] = _multiply(inside.split_with_sizes(sizes), held.down, owners, orders[2])
         shape = (*ids.shape, outputs.shape[-1])
         return outputs.view(shape), biases.view(shape)
 

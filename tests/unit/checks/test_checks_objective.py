@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.checks import router as scoring
+from moeverify.checks import wide_parts
 from moeverify.checks.base import Outcome
 from moeverify.checks.objective import ObjectiveWatch, StepSums, judge_losses
 from moeverify.model import router as routers
@@ -171,7 +171,7 @@ def test_of_a_stage_of_a_pipeline_lm_alone_is_judged(
 
 
 def test_long_passes_are_added_up_in_chunks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_MOST_ELEMENTS", 100)
+    monkeypatch.setattr(wide_parts, "_MOST_ELEMENTS", 100)
     outcome = judge(SOFTMAX, "float64")
     assert outcome.findings == ()
     assert {name for _, _, name in outcome.limits} == {"lm", "balance", "z", "total"}

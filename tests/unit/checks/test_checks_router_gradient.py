@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.checks import router as scoring
+from moeverify.checks import wide_parts
 from moeverify.checks.base import Outcome
 from moeverify.checks.router_backward import RouterFit
 from moeverify.checks.router_gradient import Reports, RouterGradientWatch, RouterStep, judge_gradients
@@ -105,7 +105,7 @@ def test_what_a_router_makes_of_the_gradient_of_a_loss_is_measured(
 
 
 def test_long_passes_are_computed_in_parts(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_MOST_ELEMENTS", 100)
+    monkeypatch.setattr(wide_parts, "_MOST_ELEMENTS", 100)
     assert judge(SOFTMAX, "float64").findings == ()
 
 
