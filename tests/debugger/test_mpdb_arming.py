@@ -80,9 +80,15 @@ def test_what_cannot_be_armed_says_why(site, monkeypatch):
     assert not asked
 
 
+def _start_sleeper(site, name):
+    process = site.start(sys.executable, "-c", "import time; time.sleep(600)", name=name)
+    # Popen returns in the middle of exec, when /proc/PID/environ is still empty
+    poll(lambda: "MPDB_DIR" in psutil.Process(process.pid).environ(), "the program")
+    return process
+
+
 def test_a_process_that_does_not_come_to_it_is_asked_once(site, monkeypatch):
-    process = site.start(sys.executable, "-c", "import time; time.sleep(600)")
-    poll(lambda: "-c" in psutil.Process(process.pid).cmdline(), "the program")
+    process = _start_sleeper(site, "first")
     asked = []
     monkeypatch.setattr(sys, "remote_exec", lambda pid, path: asked.append(path), raising=False)
     monkeypatch.setenv("MPDB_DIR", str(site.runtime))
@@ -104,7 +110,7 @@ def test_a_process_that_does_not_come_to_it_is_asked_once(site, monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(sys, "remote_exec", refuse)
-    other = site.start(sys.executable, "-c", "import time; time.sleep(600)", name="other")
+    other = _start_sleeper(site, "other")
     with pytest.raises(arming.ArmError, match="ptrace_scope"):
         arming.arm_process(other.pid)
     assert not list(site.runtime.iterdir())
