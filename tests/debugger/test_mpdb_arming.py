@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, poll
+from debugger_site import ROOT, poll
 
 from multiprocessing_pdb.console import arming
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory

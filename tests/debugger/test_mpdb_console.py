@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from conftest import COLOR, poll
+from debugger_site import COLOR, poll
 
 
 def test_all_ranks_answer_together(site):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import poll
+from debugger_site import poll
 from test_mpdb_running import start_steady
 
 from multiprocessing_pdb.wire import process_exit

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from conftest import PROGRAMS, poll
+from debugger_site import PROGRAMS, poll
 
 
 def start_torchrun(site, world, program, *arguments):

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from conftest import PATIENCE, PROGRAMS, poll
+from debugger_site import PATIENCE, PROGRAMS, poll
 
 from multiprocessing_pdb.console.dap.stream import StreamError, check_user
 

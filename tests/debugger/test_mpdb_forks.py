@@ -1,7 +1,7 @@
 """A forked child of a thread that has stopped: it has a way in for as long as it is stopped itself."""
 
 import pytest
-from conftest import poll
+from debugger_site import poll
 
 
 def await_tick(site):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import PROGRAMS, poll
+from debugger_site import PROGRAMS, poll
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from debugger_site import ROOT
 
 PACKAGE = ROOT / "multiprocessing_pdb"
 ALLOWED = {"wire": {"wire"}, "rank": {"rank", "wire"}, "console": {"console", "wire"}}

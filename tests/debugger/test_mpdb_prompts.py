@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from conftest import ROOT, poll
+from debugger_site import ROOT, poll
 
 sys.path.insert(0, str(ROOT / "tests" / "debugger" / "programs"))
 FLAVOURS = pytest.mark.parametrize("flavour", ["pdb", "pdbpp"])

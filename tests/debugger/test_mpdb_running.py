@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import PROGRAMS, poll
+from debugger_site import PROGRAMS, poll
 
 STEADY = PROGRAMS / "steady.py"
 LINE = next(at for at, line in enumerate(STEADY.read_text().splitlines(), 1) if "return loss" in line)

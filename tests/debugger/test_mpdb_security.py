@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, poll
+from debugger_site import ROOT, poll
 
 from multiprocessing_pdb.wire import peer_credentials
 from multiprocessing_pdb.wire.framing import LIMIT, Decoder, FrameError, encode

@@ -1,7 +1,7 @@
 """A thread that ends while it is debugged: nothing stays open for it, and nothing of it stays alive."""
 
 import pytest
-from conftest import PROGRAMS, poll
+from debugger_site import PROGRAMS, poll
 
 PROGRAM = PROGRAMS / "thread_ends.py"
 COLLECTED = PROGRAMS / "thread_collected.py"

@@ -1,7 +1,7 @@
 """No thread stops under a lock of the debugger: no console would reach it, nor any rank that waits for it."""
 
 import pytest
-from conftest import poll
+from debugger_site import poll
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
-from moeverify.results.finding import Finding
-from moeverify.results.run import CaseResult, Event
-from moeverify.validation.load import load_cases
+from foreign_cases import EXAMPLES, Outcomes, run_files
 
 PROGRAMS = Path(__file__).parent / "programs"
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcomes:
-    """What came of each case, by name."""
-
-    results: Mapping[str, CaseResult]
-    num_launches: int
-
-    def find(self, case: str, check: str, step: int = 0) -> dict[str, Finding]:
-        """Return the findings of one check at one step, by tensor."""
-        findings = self.results[case].findings
-        return {
-            finding.tensor: finding for finding in findings if (finding.check, finding.step) == (check, step)
-        }
 
 
 @pytest.fixture
@@ -41,18 +19,6 @@ def verify(tmp_path: Path) -> Callable[..., Outcomes]:
         return run_files([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides)
 
     return do
-
-
-def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
-    cases = load_cases(files, overrides=overrides)
-    options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
-    result = run_cases(cases, options, _ignore)
-    assert result is not None
-    return Outcomes({case.name: case for case in result.cases}, result.launches)
-
-
-def _ignore(event: Event) -> None:
-    pass
 
 
 SMALL = "factory: 'own_models:make', vocab_size: 32"

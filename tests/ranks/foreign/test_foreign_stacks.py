@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, run_files
+from foreign_cases import EXAMPLES, run_files
 
 # The module that the cases of each folder of examples/stacks need.
 MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}

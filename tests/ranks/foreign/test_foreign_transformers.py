@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 
-from conftest import EXAMPLES, run_files
+from foreign_cases import EXAMPLES, run_files
 
 from moeverify.report.words.run import word_finding
 

@@ -1,0 +1,43 @@
+"""Cases in files, run here, and what came of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult, Event
+from moeverify.validation.load import load_cases
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """What came of each case, by name."""
+
+    results: Mapping[str, CaseResult]
+    num_launches: int
+
+    def find(self, case: str, check: str, step: int = 0) -> dict[str, Finding]:
+        """Return the findings of one check at one step, by tensor."""
+        findings = self.results[case].findings
+        return {
+            finding.tensor: finding for finding in findings if (finding.check, finding.step) == (check, step)
+        }
+
+
+def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
+    """Verify the cases of these files, with goldens and cache in a folder, and return what came of each."""
+    cases = load_cases(files, overrides=overrides)
+    options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
+    result = run_cases(cases, options, _ignore)
+    assert result is not None
+    return Outcomes({case.name: case for case in result.cases}, result.launches)
+
+
+def _ignore(event: Event) -> None:
+    pass
