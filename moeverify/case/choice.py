@@ -32,8 +32,11 @@ class Implementation:
 
     rules: tuple[Rule, ...] = ()
 
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
-        """Return why this case cannot run on this machine although it is valid, or nothing."""
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
+        """Return why this case cannot run on this machine although it is valid, or nothing.
+
+        `backend`, gloo or nccl, carries the collectives of tensors on `device`, cpu or cuda.
+        """
         return None
 
 

@@ -54,7 +54,7 @@ BackendOption = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        help="What carries the collectives of GPUs: NCCL by itself; with gloo ranks may share GPUs.",
+        help="What carries the collectives of GPUs: NCCL where each rank has one, else gloo.",
     ),
 ]
 CacheFolder = Annotated[

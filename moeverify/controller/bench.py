@@ -11,7 +11,7 @@ from typing import Literal
 
 from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
-from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.machine import Machine
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
@@ -45,11 +45,11 @@ def bench_cases(
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    chosen, limit = choose_device(device), find_limit(choose_device(device), num_ranks, backend="nccl")
+    machine = Machine.find(device, "nccl", num_ranks=num_ranks)  # times of shared GPUs would say nothing
     found: dict[str, Measurement] = {}
     tasks: list[Task[Measurement]] = []
     for case in cases:
-        obstacle = find_obstacle(case, chosen, limit)
+        obstacle = find_obstacle(case, machine)
         if obstacle is not None:
             found[case.name] = _refuse(case, describe_obstacle(obstacle))
         else:
@@ -73,13 +73,14 @@ def bench_cases(
 
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with scratch_folder() as folder:
-        for measured in run_tasks(tasks, entry=WORKER, folder=folder, device=chosen, on_event=on_launch):
+        ran = run_tasks(tasks, entry=WORKER, folder=folder, device=machine.device, on_event=on_launch)
+        for measured in ran:
             found[measured.name] = measured
     world = external_world()
     if world is not None and world.rank != 0:
         return None
     return BenchRun(
-        environment=describe_environment(chosen),
+        environment=machine.describe([case.layout.world_size for case in cases]),
         started=started,
         seconds=time.monotonic() - began,
         warmup=warmup,

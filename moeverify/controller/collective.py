@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from moeverify.collectives.definition import Sizes, define_transfer
-from moeverify.controller.machine import choose_device, describe_environment, find_limit
+from moeverify.controller.machine import Machine
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.errors import MachineError, RankFailure
 from moeverify.jobs import COLLECTIVE_WORKER, CollectiveJob, CollectiveResult
-from moeverify.launch.backend import choose_backend
 from moeverify.launch.plan import Backend, JobOutcome, LaunchEvent
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.note import describe_obstacle
@@ -38,12 +37,10 @@ def run_collective(
 
     Raises: MachineError where there are too few ranks or GPUs; RankFailure where one is lost.
     """
-    chosen = choose_device(device)
-    limit = find_limit(chosen, backend=backend)
-    if num_ranks > limit.most:
-        raise MachineError(
-            f"this {describe_obstacle(TooFewRanks(num_needed=num_ranks, limit=limit))}; use fewer --ranks"
-        )
+    machine = Machine.find(device, backend)
+    if num_ranks > machine.limit.most:
+        lacking = TooFewRanks(num_needed=num_ranks, limit=machine.limit)
+        raise MachineError(f"this {describe_obstacle(lacking)}; use fewer --ranks")
     transfer = define_transfer(collective, sizes, source)
     job = make_job(collective.value, num_ranks, TIMEOUT, CollectiveJob(transfer=transfer, backward=backward))
     with scratch_folder() as folder:
@@ -52,7 +49,7 @@ def run_collective(
                 [Task(job, _read_values)],
                 entry=entry,
                 folder=folder,
-                device=chosen,
+                device=machine.device,
                 backend=backend,
                 on_event=on_event,
             )
@@ -62,8 +59,7 @@ def run_collective(
     (values,) = found
     if isinstance(values, str):
         raise RankFailure(values)
-    environment = describe_environment(chosen, choose_backend(backend, chosen))
-    return CollectiveRun(transfer=transfer, values=values, environment=environment)
+    return CollectiveRun(transfer=transfer, values=values, environment=machine.describe([num_ranks]))
 
 
 def _read_values(outcome: JobOutcome) -> tuple[RankValues, ...] | str:

@@ -8,12 +8,14 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from moeverify.errors import MachineError
-from moeverify.launch.plan import Backend, Device
+from moeverify.launch.backend import choose_backend, choose_external
+from moeverify.launch.plan import Backend, Carrier, Device
 from moeverify.launch.world import external_world
 from moeverify.results.obstacle import RankLimit
 
@@ -64,12 +66,12 @@ def count_gpus() -> int:
 def find_limit(device: Device, wanted: int | None = None, *, backend: Backend = "auto") -> RankLimit:
     """Return how many ranks there may be: as another launcher started, or fit on this machine, or are `wanted`.
 
-    With NCCL each rank needs a GPU of its own.
+    Where NCCL is asked for each rank needs a GPU of its own.
     """
     world = external_world()
     if world is not None:
         limit = RankLimit(most=world.world_size, by="launcher", launcher=world.launcher)
-    elif device == "cuda" and backend != "gloo":
+    elif device == "cuda" and backend == "nccl":
         limit = RankLimit(most=count_gpus(), by="gpus")
     else:
         limit = _find_memory_limit(_BYTES_PER_RANK if device == "cpu" else _BYTES_PER_RANK_OF_GPU)
@@ -93,15 +95,54 @@ def _available_memory() -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks of a run compute on, what carries their collectives, and how many there may be.
+
+    `wanted` is the backend that is asked for.
+    """
+
+    device: Device
+    wanted: Backend
+    num_gpus: int
+    limit: RankLimit
+
+    @classmethod
+    def find(
+        cls,
+        device: Literal["auto", "cpu", "cuda"],
+        backend: Backend = "auto",
+        *,
+        num_ranks: int | None = None,
+    ) -> Machine:
+        """Return this machine with a device and a backend as asked for, and at most `num_ranks`.
+
+        Raises: MachineError where CUDA is wanted and there is no GPU.
+        """
+        chosen = choose_device(device)
+        num_gpus = count_gpus() if chosen == "cuda" else 0
+        return cls(chosen, backend, num_gpus, find_limit(chosen, num_ranks, backend=backend))
+
+    def choose_backend(self, num_ranks: int) -> Carrier:
+        """Return what carries the collectives of so many ranks."""
+        wanted = self.wanted if external_world() is None else choose_external(self.wanted)
+        return choose_backend(wanted, self.device, num_ranks=num_ranks, num_gpus=self.num_gpus)
+
+    def describe(self, sizes: Iterable[int]) -> dict[str, str]:
+        """Return the environment of jobs with these numbers of ranks; see `describe_environment`."""
+        used = sorted({self.choose_backend(each) for each in sizes})
+        return describe_environment(self.device, ", ".join(used))
+
+
 def describe_environment(device: str, backend: str = "") -> dict[str, str]:
-    """Return the versions and sizes that a verdict may depend on; `backend` as used, if that is not the usual one."""
+    """Return the versions and sizes that a verdict may depend on; `backend` as used, where ranks ran."""
     return {
         "moeverify": _version("moeverify"),
         "torch": _version("torch"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,
-        "backend": backend or ("nccl" if device == "cuda" else "gloo"),
+        "backend": backend or ("nccl, gloo where ranks share a GPU" if device == "cuda" else "gloo"),
         "cores": str(os.cpu_count()),
     }
 

@@ -18,7 +18,7 @@ from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_c
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.machine import choose_device, describe_environment
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import CaseTask, OnEvent, pass_results, run_case_tasks, run_cases
+from moeverify.controller.run import CaseTask, OnEvent, find_machine, pass_results, run_case_tasks, run_cases
 from moeverify.controller.scratch import scratch_folder
 from moeverify.faults.mutation.coverage import read_spans
 from moeverify.faults.mutation.judgement import judge
@@ -186,8 +186,8 @@ def measure_coverage(
         if tasks:
             logs = folder / "logs"
             logs.mkdir()
-            plain, device = replace(options, require_goldens=False), choose_device(options.device)
-            run_case_tasks(tasks, plain, device, logs, pass_results(take, on_event))
+            plain = replace(options, require_goldens=False)
+            run_case_tasks(tasks, plain, find_machine(plain), logs, pass_results(take, on_event))
     return [kept.rows[case.name] for case in cases if case.name in kept.rows]
 
 

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from moeverify.case.schema import Case, Layout
-from moeverify.controller.machine import choose_device
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import CaseTask, OnEvent, run_case_tasks, run_folder
+from moeverify.controller.run import CaseTask, OnEvent, find_machine, run_case_tasks, run_folder
 from moeverify.errors import CaseError, Problem
 from moeverify.jobs import LoadJob, SaveJob
 from moeverify.launch.world import external_world
@@ -93,10 +92,10 @@ def run_pairs(
         raise CaseError(
             [Problem("the ranks need a place for their checkpoints", path="--out", remedy=remedy)]
         )
-    device = choose_device(options.device)
+    machine = find_machine(options)
     with run_folder(options.folder) as folder:
         tasks = plan_tasks(pairs, options, faults or {}, folder.resolve() / "checkpoints")
-        result = run_case_tasks(tasks, options, device, folder, on_event)
+        result = run_case_tasks(tasks, options, machine, folder, on_event)
     return None if result is None else _leave_out_saves(result)
 
 

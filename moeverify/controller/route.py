@@ -9,7 +9,7 @@ from typing import Literal
 from moeverify.axes.describe import describe_layout
 from moeverify.axes.expert_placement import list_moe_layers
 from moeverify.case.schema import Case
-from moeverify.controller.machine import choose_device, find_limit
+from moeverify.controller.machine import Machine
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.search_path import search_path
@@ -42,12 +42,11 @@ def follow_cases(
     the device that was asked for is not there.
     """
     layers = _choose_layers(cases, layer, step)
-    chosen = choose_device(device)
-    limit = find_limit(chosen, backend=backend)
+    machine = Machine.find(device, backend)
     found: dict[str, RouteReport] = {}
     tasks: list[Task[RouteReport]] = []
     for case in cases:
-        obstacle = find_obstacle(case, chosen, limit)
+        obstacle = find_obstacle(case, machine)
         if obstacle is not None:
             found[case.name] = _report(case, reason=describe_obstacle(obstacle))
             continue
@@ -63,7 +62,12 @@ def follow_cases(
         tasks.append(Task(job, partial(_judge, case)))
     with scratch_folder() as folder:
         for report in run_tasks(
-            tasks, entry=WORKER, folder=folder, device=chosen, backend=backend, on_event=lambda event: None
+            tasks,
+            entry=WORKER,
+            folder=folder,
+            device=machine.device,
+            backend=backend,
+            on_event=lambda event: None,
         ):
             found[report.case] = report
     world = external_world()

@@ -15,7 +15,7 @@ from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case, CustomModel
 from moeverify.controller.declared import apply_declared_differences
 from moeverify.controller.goldens import GOLDENS, GoldenSet
-from moeverify.controller.machine import choose_device, count_gpus, describe_environment, find_limit
+from moeverify.controller.machine import Machine
 from moeverify.controller.mesh import make_shape
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.controller.options import RunOptions
@@ -24,8 +24,7 @@ from moeverify.controller.search_path import search_path
 from moeverify.controller.separation import suggest_layout
 from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
-from moeverify.launch.backend import choose_backend
-from moeverify.launch.plan import Device, Job, JobOutcome, LaunchEvent
+from moeverify.launch.plan import Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
 from moeverify.report.words.check import word_check
 from moeverify.report.words.failure import describe_failure, word_report
@@ -77,9 +76,17 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    device = choose_device(options.device)
+    machine = find_machine(options)
     with run_folder(options.folder) as folder:
-        return run_case_tasks(make_tasks(cases, options), options, device, folder, on_event)
+        return run_case_tasks(make_tasks(cases, options), options, machine, folder, on_event)
+
+
+def find_machine(options: RunOptions) -> Machine:
+    """Return what the ranks run on.
+
+    Raises: MachineError where the device that was asked for is not there.
+    """
+    return Machine.find(options.device, options.backend, num_ranks=options.num_ranks)
 
 
 def make_tasks(cases: Sequence[Case], options: RunOptions) -> list[CaseTask]:
@@ -88,10 +95,10 @@ def make_tasks(cases: Sequence[Case], options: RunOptions) -> list[CaseTask]:
 
 
 def run_case_tasks(
-    tasks: Sequence[CaseTask], options: RunOptions, device: Device, folder: Path, on_event: OnEvent
+    tasks: Sequence[CaseTask], options: RunOptions, machine: Machine, folder: Path, on_event: OnEvent
 ) -> RunResult | None:
     """Return what came of all tasks, in their order; on any rank but the first of an external launch, None."""
-    run = CaseRun(tasks, options, device, on_event)
+    run = CaseRun(tasks, options, machine, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     for _ in run.execute(folder):
         pass  # the caller hears of it by the event
@@ -106,7 +113,7 @@ def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) 
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    run = CaseRun(make_tasks(cases, options), options, choose_device(options.device), on_event)
+    run = CaseRun(make_tasks(cases, options), options, find_machine(options), on_event)
     with run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
         yield from results
 
@@ -130,20 +137,18 @@ class CaseRun:
     """The state of one run: what is known of each recipe and each case so far."""
 
     def __init__(
-        self, tasks: Sequence[CaseTask], options: RunOptions, device: Device, on_event: OnEvent
+        self, tasks: Sequence[CaseTask], options: RunOptions, machine: Machine, on_event: OnEvent
     ) -> None:
         self.options = options
         self.results: dict[str, CaseResult] = {}
         self._tasks = {task.case.name: task for task in tasks}
-        self._device: Device = device
+        self._machine = machine
         self._on_event = on_event
         self._num_launches = 0
-        self._limit = find_limit(device, options.num_ranks, backend=options.backend)
-        self._num_gpus = count_gpus() if device == "cuda" else 0
         self._obstacles = {
             name: obstacle
             for name, task in self._tasks.items()
-            if (obstacle := find_obstacle(task.case, device, self._limit)) is not None
+            if (obstacle := find_obstacle(task.case, machine)) is not None
         }
         runnable = [task for task in tasks if not self._find_reason_to_skip(task)]
         self._runnable = runnable
@@ -167,7 +172,7 @@ class CaseRun:
             tasks,
             entry=WORKER,
             folder=folder,
-            device=self._device,
+            device=self._machine.device,
             backend=self.options.backend,
             on_event=self._on_launch,
         )
@@ -184,7 +189,7 @@ class CaseRun:
         results = tuple(self.results[name] for name in self._tasks)
         return RunResult(
             verdict=find_overall_verdict(results),
-            environment=describe_environment(self._device, self._name_backend(results)),
+            environment=self._machine.describe(case.ranks for case in results if case.verdict != "skipped"),
             started=started,
             seconds=seconds,
             launches=self._num_launches,
@@ -195,11 +200,6 @@ class CaseRun:
             ),
             cases=results,
         )
-
-    def _name_backend(self, results: Sequence[CaseResult]) -> str:
-        """Return the backend of the cases that ran; nothing where none did."""
-        has_run = any(case.verdict != "skipped" for case in results)
-        return choose_backend(self.options.backend, self._device) if has_run else ""
 
     def _find_reason_to_skip(self, task: CaseTask) -> str:
         """Return why a task cannot run here, or nothing: what cannot be saved cannot be loaded either."""
@@ -212,7 +212,7 @@ class CaseRun:
     def _count_golden_ranks(self) -> int:
         """Return how many ranks make goldens side by side: no more than the cases need anyway."""
         widest = max(task.case.layout.world_size for task in self._runnable)
-        most = 2 if self._device == "cpu" else widest
+        most = 2 if self._machine.device == "cpu" else widest
         return max(1, min(widest, len(self._goldens.orders), most))
 
     def _make_job(self, task: CaseTask) -> Job:
@@ -275,7 +275,7 @@ class CaseRun:
             "",
             outcome,
             checks=checks,
-            findings=tuple(suggest_layout(task.case, finding, self._limit.most) for finding in found),
+            findings=tuple(suggest_layout(task.case, finding, self._machine.limit.most) for finding in found),
             notes=(
                 *list_notes(checks, declared, state),
                 *describe_unused_loop(
@@ -283,7 +283,9 @@ class CaseRun:
                     is_own_model=isinstance(task.case.recipe.model, CustomModel),
                     step=task.case.recipe.step,
                 ),
-                *describe_sharing(task.case.layout.world_size, self._num_gpus, external_world() is not None),
+                *describe_sharing(
+                    task.case.layout.world_size, self._machine.num_gpus, external_world() is not None
+                ),
             ),
             rank_reports=_word_reports(outcome.rank_reports),
             losses=answer.losses,

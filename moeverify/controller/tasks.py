@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from moeverify.jobs import RankJob, RankResult, Refusal, VerifyJob, read_result, write_job
+from moeverify.launch.backend import choose_external
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
@@ -67,8 +68,7 @@ def run_tasks(
     if external_world() is not None:
         from moeverify.launch.external import serve_external
 
-        # Another launcher's ranks may be on several machines: there each is taken to have a GPU of its own.
-        chosen: Backend = "nccl" if backend == "auto" else backend
+        chosen = choose_external(backend)
         ran = serve_external(jobs, folder, entry, device=device, backend=chosen, on_event=on_event)
     else:
         ran = run_jobs(jobs, entry=entry, folder=folder, device=device, backend=backend, on_event=on_event)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from moeverify.launch.plan import Backend, Device
+from moeverify.launch.plan import Backend, Carrier, Device
 
 
-def choose_backend(wanted: Backend, device: Device) -> Literal["gloo", "nccl"]:
+def choose_backend(wanted: Backend, device: Device, *, num_ranks: int, num_gpus: int) -> Carrier:
     """Return the backend for tensors on the device of a job whose ranks are all on this machine.
 
-    NCCL refuses two ranks on one GPU. Gloo, which copies through the CPU, lets them share it, and has to be asked
-    for: it was not yet seen to carry every layout on GPUs.
+    NCCL refuses two ranks on one GPU, so ranks that share one take gloo, which copies through the CPU.
     """
     if device == "cpu":
         return "gloo"
+    if wanted == "auto":
+        return "nccl" if num_ranks <= num_gpus else "gloo"
+    return wanted
+
+
+def choose_external(wanted: Backend) -> Backend:
+    """Return the backend that is asked for of ranks that another launcher started, maybe on several machines.
+
+    There each is taken to have a GPU of its own.
+    """
     return "nccl" if wanted == "auto" else wanted
 
 

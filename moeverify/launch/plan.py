@@ -14,8 +14,10 @@ from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]
+Carrier = Literal["gloo", "nccl"]
+"""What carries the collectives of tensors on the device of the ranks."""
 Backend = Literal["auto", "gloo", "nccl"]
-"""What carries the collectives of tensors on GPUs; `auto` is NCCL wherever each rank has a GPU of its own."""
+"""The carrier that is asked for on GPUs; `auto` is NCCL wherever each rank has a GPU of its own, and else gloo."""
 
 
 class Job(Record):

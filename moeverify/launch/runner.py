@@ -131,7 +131,7 @@ class JobRunner:
         self, store: PrefixStore, job: Job, folder: Path, run_job: RunJob
     ) -> dict[str, Any] | None:
         kind: Device = "cuda" if self._device.type == "cuda" else "cpu"
-        backend = choose_backend(self._wanted, kind)
+        backend = choose_backend(self._wanted, kind, num_ranks=job.num_ranks, num_gpus=self._num_gpus)
         staging = stage_messages() if kind == "cuda" and backend == "gloo" else None
         self._caches.begin(job.keeps_meshes)
         has_failed = True

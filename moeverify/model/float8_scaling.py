@@ -101,20 +101,20 @@ class Scaling(Row):
         """Return whether a scale is that of several tokens, and so depends on which of them a rank has."""
         return not self.rows or not self.wide_weight_gradient
 
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         """Return what is missing where a layout is to be trained; see `Implementation`."""
         if importlib.util.find_spec("torchao") is None:
             install = "pip install 'moeverify[float8]'"
             return MissingPackages(needed_by="float8", packages=("torchao",), install=install)
         gathers = case.layout.sequence_parallel or case.layout.slices_tokens
-        if device == "cpu" and not self.rows and case.layout.tp > 1 and gathers:
+        if backend == "gloo" and not self.rows and case.layout.tp > 1 and gathers:
             return UnsupportedHere(why="torchao gathers operands in float8, and gloo cannot send float8")
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _None(Scaling):
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         return None
 
 

@@ -46,7 +46,7 @@ class CompileKind(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts(CompileKind):
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         if device == "cpu" and not any(shutil.which(name) for name in _COMPILERS):
             return UnsupportedHere(why="torch.compile needs a C++ compiler on a CPU, and there is none")
         return None

@@ -83,10 +83,13 @@ class GraphsKind(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch(GraphsKind):
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
-        if device == "cuda":
-            return None
-        return UnsupportedHere(why="CUDA graphs need a GPU")
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
+        if device != "cuda":
+            return UnsupportedHere(why="CUDA graphs need a GPU")
+        if backend == "gloo" and case.layout.world_size > 1:
+            why = "no CUDA graph can hold the collectives of gloo: each rank needs a GPU of its own"
+            return UnsupportedHere(why=why)
+        return None
 
 
 GRAPHS: Table[GraphsKind] = Table(

@@ -60,10 +60,10 @@ def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:
             yield choice, choice.find(option)
 
 
-def find_obstacle(case: Case, device: str) -> Obstacle | None:
-    """Return why a valid case cannot run on this device of this machine, or nothing."""
+def find_obstacle(case: Case, device: str, backend: str) -> Obstacle | None:
+    """Return why a valid case cannot run on this device over this backend, or nothing."""
     for _, chosen in list_chosen(case):
-        obstacle = chosen.find_obstacle(case, device)
+        obstacle = chosen.find_obstacle(case, device, backend)
         if obstacle is not None:
             return obstacle
     return None

@@ -96,7 +96,7 @@ def unmixed_precision(case: Case) -> Iterator[Problem]:
 class _Megablocks(ExpertBackend):
     rules = (supported, whole_experts, unmixed_precision)
 
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         missing = tuple(name for name in NEEDED if importlib.util.find_spec(name) is None)
         if missing:
             return MissingPackages(needed_by="megablocks", packages=missing, install="make megablocks")

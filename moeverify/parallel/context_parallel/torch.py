@@ -73,7 +73,7 @@ def supported(case: Case) -> Iterator[Problem]:
 class _Torch(ContextVariant):
     rules = (supported,)
 
-    def find_obstacle(self, case: Case, device: str) -> Obstacle | None:
+    def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         if device != "cpu" or case.layout.cp == 1:
             return None
         return UnsupportedHere(why="torch's context_parallel has no kernel for the CPU")

@@ -44,7 +44,7 @@ def describe_limit(limit: RankLimit) -> str:
     """Return how many ranks there may be, and why not more."""
     if limit.by == "gpus":
         gpus = "1 GPU" if limit.most == 1 else f"{limit.most} GPUs"
-        remedy = "`moeverify run --backend gloo` lets ranks share them"
+        remedy = "`moeverify run` without `--backend nccl` lets ranks share them over gloo"
         return f"this machine has {gpus}, and NCCL needs one a rank; {remedy}"
     if limit.by == "launcher":
         return f"{limit.launcher} started {limit.most} ranks"

@@ -194,9 +194,9 @@ def word_gpus(count: int) -> ProbeRow:
         meaning = "cases run on the CPU with gloo: no verdict here is about NCCL or CUDA kernels"
         return ProbeRow(name="GPUs", value="none", meaning=meaning, status="warn")
     if count == 1:
-        meaning = "NCCL needs two: layouts are verified with --device cpu"
+        meaning = "NCCL needs one a rank: here ranks share it, and gloo carries their collectives"
         return ProbeRow(name="GPUs", value="1", meaning=meaning, status="warn")
-    meaning = f"cases of up to {count} ranks run on CUDA with NCCL"
+    meaning = f"cases of up to {count} ranks run on CUDA with NCCL, larger ones share GPUs over gloo"
     return ProbeRow(name="GPUs", value=str(count), meaning=meaning)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moeverify.controller.machine import Machine
 from moeverify.controller.obstacles import find_obstacle
 from moeverify.faults.setting import make_case
 from moeverify.model import float8_scaling
@@ -16,6 +17,7 @@ from moeverify.validation.rules import validate
 
 SHARP, ROWS = {"float8": "rowwise_with_gw_hp"}, {"float8": "rowwise", "precision": "bfloat16"}
 MANY = RankLimit(most=64, by="processes")
+ON_CPU = Machine("cpu", "auto", 0, MANY)
 
 BROKEN: list[tuple[dict[str, Any], str, str, str]] = [
     (
@@ -92,17 +94,18 @@ def test_without_torchao_a_case_says_what_installs_it(monkeypatch: pytest.Monkey
         assert name == "torchao"
 
     monkeypatch.setattr(float8_scaling.importlib.util, "find_spec", find_spec)
-    missing = float8_scaling.FLOAT8.find("rowwise").find_obstacle(make_case("x", recipe=ROWS), "cpu")
+    missing = float8_scaling.FLOAT8.find("rowwise").find_obstacle(make_case("x", recipe=ROWS), "cpu", "gloo")
     assert missing is not None
     assert "pip install 'moeverify[float8]'" in describe_obstacle(missing)
-    assert float8_scaling.FLOAT8.find("none").find_obstacle(make_case("x"), "cpu") is None
+    assert float8_scaling.FLOAT8.find("none").find_obstacle(make_case("x"), "cpu", "gloo") is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_gloo_cannot_send_what_torchao_gathers() -> None:
     one_scale = {**ROWS, "float8": "tensorwise"}
     gathers = make_case("x", recipe=one_scale, tp=2, sequence_parallel=True)
-    assert find_obstacle(gathers, "cpu", MANY) is not None
-    assert find_obstacle(gathers, "cuda", MANY) is None
-    assert find_obstacle(make_case("x", recipe=one_scale, tp=2), "cpu", MANY) is None
-    assert find_obstacle(make_case("x", recipe=ROWS, tp=2, sequence_parallel=True), "cpu", MANY) is None
+    assert find_obstacle(gathers, ON_CPU) is not None
+    assert find_obstacle(gathers, Machine("cuda", "auto", 8, MANY)) is None
+    assert find_obstacle(gathers, Machine("cuda", "auto", 1, MANY)) is not None
+    assert find_obstacle(make_case("x", recipe=one_scale, tp=2), ON_CPU) is None
+    assert find_obstacle(make_case("x", recipe=ROWS, tp=2, sequence_parallel=True), ON_CPU) is None
