@@ -46,11 +46,17 @@ CPU_TRIES = (
     *map(Try.of, (Probe.DIVIDE_FACTOR, Probe.GROUPED_MM, Probe.FUSED_SGD, Probe.TRITON, Probe.MEGABLOCKS)),
 )
 GPU_TRIES = (Try.of(Probe.GPU), Try.of(Probe.NCCL), Try.of(Probe.GROUPED_MM, suffix=" on CUDA"))
-MULTI_GPU_TRIES = (
-    Try.of(Probe.PEER_ACCESS),
-    # The backward of all_gather is torch's own arithmetic around it, the same with every backend.
-    *(Try.of(probe, "nccl ") for probe in _COLLECTIVES if probe is not Probe.GATHER_BACKWARD),
-)
+# The backward of all_gather is torch's own arithmetic around it, the same with every backend.
+_ON_GPUS = [probe for probe in _COLLECTIVES if probe is not Probe.GATHER_BACKWARD]
+MULTI_GPU_TRIES = (Try.of(Probe.PEER_ACCESS), *(Try.of(probe, "nccl ") for probe in _ON_GPUS))
+SHARED_GPU_TRIES = tuple(Try.of(probe, "gloo ", " on a shared GPU") for probe in _ON_GPUS)
+
+
+def list_gpu_tries(num_gpus: int) -> tuple[Try, ...]:
+    """Return what is tried with so many GPUs: on one of them, ranks share it and gloo carries their collectives."""
+    if num_gpus == 0:
+        return ()
+    return GPU_TRIES + (SHARED_GPU_TRIES if num_gpus == 1 else MULTI_GPU_TRIES)
 
 
 def examine() -> list[ProbeRow]:
@@ -60,8 +66,7 @@ def examine() -> list[ProbeRow]:
     rows += run_probes(CPU_TRIES, "cpu")
     num_gpus = count_gpus()
     rows.append(word_gpus(num_gpus))
-    if num_gpus:
-        rows += run_probes(GPU_TRIES + (MULTI_GPU_TRIES if num_gpus > 1 else ()), "cuda")
+    rows += run_probes(list_gpu_tries(num_gpus), "cuda")
     return rows
 
 

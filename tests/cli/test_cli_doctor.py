@@ -44,6 +44,15 @@ def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_next_nothing(
     assert rows["average by sum"].value == "returns the sum"
 
 
+def test_collectives_are_tried_on_one_gpu_that_two_ranks_share() -> None:
+    names = {num_gpus: [each.name for each in doctor.list_gpu_tries(num_gpus)] for num_gpus in range(3)}
+    assert names[0] == []
+    assert "gloo collectives on a shared GPU" in names[1]
+    assert not any(name.startswith("nccl ") for name in names[1])
+    assert "nccl collectives" in names[2]
+    assert not any(name.endswith("shared GPU") for name in names[2])
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])
 def test_exit_code(invoke: Any, monkeypatch: pytest.MonkeyPatch, status: Any, code: int) -> None:
     row = ProbeRow(name="gloo", value="sums wrong", meaning="no verdict can be trusted", status=status)
