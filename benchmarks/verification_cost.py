@@ -9,7 +9,8 @@ warm-up, runs that only train, runs with the comparison, runs with all that chec
 repeats of the first step take turns; the ratios are medians. `whole run` is the checked run and the repeat, against
 the run alone, over all steps. Then the peak
 of anonymous memory beside the size of the local shard; on GPUs that of what torch allocated, and there a run waits
-for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else.
+for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else;
+`--also gradient_sum` measures the checks with that one besides in runs of their own (`with also`).
 CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
 """
 
@@ -200,12 +201,13 @@ class Bench:
         self.case, self.device, self.folder, self.only = case, device, folder, only
         self.golden = StoredGolden(folder)
 
-    def run(self, observer, num_steps=None, watched=False):
+    def run(self, observer, num_steps=None, watched=None):
         """Train once under the layout; return the clock and the bytes of parameters that this rank holds.
 
         Without an observer each step is what a production run would do, with nothing to show; its routing is that
-        of the golden too where the other's is, so that both do the same work. `watched` adds what the checks observe
-        by themselves, as `moeverify run` does, but for the second run of `repeat`.
+        of the golden too where the other's is, so that both do the same work. `watched`, names of optional checks,
+        adds what those and all others observe by themselves, as `moeverify run` does, but for the second run of
+        `repeat`.
         """
         import torch.distributed as dist
 
@@ -221,8 +223,8 @@ class Bench:
         replayed = replays_routing(recipe)
         if observer is None:
             train_alone(recipe, program, clock, self.golden if replayed else None)
-        elif watched:
-            self._train_watched(program, clock)
+        elif watched is not None:
+            self._train_watched(program, clock, watched)
         else:
             train(recipe, program, clock, golden=self.golden, replay_routing=replayed, num_steps=num_steps)
         clock.note()
@@ -231,15 +233,18 @@ class Bench:
         clock.note()
         return clock, sum(held.local().nbytes for held in program.shards)
 
-    def _train_watched(self, program, clock):
+    def _train_watched(self, program, clock, also):
         from moeverify.checks.base import RankRun
         from moeverify.checks.registry import choose_checks
         from moeverify.collectives.trace import CollectiveTrace
         from moeverify.worker.verify import train_observed
 
-        checks = choose_checks()
+        checks = choose_checks(also=tuple(also))
+        chosen = self.case.checks.model_copy(update={"also": tuple(also)})
         with CollectiveTrace() as trace:
-            run = RankRun(self.case, trace, list, lambda observer, num_steps: None)
+            run = RankRun(
+                self.case.model_copy(update={"checks": chosen}), trace, list, lambda observer, num_steps: None
+            )
             watches = [watch for check in checks if (watch := check.watch(run, program)) is not None]
             train_observed(self.case, self.golden, program, clock, checks, watches)
 
@@ -310,13 +315,15 @@ def work(options):
     case, folder = make_benchmark_case(options), Path(options.work) / "golden"
     bench = Bench(case, folder, device, options.only)
     bench.run(None)
-    bench.run(bench.compare(), watched=True)
-    alone, shown, compared, checked, repeated = [], [], [], [], []
+    bench.run(bench.compare(), watched=options.also)
+    alone, shown, compared, checked, extended, repeated = [], [], [], [], [], []
     for _ in range(options.pairs):
         alone.append(bench.run(None)[0])
         shown.append(bench.run(Clock())[0])
         compared.append(bench.run(bench.compare())[0])
-        checked.append(bench.run(bench.compare(), watched=True)[0])
+        checked.append(bench.run(bench.compare(), watched=[])[0])
+        if options.also:
+            extended.append(bench.run(bench.compare(), watched=options.also)[0])
         repeated.append(bench.run(BitRecorder(), num_steps=1)[0])
     ways = {"alone": lambda: None, "compared": bench.compare}
     peaks, allocated = {name: [] for name in ways}, {}
@@ -337,13 +344,13 @@ def work(options):
     rows = [None] * options.ranks
     dist.all_gather_object(rows, (peaks, allocated or peaks, shard))
     if dist.get_rank() == 0:
-        report(options, alone, shown, compared, checked, repeated, rows)
+        report(options, alone, shown, compared, checked, extended, repeated, rows)
         if options.profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     dist.destroy_process_group()
 
 
-def report(options, alone, shown, compared, checked, repeated, rows):
+def report(options, alone, shown, compared, checked, extended, repeated, rows):
     """Print seconds, ratios and memory."""
     times, spread = (
         [],
@@ -355,12 +362,14 @@ def report(options, alone, shown, compared, checked, repeated, rows):
         watched = [clock.per_step(which) for clock in checked]
         ratio = [b / a for a, b in zip(plain, seen, strict=True)]
         checked_ratio = [b / a for a, b in zip(plain, watched, strict=True)]
+        more = [clock.per_step(which) for clock in extended]
+        more_ratio = [spread([b / a for a, b in zip(plain, more, strict=True)])] if more else []
         totals = [[clock.total(which) for clock in clocks] for clocks in (alone, checked, repeated)]
         all_checks = [(b + c) / a for a, b, c in zip(*totals, strict=True)]
         idle = [clock.per_step(which) for clock in shown]
         rest = [clock.rest(which) for clock in compared]
         seconds = (f"{statistics.median(each):.3f}" for each in (plain, idle, seen, watched, rest))
-        times.append((name, *seconds, spread(ratio), spread(checked_ratio), spread(all_checks)))
+        times.append((name, *seconds, spread(ratio), spread(checked_ratio), spread(all_checks), *more_ratio))
     headers = (
         "seconds",
         "alone",
@@ -371,6 +380,7 @@ def report(options, alone, shown, compared, checked, repeated, rows):
         "compared / alone",
         "checked / alone",
         "whole run / alone",
+        *(["with also / alone"] if extended else []),
     )
     print_table(
         headers, times, f"A step, of {len(alone)} pairs of {options.steps} steps on {options.ranks} ranks:"
@@ -414,6 +424,9 @@ def main():
     parser.add_argument("--experts", choices=("loop", "grouped_mm"), default="loop")
     parser.add_argument("--attention", choices=("plain", "fused"), default="plain")
     parser.add_argument("--only", metavar="KIND", help="compare this kind alone, such as gradient")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="CHECK", help="an optional check, such as gradient_sum"
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
         "--profile", action="store_true", help="also print where the compared run's time goes"
