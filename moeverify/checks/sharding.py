@@ -9,6 +9,7 @@ from moeverify.axes.mesh import MeshPlan
 from moeverify.checks.axis_use import Issued, count_issued, find_unused, list_uses
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
 from moeverify.checks.placed import find_misplaced
+from moeverify.checks.staged import find_elsewhere
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.assembled import Key
 from moeverify.layout.observer import INITIAL
@@ -64,7 +65,7 @@ class Sharding(Check[Issued]):
             return None  # a run that begins with a load does not show what its layout begins with
         claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
         outcome = judge_claims(shown, claims)
-        misplaced = list(find_misplaced(shown))
+        misplaced = [*find_elsewhere(shown), *find_misplaced(shown)]
         if misplaced:
             outcome = make_outcome(CheckName.SHARDING, [*outcome.findings, *misplaced], len(claims))
         if shown.case.layout.parallelize is None or not reports:

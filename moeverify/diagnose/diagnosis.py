@@ -56,12 +56,12 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    return put_data_first(_put_repeated_first(found))
+    return put_data_first(_put_wrong_ranks_first(found))
 
 
-def _put_repeated_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with modules that several ranks have in the place of one first: all compute with them."""
-    first = next((each for each in findings if _is_repeated(each)), None)
+def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with modules on wrong ranks first, or on too many: all is computed with them."""
+    first = next((each for each in findings if _is_on_wrong_ranks(each)), None)
     if first is None:
         return list(findings)
     others = [each for each in findings if each is not first]
@@ -70,8 +70,9 @@ def _put_repeated_first(findings: Sequence[Finding]) -> list[Finding]:
     return [first, *kept, *(follow(each, first) for each in made)]
 
 
-def _is_repeated(finding: Finding) -> bool:
-    return isinstance(finding.facts, ShardingFacts) and finding.facts.is_repeated
+def _is_on_wrong_ranks(finding: Finding) -> bool:
+    facts = finding.facts
+    return isinstance(facts, ShardingFacts) and (facts.is_repeated or facts.is_elsewhere)
 
 
 def _put_gathered_first(findings: Sequence[Finding]) -> list[Finding]:

@@ -61,7 +61,8 @@ class CoverageFacts(Record):
 class ShardingFacts(Record):
     """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters.
 
-    With `modules` nothing of these alone differs, or, where it is `is_repeated`, several ranks have what one should.
+    With `modules` nothing of these alone differs; where it is `is_repeated`, several ranks have what one should, and
+    where it is `is_elsewhere`, other ranks have them than should.
 
     `is_unused` says that it is an axis of a user's `parallelize`, over which no collective ran either; `is_misplaced`
     that ranks of `ep` store other experts than the placement of the step gives them.
@@ -72,6 +73,7 @@ class ShardingFacts(Record):
     part: Literal["all", "experts", "others"] = "all"
     modules: tuple[str, ...] = ()
     is_repeated: bool = False
+    is_elsewhere: bool = False
     is_unused: bool = False
     is_misplaced: bool = False
 

@@ -152,6 +152,8 @@ def _(facts: ShardingFacts, finding: Finding) -> Words:
         named = f"{named}{f' and {left_out} more' if left_out > 0 else ''}"
         if facts.is_repeated:
             return Words(f"several ranks of one {facts.axis} group have {named}, and one of them should")
+        if facts.is_elsewhere:
+            return Words(f"the ranks of {facts.axis} that have {named} are not those that have their stages")
         what = f"{finding.kind} of {named}"
     return Words(f"no {what} differs in what the ranks of one {facts.axis} group hold")
 

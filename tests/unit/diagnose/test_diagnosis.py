@@ -57,8 +57,9 @@ def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
     assert (follower.trials, follower.place, follower.explanation) == ((), None, None)
 
 
-def test_a_layer_on_several_stages_comes_before_what_they_compute_with_it() -> None:
-    facts = ShardingFacts(axis="pp", modules=("layers.2",), is_repeated=True)
+@pytest.mark.parametrize("how", ["is_repeated", "is_elsewhere"])
+def test_a_layer_on_a_wrong_stage_comes_before_what_is_computed_with_it(how: str) -> None:
+    facts = ShardingFacts(axis="pp", modules=("layers.2",)).model_copy(update={how: True})
     sharding = find("sharding", "axis pp", Kind.INITIAL_WEIGHT, step=-1, facts=facts)
     first, *others = diagnose([find("gradient"), find("clip", "total"), sharding], make_inputs(double()))
     assert (first.check, first.code) == ("sharding", Cause.LAYOUT)

@@ -1,0 +1,70 @@
+"""Whether each layer is on the rank of the pipeline that has its stage: layers that trade places compute as well.
+
+Each may be on one stage, each stage may have as many as it should, and the model is another one all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.axes.mesh import MeshPlan
+from moeverify.axes.stages import split_layers, stages_of
+from moeverify.case.schema import Layout
+from moeverify.checks.base import Shown
+from moeverify.layout.observer import INITIAL
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import ShardingFacts
+from moeverify.results.finding import Finding
+
+
+def find_elsewhere(shown: Shown) -> Iterator[Finding]:
+    """Yield one finding for the layers that some pipeline has, though not on the rank that has their stage.
+
+    What no rank of a pipeline has is for `coverage` to say, and what its rank and others have is repeated.
+    """
+    model, layout = shown.case.recipe.model.reference, shown.case.layout
+    if model is None or layout.pp == 1:
+        return
+    holders = _list_holders(shown, model.num_layers)
+    wrong: dict[int, set[int]] = {}
+    for group in MeshPlan.of(layout).dense.groups("pp"):
+        for layer, right in enumerate(list_owners(layout, model.num_layers)):
+            found = holders[layer].intersection(group)
+            if found and group[right] not in found:
+                wrong.setdefault(layer, set()).update(found)
+    if wrong:
+        ranks = tuple(sorted(set().union(*wrong.values())))
+        yield Finding(
+            check=CheckName.SHARDING,
+            kind=Kind.INITIAL_WEIGHT,
+            tensor="axis pp",
+            step=INITIAL,
+            rank=ranks[0],
+            ranks=ranks,
+            coordinates=shown.place(ranks[0]),
+            error=1.0,
+            bound=0.0,
+            facts=ShardingFacts(axis="pp", modules=tuple(map(_name, sorted(wrong))), is_elsewhere=True),
+        )
+
+
+def list_owners(layout: Layout, num_layers: int) -> Sequence[int]:
+    """Return for each layer the rank of the pp axis that has its stage."""
+    by_stage = {stage: rank for rank in range(layout.pp) for stage in stages_of(layout, rank)}
+    sizes = map(len, split_layers(layout, num_layers))
+    return [by_stage[stage] for stage, size in enumerate(sizes) for _ in range(size)]
+
+
+def _list_holders(shown: Shown, num_layers: int) -> list[set[int]]:
+    """Return for each layer the ranks that began with a part of it."""
+    holders: list[set[int]] = [set() for _ in range(num_layers)]
+    by_name = {_name(layer): ranks for layer, ranks in enumerate(holders)}
+    for (step, kind, name), tensor in shown.tensors.items():
+        ranks = by_name.get(".".join(name.split(".")[:2]))
+        if ranks is not None and step == INITIAL and kind == Kind.INITIAL_WEIGHT:
+            ranks.update(tensor.list_regions())
+    return holders
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}"
