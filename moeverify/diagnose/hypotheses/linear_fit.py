@@ -12,6 +12,7 @@ from moeverify.diagnose.components import Components
 from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.fit import Column, Fit, fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.hypotheses.noisy_factor import estimated, is_of_16_bits
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -63,6 +64,8 @@ class LinearFit(Hypothesis):
         wrong = tuple(each for each in contributions if not each.is_right) or _list_off(contributions)
         operation = self.describe(wrong, fit, inputs)
         explanation = explain_by(self.cause, operation, tensors, inputs, residual=fit.residual)
+        if _has_measured(operation) and any(map(is_of_16_bits, tensors)):
+            explanation = estimated(explanation)
         evidence = (FitResult(contributions=contributions, residual=fit.residual),)
         trials = (self._log("yes", contributions, fit),)
         return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
@@ -100,6 +103,12 @@ def list_contributions(
         Contribution(part=part, factor=find_factor(value, sources, counts=counts))
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
     )
+
+
+def _has_measured(operation: Scaled) -> bool:
+    """Return whether a factor is a number that nothing of the run equals: rounding may have made it of another."""
+    factors = (each.factor for each in operation.contributions)
+    return not operation.local_means and any(not each.is_zero and not each.equals for each in factors)
 
 
 def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:

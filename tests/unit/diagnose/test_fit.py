@@ -126,6 +126,30 @@ def test_nothing_is_told_from_one_over_a_large_number_of_the_run(
     assert explanation.candidates == (() if product is None else (product,))
 
 
+@pytest.mark.parametrize(
+    ("precision", "weights", "is_asked"),
+    [
+        (torch.bfloat16, {"lm": 0.0, "balance": 0.03}, True),
+        (torch.float16, {"z": 1.3}, True),
+        (torch.bfloat16, {"lm": 0.0, "balance": 0.5}, False),
+        (torch.float32, {"lm": 0.0, "balance": 0.03}, False),
+        (torch.float64, {"lm": 0.0, "balance": 0.03}, False),
+    ],
+)
+def test_a_number_of_16_bits_that_nothing_of_the_run_equals_is_an_estimate(
+    precision: torch.dtype, weights: dict[str, float], is_asked: bool
+) -> None:
+    components = make_components()
+    exact = combine(components, lambda term, cell: weights.get(term, 1.0))
+    tensors = [
+        make_tensor(each.expected, each.whole, each.whole, name=each.name, precision=precision)
+        for each in exact
+    ]
+    explanation = fit("loss_terms", tensors, components).explanation
+    assert set(wrong_parts(explanation)) == {Part(term=term) for term in weights}
+    assert explanation.is_estimate is is_asked
+
+
 @pytest.mark.parametrize("weight", [1e-3, 0.499, 0.5002, 3.999])
 def test_a_number_that_the_errors_can_tell_from_another_is_itself(weight: float) -> None:
     components = make_components()
