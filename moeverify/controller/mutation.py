@@ -39,8 +39,8 @@ _PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 
 # What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches, an
 # optimizer with decay, experts that a placement puts somewhere, replicas of all kinds, more positions and tokens than
-# bfloat16 can count, and other precisions. Where a group is the whole world, another group in its place does nothing:
-# so each is there beside data parallelism too.
+# bfloat16 can count, gathered weights whose gradients a schedule computes later, and other precisions. Where a group is
+# the whole world, another group in its place does nothing: so each is there beside data parallelism too.
 _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
     "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
@@ -51,6 +51,7 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "tied fsdp2-tp": ({"preset": "stress-tied"}, LAYOUTS["fsdp2-tp"]),
     "tied tp-sp-lp": ({"preset": "stress-tied"}, LAYOUTS["tp-sp-lp"]),
     "tied pp": ({"preset": "stress-tied"}, {**LAYOUTS["pp"], "stage_layers": (1, 1)}),
+    "fsdp2-pp-zbv": ({}, {**LAYOUTS["pp-zbv"], "dp_shard": 2}),
     "tied pp-zbv": ({"preset": "stress-tied"}, {**LAYOUTS["pp-zbv"], "stage_layers": (0, 1, 1, 0)}),
     "head norms fsdp2-tp": ({"preset": "tiny-olmoe-1b-7b"}, LAYOUTS["fsdp2-tp"]),
     "head norms tp": ({"preset": "tiny-olmoe-1b-7b"}, {"tp": 2}),
