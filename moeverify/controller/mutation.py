@@ -39,8 +39,8 @@ _PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 
 # What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches, an
 # optimizer with decay, experts that a placement puts somewhere, replicas of all kinds, more positions and tokens than
-# bfloat16 can count, gathered weights whose gradients a schedule computes later, and other precisions. Where a group is
-# the whole world, another group in its place does nothing: so each is there beside data parallelism too.
+# bfloat16 can count, gathered weights whose gradients a schedule computes later, and other precisions. Where a group
+# is the whole world, another group in its place does nothing: so each is there beside data parallelism too.
 _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
     "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
