@@ -169,11 +169,15 @@ def _measure(
     eps = max(each.eps.get(Kind.GRADIENT, 0.0), each.eps[name])
     if name == TOTAL:
         low, high = extremes
+        if not math.isfinite(high):
+            return None  # gradients that are no numbers have a norm that is none
         actual = each.norms[name]
         # Of what is no number neither holds, and it is compared with the largest.
         nearest = actual if low <= actual <= high else low if actual < low else high
         return nearest, actual, _norm_bound(eps, each.num_elements, num_ranks)
     assert max_norm is not None
+    if math.isnan(each.norms[TOTAL]):
+        return None
     # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
     expected = min(1.0, max_norm / (each.norms[TOTAL] + GUARD))
     return expected, each.norms[name], 4.0 * 0.5 * max(each.eps[name], each.eps[TOTAL])

@@ -261,19 +261,20 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
 
 
 def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
-    """Return the mean of the token losses over valid tokens; None where they are not those of the whole batch.
+    """Return the mean of the token losses over valid tokens; None where they are not those of the whole batch, or none.
 
     Every rank adds up n losses of one sign in blocks, whose roundings add up like a random walk, divides, and adds
     its micro-batches.
     """
     regions = {key: value for each in of_step for key, value in each.token_losses.items()}
-    if sum(size for _, size in regions.values()) != num_tokens:
+    whole = sum(total for total, _ in regions.values())
+    if sum(size for _, size in regions.values()) != num_tokens or not math.isfinite(whole):
         return None
     unit = 0.5 * max(each.eps for each in of_step)
     most = max(len(each.token_losses) for each in of_step)
     largest = max(size for _, size in regions.values())
     bound = unit * (4.0 * math.sqrt(largest) + 8.0 + most)
-    return sum(total for total, _ in regions.values()) / num_valid, bound
+    return whole / num_valid, bound
 
 
 def _copies_agree(of_step: Sequence[StepSums], num_valid: float) -> bool:
@@ -320,7 +321,7 @@ def _compute_z(moe: MoE, routers: dict[str, RouterSums], num_valid: float) -> tu
         if times is None:
             return None
         value, error, eps = value + squares / times, error + largest / times, max(eps, sums.eps)
-    if not value:
+    if not value or not math.isfinite(value):  # of what is no number nothing else follows
         return None
     rounding = 0.5 * eps * (4.0 * math.sqrt(num_valid) + 8.0 + len(routers))
     return moe.z_coef * value / num_valid, error / value + rounding
@@ -343,7 +344,7 @@ def _compute_balance(moe: MoE, routers: dict[str, RouterSums], lengths: Tensor) 
             probabilities, counts = (row[1:] / (times * wanted[index])).chunk(2)
             value += float((probabilities * counts).sum()) / len(wanted)
         relative, eps = max(relative, sums.relative), max(eps, sums.eps)
-    if not value:
+    if not value or not math.isfinite(value):
         return None
     num_terms = len(wanted) * moe.num_experts
     rounding = 4.0 * math.sqrt(float(lengths.sum())) + 4.0 * math.sqrt(num_terms) + 8.0 + len(routers)

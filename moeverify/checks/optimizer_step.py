@@ -202,9 +202,9 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
     limits: dict[Key, float] = {}
     for key, found in by_key.items():
         limits[key] = _find_limit([row for _, row in found])
-        if not all(row.worst <= 1.0 for _, row in found):
+        if any(_rate(row) > 1.0 for _, row in found):
             findings.append(_make_finding(shown, key, found))
-    worst = max((row for found in by_key.values() for _, row in found), key=lambda row: rate_error(row.worst))
+    worst = max((row for found in by_key.values() for _, row in found), key=_rate)
     scale = _scale_of([worst])
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
@@ -215,9 +215,20 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
             error=worst.worst * worst.allowed / scale,
             bound=worst.allowed / scale,
             step=worst.key[0],
-        ),
+        )
+        if _is_known(worst)
+        else None,
     )
     return Outcome(result, tuple(findings), limits)
+
+
+def _rate(row: Row) -> float:
+    """Return how many times more than is allowed an element is off; 0 where it follows from what is no number."""
+    return rate_error(row.worst) if _is_known(row) else 0.0
+
+
+def _is_known(row: Row) -> bool:
+    return math.isfinite(row.expected)
 
 
 def _find_limit(rows: Sequence[Row]) -> float:
@@ -244,8 +255,8 @@ def _scale_of(rows: Sequence[Row]) -> float:
 
 def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Finding:
     step, kind, name = key
-    rank, row = max(rows, key=lambda each: rate_error(each[1].worst))
-    ranks = tuple(each for each, other in rows if not other.worst <= 1.0)
+    rank, row = max(rows, key=lambda each: _rate(each[1]))
+    ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
     facts = fit(row)

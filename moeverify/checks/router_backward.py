@@ -95,7 +95,9 @@ class RouterFit:
         num_parts = len(PARTS)
         ratio, total, allowed = numbers[num_parts, :3].tolist()
         if not bool(torch.isfinite(numbers[:num_parts]).all()):
-            return cls((None,) * num_parts, ratio)
+            # Of parts that are no numbers by right none can be missed; else the weight got what is none.
+            is_known = bool(torch.isfinite(numbers[:num_parts, :num_parts]).all())
+            return cls((None,) * num_parts, ratio if is_known else 0.0)
         gram, noise = numbers[:num_parts, :num_parts], numbers[:num_parts, num_parts:-1]
         products = numbers[:num_parts, -1]
         sizes = gram.diagonal().sqrt()

@@ -352,7 +352,8 @@ class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
     With `tokens` it is right at all others. `inputs_seen` says that what it is made of was compared and is right;
-    with `has_rows` that it has right rows, in an order for which nobody can say what it should be.
+    with `has_rows` that it has right rows, in an order for which nobody can say what it should be. With
+    `is_no_number` some of it is NaN or infinite.
     """
 
     kind: Literal["altered"] = "altered"
@@ -360,6 +361,7 @@ class Altered(Record):
     tokens: Tokens | None = None
     inputs_seen: bool = True
     has_rows: bool = False
+    is_no_number: bool = False
 
 
 Operation = Annotated[

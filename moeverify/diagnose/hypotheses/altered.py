@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.hypotheses.counted_padding import count_choices
@@ -50,7 +52,8 @@ class AlteredHypothesis(Hypothesis):
             cause = Cause.METRIC
         origin = inputs.origin_of(tensor)
         is_seen, has_rows = origin is None or origin.inputs_seen, origin is not None and origin.are_rows
-        operation: Operation = Altered(inputs_seen=is_seen, has_rows=has_rows)
+        is_no_number = origin is not None and not _is_finite(tensor)
+        operation: Operation = Altered(inputs_seen=is_seen, has_rows=has_rows, is_no_number=is_no_number)
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
             operation = count_choices(tensor)
@@ -65,6 +68,11 @@ class AlteredHypothesis(Hypothesis):
             seen.append(WrongElements(num_wrong=num_wrong, num_elements=tensor.expected.numel()))
         explanation = explain_by(cause, operation, tensors, inputs)
         return Outcome((), explanation, tuple(seen))
+
+
+def _is_finite(tensor: WrongTensor) -> bool:
+    held = [shard.values() for shard in tensor.shards if shard.local is not None]
+    return all(bool(torch.isfinite(values).all()) for values in held)
 
 
 def _puts_out_right(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:

@@ -463,11 +463,14 @@ def _(operation: Altered, explanation: Explanation) -> str:
         text = text.replace(_MATCH, _UNSEEN)
     elif operation.has_rows:
         text = text.replace(_MATCH, _ROWS_MATCH)
+    if operation.is_no_number:
+        text = text.replace(_DIFFERS, _IS_NO_NUMBER)
     return text.format(**names)
 
 
 _REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
+_DIFFERS, _IS_NO_NUMBER = "does not)", "has values that are no numbers)"
 _ROWS_MATCH = "its rows match, whose order is its caller's"
 
 

@@ -428,3 +428,13 @@ def test_every_tensor_at_the_ends_of_a_module_is_read_along_the_tokens() -> None
     assert seen["forward", "output", "0"].is_flat
     assert torch.equal(seen["forward", "output", "0"].local, x)
     assert torch.equal(seen["backward", "output", "1.0"].local, torch.full((2, 3, 4), 0.5, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_module_that_puts_out_no_numbers_is_said_to(value: float) -> None:
+    actual = draw(2, 3, 4, seed=1)
+    tensor, inputs = make_origin(draw(2, 3, 4), actual)
+    assert not examine("altered", tensor, inputs).explanation.operation.is_no_number
+    actual[0, 1, 2] = value
+    tensor, inputs = make_origin(draw(2, 3, 4), actual)
+    assert examine("altered", tensor, inputs).explanation.operation.is_no_number

@@ -383,6 +383,17 @@ VALUES = [
         "embed",
     ),
     (
+        explain(Cause.FORWARD, OUTPUT, Altered(is_no_number=True), module="layers.0.attention"),
+        "first divergence: layers.0.attention (inputs match, output has values that are no numbers)",
+        "layers.0.attention",
+    ),
+    (
+        explain(Cause.BACKWARD, BACK, Altered(is_no_number=True), module="layers.0.attention"),
+        "first divergence in backward: layers.0.attention (its output gradient matches, what it passes back has values "
+        "that are no numbers)",
+        "layers.0.attention",
+    ),
+    (
         explain(Cause.BACKWARD, BACK, Altered(), module=""),
         "first divergence in backward: the model (its output gradient matches, what it passes back does not)",
         "the model",
