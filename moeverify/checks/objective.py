@@ -261,7 +261,7 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
 
 
 def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
-    """Return the mean of the token losses over valid tokens; None where they are not those of the whole batch, or none.
+    """Return the mean of the token losses over valid tokens; None where they are not all there, or no numbers.
 
     Every rank adds up n losses of one sign in blocks, whose roundings add up like a random walk, divides, and adds
     its micro-batches.

@@ -142,8 +142,8 @@ def count_wrong(
     counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=times.device)
     counts.index_add_(0, routing.ids.flatten(), times.flatten().to(torch.int64))
     miscounted = (record.counts - counts).abs().to(torch.float64)
-    # What is no number is wrong, as none of these comparisons holds for it; but of logits that are none by right nothing
-    # is wrong: what makes them so came before the router.
+    # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
+    # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
     numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum()]

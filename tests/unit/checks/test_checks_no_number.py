@@ -1,4 +1,4 @@
-"""What is no number at the end follows from what was none at the start: checks of a rank's own values blame nobody."""
+"""What is no number at the end follows from what was none at the start: checks of own values blame nobody."""
 
 from __future__ import annotations
 

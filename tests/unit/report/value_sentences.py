@@ -389,8 +389,8 @@ VALUES = [
     ),
     (
         explain(Cause.BACKWARD, BACK, Altered(is_no_number=True), module="layers.0.attention"),
-        "first divergence in backward: layers.0.attention (its output gradient matches, what it passes back has values "
-        "that are no numbers)",
+        "first divergence in backward: layers.0.attention (its output gradient matches, what it passes back has "
+        "values that are no numbers)",
         "layers.0.attention",
     ),
     (
