@@ -33,8 +33,10 @@ def find_miscounted_group(
 
     `squares` has the squared norm of each parameter's gradient, and `noise` is how far the squared norm may be off by
     its own rounding, relatively. None where no group explains it, and where groups that have nothing to do with each
-    other do.
+    other do, or where the excess is no number.
     """
+    if not math.isfinite(excess):
+        return None
     total = sum(squares.values())
     # A count above the number of ranks is no count of copies, and with enough of them any number is one.
     most = max((source.size for source in axes.sources), default=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from moeverify.results.factor import Factor, Product
@@ -84,7 +85,9 @@ def name_sources(sources: Sequence[str]) -> str:
 
 
 def describe_amount(factor: Factor) -> str:
-    """Return how much something is: `2x too large`, `0.5x the expected value`, `missing`."""
+    """Return how much something is: `2x too large`, `0.5x the expected value`, `missing`, `no number`."""
+    if not math.isfinite(factor.value):
+        return "no number"
     if factor.is_zero:
         return "missing"
     if factor.value > 1.0:

@@ -136,6 +136,11 @@ def test_parameters_that_a_norm_counts_otherwise_are_named(
     assert (wrong.part.group.tensors, wrong.factor.value) == (names, count)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_no_number_counts_no_parameters(value: float) -> None:
+    assert examine_norm(value, value) is None
+
+
 EXPERTS = Group(tensors=("layers.0.experts.up", "layers.0.experts.down"), family="expert")
 OTHERS = Group(tensors=("embed", "layers.0.q", "head"), family="expert", is_outside=True)
 

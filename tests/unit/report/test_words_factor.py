@@ -33,6 +33,7 @@ def test_a_wrong_factor_is_never_printed_as_1(value: float, text: str) -> None:
 def test_factors() -> None:
     assert describe_factor(Factor(value=1.0 + 3e-8)) == "1.00000003x too large"
     assert describe_factor(Factor(value=-1.0)) == "-1x the expected value"
+    assert {describe_factor(Factor(value=float(value))) for value in ("nan", "inf", "-inf")} == {"no number"}
     assert (
         describe_factor(Factor(value=4.0, equals=(Product(times=("ep", "cp")),)))
         == "4x too large; 4 = ep * cp"
