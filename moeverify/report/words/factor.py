@@ -108,7 +108,9 @@ def describe_sources(factor: Factor) -> str:
     return f"{head}{text}" + (f" {AMBIGUOUS}" if len(factor.equals) > 1 else "")
 
 
-def describe_factor(factor: Factor) -> str:
-    """Return the amount and what it equals: `2x too large; 2 = ep`."""
+def describe_factor(factor: Factor, *, is_estimate: bool = False) -> str:
+    """Return the amount and what it equals: `2x too large; 2 = ep`; of an estimate that equals nothing two digits."""
+    if is_estimate and not factor.equals and not factor.is_zero:
+        return f"about {factor.value:.2g}x the expected value"
     sources = describe_sources(factor)
     return describe_amount(factor) + (f"; {sources}" if sources else "")

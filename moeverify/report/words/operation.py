@@ -189,7 +189,9 @@ def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> 
     parts = []
     for each in wrong:
         name = name_part(each.part) if each.part.use else f"the {each.part.term} loss{of_router(each.part)}"
-        parts.append(f"the part of {name} is {describe_factor(each.factor)}")
+        parts.append(
+            f"the part of {name} is {describe_factor(each.factor, is_estimate=explanation.is_estimate)}"
+        )
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 

@@ -249,6 +249,21 @@ FACTORS = [
         "large; 2 = tp",
         "its use as the head; its use as the embedding, axis tp",
     ),
+    # estimates of 16 bits, of which a number of the run is none
+    (
+        explain(
+            Cause.TERM_SCALE,
+            GRADIENT,
+            scaled(
+                scale(0.0, part=Part(term="lm")),
+                scale(0.0294785, part=Part(term="balance")),
+                scale(2.0, TP, part=Part(term="z")),
+            ),
+        ).model_copy(update={"is_estimate": True}),
+        "in the gradient, the part of the lm loss is missing; the part of the balance loss is about 0.029x the "
+        "expected value; the part of the z loss is 2x too large; 2 = tp",
+        "lm loss; balance loss; z loss, axis tp",
+    ),
     # nothing arrives
     (
         explain(Cause.DETACHED, GRADIENT, Zeroed()),
