@@ -32,7 +32,14 @@ MOST_EXPLAINED = 16
 MOST_REPORTED = 8
 
 _CERTAIN = frozenset(
-    {SourceKind.SHARE, SourceKind.ORDER, SourceKind.ROWS, SourceKind.SHIFT, SourceKind.UNREAD}
+    {
+        SourceKind.SHARE,
+        SourceKind.ORDER,
+        SourceKind.ROWS,
+        SourceKind.SHIFT,
+        SourceKind.NEXT,
+        SourceKind.UNREAD,
+    }
 )
 
 

@@ -95,7 +95,8 @@ class Expected:
         if what is Batch.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
             return ReadSource(kind=SourceKind.LOCAL)
         return (
-            self._find_share(what, [(micro_batch, actual)], rank, step)
+            self._find_next(what, actual, step, self.cut(rank, micro_batch))
+            or self._find_share(what, [(micro_batch, actual)], rank, step)
             or self._find_rows(what, actual, rank, step, micro_batch)
             or self._find_shift(what, actual, step, self.cut(rank, micro_batch))
             or ReadSource(kind=SourceKind.UNKNOWN)
@@ -107,6 +108,9 @@ class Expected:
         """Return where a rank has read all of these masks (M, s) of a step, each with its micro-batch."""
         if all(bool(actual.all()) for _, actual in masks):
             return ReadSource(kind=SourceKind.ALL)
+        left_out = self._find_left_out(what, masks, rank, step)
+        if left_out is not None:
+            return left_out
         shifts = [self._find_shift(what, actual, step, self.cut(rank, number)) for number, actual in masks]
         if shifts[0] is not None and all(shift == shifts[0] for shift in shifts):
             return shifts[0]
@@ -117,6 +121,32 @@ class Expected:
         if shares * lengths**-num_rows > CHANCE:
             return None
         return self._find_share(what, masks, rank, step)
+
+    def _find_left_out(
+        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> ReadSource | None:
+        """Return which positions these masks leave out in every row, where that is all that is wrong with them.
+
+        Asked before a shift: one of rows that go on beyond the rank's positions looks the same, and what is left out
+        is what there is to see.
+        """
+        cuts = [self.cut(rank, number) for number, _ in masks]
+        read = torch.cat([actual for _, actual in masks])
+        own = torch.cat([self.values(what, step, cut) for cut in cuts])
+        without = (own & ~read).any(dim=0)
+        if not without.any() or 2 * int(without.sum()) > len(without):
+            return None
+        if not torch.equal(read, own & ~without):
+            return None
+        return ReadSource(kind=SourceKind.WITHOUT, positions=tuple(cuts[0].positions[without].tolist()))
+
+    def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+        """Look for the rank's own tokens, each one further on: labels that were shifted after the rows were cut."""
+        if what is not Batch.LABELS or len(cut.positions) == 1:
+            return None
+        following = self.values(Batch.TOKENS, step, cut)[:, 1:]
+        is_next = is_same(what, actual[:, :-1], following)
+        return ReadSource(kind=SourceKind.NEXT) if is_next else None
 
     def _list_steps(self, step: int) -> list[int]:
         others = sorted(range(self.case.recipe.steps + 1), key=lambda each: (abs(each - step), each))

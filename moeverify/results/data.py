@@ -26,6 +26,8 @@ class SourceKind(StrEnum):
     ROWS = "rows"  # other rows of the global batch
     SHIFT = "shift"  # of a position so many further on
     LOCAL = "local"  # positions, counted from 0 on every rank
+    NEXT = "next"  # as labels the rank's own next tokens, where others follow in the row
+    WITHOUT = "without"  # a mask that leaves out some positions of every row
     ALL = "all"  # a mask that leaves nothing out
     UNREAD = "unread"  # nothing: a micro-batch was left out
     UNKNOWN = "unknown"
@@ -35,7 +37,8 @@ class ReadSource(Record):
     """Where values come from.
 
     `step`, `rank` and `micro_batch` are those of a `share`, None where they are the reader's own. `rows` are the
-    first rows of the global batch that were read, and `shift` is in positions.
+    first rows of the global batch that were read, and `shift` is in positions. `positions` are those of every row that
+    are left out.
     """
 
     kind: SourceKind
@@ -44,6 +47,7 @@ class ReadSource(Record):
     micro_batch: int | None = None
     rows: tuple[int, ...] = ()
     shift: int = 0
+    positions: tuple[int, ...] = ()
 
 
 class Misread(Record):

@@ -10,6 +10,7 @@ from moeverify.results.finding import Finding
 
 __all__ = ["describe_facts"]
 
+MOST_POSITIONS = 4  # that are named
 _MASKS = (Batch.MASK, Batch.LOSS_MASK)
 
 
@@ -65,6 +66,8 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
         SourceKind.ROWS: f"{'' if noun else f'the {what} of '}rows {rows} of the global batch{of_step}",
         SourceKind.SHIFT: f"{article}{what} shifted by {format_count(source.shift, 'position')}",
         SourceKind.LOCAL: "positions that count from 0 on each rank",
+        SourceKind.NEXT: "its own next tokens as labels, where other tokens follow in the row",
+        SourceKind.WITHOUT: f"a {what} that leaves out {_describe_left_out(source)}",
         SourceKind.ALL: f"a {what} that leaves nothing out",
         SourceKind.UNREAD: f"no {what} of micro-batch {misread.micro_batch}",
         SourceKind.UNKNOWN: f"{article}{what} that {'is' if article else 'are'} none of this run's",
@@ -72,6 +75,14 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
     if source.kind is SourceKind.UNKNOWN and not article and 2 * misread.num_wrong <= misread.num_elements:
         return f"{misread.num_wrong} of {misread.num_elements} {what} otherwise than they are"
     return texts[source.kind]
+
+
+def _describe_left_out(source: ReadSource) -> str:
+    """Return the positions that a mask leaves out, as `position 7 of every row`."""
+    first = ", ".join(map(str, source.positions[:MOST_POSITIONS]))
+    more = ", ..." if len(source.positions) > MOST_POSITIONS else ""
+    noun = "position" if len(source.positions) == 1 else "positions"
+    return f"{noun} {first}{more} of every row"
 
 
 def _describe_share(misread: Misread) -> str:

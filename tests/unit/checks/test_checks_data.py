@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from moeverify.case.schema import Case
 from moeverify.checks.data import DataCheck, DataReport, DataWatch
-from moeverify.checks.data_source import Expected
+from moeverify.checks.data_source import Cut, Expected
 from moeverify.report.words.cause import describe_cause, describe_evidence
 from moeverify.results.data import Batch
 from moeverify.results.finding import Finding
@@ -137,6 +137,32 @@ def shifted_labels(expected: Expected, rank: int, step: int, number: int, read: 
     read[Batch.LABELS] = labels
 
 
+def shifted_after_the_cut(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    """Shift the labels of what this rank has of a row: the last of its positions gets none."""
+    counts = read[Batch.LABELS] != IGNORED
+    labels = read[Batch.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
+    labels[:, -1] = IGNORED
+    read[Batch.LABELS] = labels
+
+
+def without_the_first(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    read[Batch.LABELS] = read[Batch.LABELS].clone()
+    read[Batch.LABELS][:, :2] = IGNORED
+
+
+def last_of_rank(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    if rank == 0:
+        read[Batch.LABELS] = read[Batch.LABELS].clone()
+        read[Batch.LABELS][:, -2:] = IGNORED
+
+
+def shorter_rows(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    """Take each row for one token shorter than it is."""
+    cut = expected.cut(rank, number)
+    counts = expected.values(Batch.LOSS_MASK, step, Cut(cut.rows, cut.positions + 1))
+    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(~counts, IGNORED)
+
+
 def other_labels(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
     read[Batch.LABELS] = expected.labels(step, expected.cut(rank, 1 - number))
 
@@ -186,6 +212,31 @@ def test_what_was_read_instead_is_named(run_ranks: Callable, bug: Bug, step: int
     first = judge(run_ranks, read_all(make_case(), bug))[0]
     assert first.step == step
     assert describe_cause(first).replace("ranks 0, 1", "ranks 0-1") == said
+
+
+IN_RUNS = {"cp": 2, "dp_shard": 1, "context_parallel": "alltoall"}
+IN_ZIGZAG = {"cp": 2, "dp_shard": 1, "context_parallel": "allgather"}
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "said"),
+    [
+        (shifted_after_the_cut, IN_RUNS, "rank 0 reads a loss mask that leaves out position 7 of every row"),
+        (
+            shifted_after_the_cut,
+            IN_ZIGZAG,
+            "rank 0 reads its own next tokens as labels, where other tokens follow in the row",
+        ),
+        (last_of_rank, IN_RUNS, "rank 0 reads a loss mask that leaves out positions 6, 7 of every row"),
+        (without_the_first, {}, "ranks 0-1 read a loss mask that leaves out positions 0, 1 of every row"),
+        (shorter_rows, {}, "ranks 0-1 read a loss mask shifted by 1 position"),
+    ],
+)
+def test_labels_that_are_lost_at_the_edges_are_named(
+    run_ranks: Callable, bug: Bug, layout: dict[str, object], said: str
+) -> None:
+    first = judge(run_ranks, read_all(make_case(**layout), bug))[0]
+    assert describe_cause(first).replace("ranks 0, 1", "ranks 0-1") == f"{said} in step 0"
 
 
 def test_the_tokens_of_another_row_tell_that_its_labels_are_too(run_ranks: Callable) -> None:
