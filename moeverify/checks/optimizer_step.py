@@ -16,17 +16,19 @@ from torch import Tensor
 
 from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
-from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, read_batch, recompute, sample
+from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute, sample
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import RecomputedFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
-from moeverify.train.schedule import find_factor
+from moeverify.train.schedule import find_factor, list_rates
 
 MOST_ELEMENTS = 1 << 14
 """Of a larger shard, so many elements in equal distances are recomputed: a wrong step is wrong in many of them."""
@@ -105,6 +107,17 @@ class OptimizerWatch(Watch[list[Row]]):
         states = self._read_state({key: each.shard for key, each in self._sampled.items()})
         for key, state in states.items():
             self._take_state(self._sampled[key], state)
+        self._note_rates()
+
+    def _note_rates(self) -> None:
+        """Keep the learning rates that the optimizer has; those of a framework's own optimizer are not known."""
+        assert self._program is not None
+        engine = self._program.engine
+        if isinstance(engine, PlainEngine):
+            groups = engine.optimizer.param_groups
+            rates = {id(tensor): float(group["lr"]) for group in groups for tensor in group["params"]}
+            for sampled in self._sampled.values():
+                sampled.rate = rates.get(id(sampled.shard.tensor))
 
     def _read_state(self, shards: Mapping[tuple[str, str], LocalShard]) -> dict[tuple[str, str], _State]:
         """Return samples of the weights and the moments of these shards as they are now."""
@@ -188,11 +201,16 @@ class OptimizerStep(Check[list[Row]]):
 
     def judge(self, shown: Shown, reports: Sequence[list[Row]]) -> Outcome | None:
         """Return whether each element is as the step gives it, up to rounding; see `Check`."""
-        return judge_rows(shown, reports) if any(reports) else None
+        recipe = shown.case.recipe
+        rates = list_rates(recipe.optimizer, recipe.steps)
+        return judge_rows(shown, reports, rates) if any(reports) else None
 
 
-def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
-    """Return the verdict, with a finding for each logical tensor that is off, and what each could have shown."""
+def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[float] = ()) -> Outcome:
+    """Return the verdict, with a finding for each logical tensor that is off, and what each could have shown.
+
+    `rates` are the learning rates that the recipe gives the steps.
+    """
     by_key: dict[Key, list[tuple[int, Row]]] = {}
     for rank, rows in enumerate(reports):
         for row in rows:
@@ -203,7 +221,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
     for key, found in by_key.items():
         limits[key] = _find_limit([row for _, row in found])
         if any(_rate(row) > 1.0 for _, row in found):
-            findings.append(_make_finding(shown, key, found))
+            findings.append(_make_finding(shown, key, found, rates))
     worst = max((row for found in by_key.values() for _, row in found), key=_rate)
     scale = _scale_of([worst])
     result = CheckResult(
@@ -253,13 +271,15 @@ def _scale_of(rows: Sequence[Row]) -> float:
     return math.sqrt(total / count) if total > 0.0 else 1.0
 
 
-def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Finding:
+def _make_finding(
+    shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]
+) -> Finding:
     step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
-    facts = fit(row)
+    facts = _add_rate(fit(row), row, rates)
     return Finding(
         check=CheckName.OPTIMIZER_STEP,
         kind=kind,
@@ -277,6 +297,28 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]]) -> Fi
         facts=facts,
         place=Place(ranks=ranks, stage=Stage.CLIP if facts.is_unclipped else Stage.OPTIMIZER_STEP),
     )
+
+
+def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> RecomputedFacts:
+    """Return the facts with the learning rate that the optimizer had, where that explains what is wrong."""
+    step, kind, _ = row.key
+    if row.rate is None or kind != Kind.UPDATE or step >= len(rates) or _is_rate(row.rate, rates[step]):
+        return facts
+    terms = fit_rate(row, row.rate / rates[step]) if rates[step] else None
+    if terms is None:
+        return facts
+    others = [other for other, rate in enumerate(rates) if _is_rate(row.rate, rate)]
+    found = {
+        "terms": terms,
+        "rate": row.rate,
+        "scheduled": rates[step],
+        "rate_step": min(others, key=lambda other: abs(other - step), default=None),
+    }
+    return facts.model_copy(update=found)
+
+
+def _is_rate(actual: float, wanted: float) -> bool:
+    return math.isclose(actual, wanted, rel_tol=1e-6)
 
 
 CHECKS = (OptimizerStep(),)

@@ -19,6 +19,8 @@ from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
 
 _OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
 
+_SUMS = 1e-12  # of sums of squares, by which differences of them may be off
+
 EXPLAINED = 0.02
 """The share of an error that a fit may leave to be reported; what is left besides is rounding."""
 
@@ -30,7 +32,8 @@ class Row:
     `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
-    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
+    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be. `rate`
+    is the learning rate that the optimizer had, where that is known.
     """
 
     key: Key
@@ -48,11 +51,15 @@ class Row:
     sum_stored2: float
     gram: tuple[tuple[float, ...], ...]
     clip: float | None
+    rate: float | None = None
 
 
 @dataclass
 class Sampled:
-    """What one step has of one parameter's shard, sampled and in float64; `dtypes` are those that it was in."""
+    """What one step has of one parameter's shard, sampled and in float64; `dtypes` are those that it was in.
+
+    `rate` is the learning rate of its group in the optimizer, where that is known.
+    """
 
     shard: LocalShard
     stride: int
@@ -62,6 +69,7 @@ class Sampled:
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -262,6 +270,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             sum_stored2=sum_stored2,
             gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
             clip=clip,
+            rate=sampled.rate,
         )
 
 
@@ -290,12 +299,34 @@ def fit(row: Row) -> RecomputedFacts:
     # What is left may be rounding, uniform between its limits; but most of the error must be explained.
     if not left2 <= min(EXPLAINED * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
         return unexplained
-    # A term of little size takes up what the others leave: only what makes much of the error is off.
+    # A term of little size takes up what the others leave: only what makes much of the error is off. Nor is it a term
+    # whose whole error may be rounding: a weight in 16 bits is mostly what it was before its decay.
     effects = wrong.abs() * norms
-    found = torch.where(effects >= 0.1 * effects.max(), found, expected)
+    is_off = (effects >= 0.1 * effects.max()) & (effects.square() > row.sum_allowed2)
+    found = torch.where(is_off | (effects == effects.max()), found, expected)
     values: Mapping[int, float] = dict(zip(known, found.tolist(), strict=True))
     fitted = tuple(term.model_copy(update={"found": values.get(number)}) for number, term in enumerate(terms))
     return RecomputedFacts(terms=fitted, clip=row.clip)
+
+
+def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
+    """Return the terms of an update with a learning rate that is so many times the right one, where these explain it.
+
+    They do where no more is left than rounding may leave in each element.
+    """
+    gram = torch.tensor(row.gram, dtype=torch.float64)
+    if not bool(torch.isfinite(gram).all()):
+        return None
+    used = torch.tensor([factor * coefficient for _, coefficient in row.terms], dtype=torch.float64)
+    products, result, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
+    left2 = total - 2.0 * float(used @ result) + _quadratic(products, used)
+    # What is left is a difference of sums of many squares, which float64 rounds as well.
+    if not left2 <= row.sum_allowed2 + _SUMS * total:
+        return None
+    return tuple(
+        TermFacts(name=name, expected=coefficient, found=factor * coefficient)
+        for name, coefficient in row.terms
+    )
 
 
 def _quadratic(products: Tensor, coefficients: Tensor) -> float:

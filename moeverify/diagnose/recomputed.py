@@ -31,6 +31,9 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
 }
 """The kinds of logical tensors that each of these checks computes again."""
 
+LIKE = 0.05
+"""By how much factors of 16 bits may differ and still be one: of 1, or of the larger one."""
+
 _SCALARS = (
     CheckName.CLIP,
     CheckName.OBJECTIVE,
@@ -43,16 +46,14 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     A loss that is reported wrong follows from its gradient, where that is wrong too: both have one formula.
     """
     heads: dict[object, Finding] = {}
-    for finding in findings:
-        if finding.check in RECOMPUTED:
-            key = _signature(finding)
-            best = heads.get(key)
-            if best is None or (finding.step, -finding.error) < (best.step, -best.error):
-                heads[key] = finding
+    recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
+    for finding in sorted(recomputed, key=lambda each: (each.step, -each.error)):
+        if _find_head(finding, heads) is None:
+            heads[_signature(finding)] = finding
     joined = []
     for each in findings:
         finding = each
-        head = heads.get(_signature(finding)) if finding.check in RECOMPUTED else None
+        head = _find_head(finding, heads) if finding.check in RECOMPUTED else None
         if finding.check == CheckName.OBJECTIVE:
             gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
             head = gradients[0] if gradients else head
@@ -220,15 +221,49 @@ def _is_of_same(origin: Finding, finding: Finding) -> bool:
     return origin.step == finding.step and origin.kind in RECOMPUTED.get(finding.check, ())
 
 
+def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | None:
+    """Return the head that a finding is like: that of its signature, or with factors that are nearly the same."""
+    head = heads.get(_signature(finding))
+    if head is not None or not isinstance(finding.facts, RecomputedFacts):
+        return head
+    return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
+
+
+def _has_like_factors(finding: Finding, head: Finding) -> bool:
+    """Return whether two results of the optimizer lack the same of their terms, as far as rounding tells it."""
+    one, other = finding.facts, head.facts
+    if not isinstance(one, RecomputedFacts) or not isinstance(other, RecomputedFacts):
+        return False
+    if _name_result(finding) != _name_result(head):
+        return False
+    wrong, led = ({term.name: term.factor for term in facts.wrong_terms} for facts in (one, other))
+    if not wrong or wrong.keys() != led.keys():
+        return False
+    return all(_is_like(factor, led[name]) for name, factor in wrong.items())
+
+
+def _is_like(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= LIKE * max(abs(one), abs(other), 1.0)
+
+
+def _name_result(finding: Finding) -> tuple[str, str]:
+    """Return what of a parameter the optimizer has computed: its update, or which moment."""
+    quantity = finding.kind if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
+    return finding.check, quantity
+
+
 def _signature(finding: Finding) -> object:
     """Return what is equal for findings of one bug: the quantity, and by which factors its terms are off."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
-    quantity = finding.kind if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
+    if facts.is_of_rate:
+        return *_name_result(finding), "rate"  # its factor is another one in each step
     factors = tuple(
         (term.name, term.is_wrong, None if term.factor is None else round(term.factor, 1))
         for term in facts.terms
     )
-    return finding.check, quantity, factors
+    return *_name_result(finding), factors

@@ -198,18 +198,27 @@ class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from what this rank's optimizer started from.
 
     `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
-    are more tensors of which the same is wrong.
+    are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
+    explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
     """
 
     about: Literal["recomputed"] = "recomputed"
     terms: tuple[TermFacts, ...]
     clip: float | None = None
     others: tuple[str, ...] = ()
+    rate: float | None = None
+    scheduled: float = 0.0
+    rate_step: int | None = None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
         """Return the terms that are there by another factor than they should be."""
         return tuple(term for term in self.terms if term.is_wrong)
+
+    @property
+    def is_of_rate(self) -> bool:
+        """Return whether all that is wrong is the learning rate, which each term of an update is multiplied by."""
+        return self.rate is not None
 
     @property
     def is_unclipped(self) -> bool:

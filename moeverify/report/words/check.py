@@ -258,6 +258,8 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
         return Words(
             f"{quantity} does not follow from the rank's own gradient, moments and options", "", others
         )
+    if facts.is_of_rate:
+        return _describe_rate(facts, finding)
     causes = []
     for term in wrong:
         if term.factor is None:
@@ -276,6 +278,14 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
     if facts.others:
         evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
     return Words(f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", "", tuple(evidence))
+
+
+def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Words:
+    of_step = "" if facts.rate_step is None else f", as in step {facts.rate_step}"
+    scheduled = f"the recipe gives {facts.scheduled:.6g}"
+    cause = f"the learning rate of step {finding.step} is {facts.rate:.6g}{of_step}; {scheduled}"
+    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
+    return Words(cause, "", evidence)
 
 
 @describe_facts.register

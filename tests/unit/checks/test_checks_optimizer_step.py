@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, optim
 
+from moeverify.case.schema import Optimizer
 from moeverify.checks.base import Outcome, Shown
 from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
 from moeverify.report.words.check import describe_facts
@@ -16,10 +17,12 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
+from moeverify.train.schedule import list_rates
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2, "schedule": "linear"}
 ADAM = {**ADAMW, "name": "adam", "betas": [0.9, 0.99]}
 SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 0.2}
+SGD_DECAYING = {**SGD, "schedule": "cosine"}
 PLAIN_SGD = {"name": "sgd", "lr": 0.5}
 PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 
@@ -34,7 +37,7 @@ def judge(
     def do(optimizer: dict[str, Any], precision: str, kernels: str = "foreach") -> Outcome:
         case = make_one_device_case(optimizer, precision)
         rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program), kernels)
-        return judge_rows(shown, [rows])
+        return judge_rows(shown, [rows], list_rates(case.recipe.optimizer, case.recipe.steps))
 
     return do
 
@@ -161,6 +164,45 @@ def test_a_bias_correction_that_is_missing_scales_the_step(
     assert {finding.step for finding in outcome.findings} == {1, 2}
     assert {finding.kind for finding in outcome.findings} == {Kind.UPDATE}
     assert "step counts" in causes(outcome)
+
+
+def take_rate(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], float | None]) -> None:
+    """Let each group (number, step) take the learning rate that `choose` gives, where it gives one."""
+    step, taken = PlainEngine.norm, [0]
+
+    def norm(self: PlainEngine) -> Tensor | None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            rate = choose(number, taken[0])
+            if rate is not None:
+                group["lr"] = rate
+        taken[0] += 1
+        return step(self)
+
+    monkeypatch.setattr(PlainEngine, "norm", norm)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD_DECAYING], ids=["adamw", "sgd"])
+def test_the_rate_of_another_step_is_named_and_nothing_else(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], precision: str
+) -> None:
+    rates = list_rates(Optimizer(**optimizer), 3)
+    take_rate(monkeypatch, lambda group, step: rates[min(step + 1, 2)])
+    outcome = judge(optimizer, precision)
+    said = {describe_facts(finding.facts, finding).cause for finding in outcome.findings if finding.step == 0}
+    assert said == {
+        f"the learning rate of step 0 is {rates[1]:.6g}, as in step 1; the recipe gives {rates[0]:.6g}"
+    }
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_the_rate_of_one_group_is_named(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    take_rate(monkeypatch, lambda group, step: 0.002 if group == 1 else None)
+    outcome = judge(ADAMW, precision)
+    assert {len(finding.index) > 1 for finding in outcome.findings} == {False}
+    assert "the learning rate of step 0 is 0.002; the recipe gives 0.01" in causes(outcome)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

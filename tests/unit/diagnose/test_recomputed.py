@@ -92,3 +92,9 @@ def test_a_later_step_of_the_same_bug_stays_the_same_bug() -> None:
     late = compare("a").model_copy(update={"step": 1})
     origins, _ = merge_with_origins([late], recomputed)
     assert [finding.follows for finding in origins] == ["b"]
+
+
+@pytest.mark.parametrize(("factor", "follows"), [(0.7458, "a"), (0.9, "")])
+def test_factors_that_differ_by_rounding_are_one_bug(factor: float, follows: str) -> None:
+    joined = join_alike([find("a", factor=0.7502), find("b", factor=factor)])
+    assert [finding.follows for finding in joined] == ["", follows]
