@@ -280,6 +280,10 @@ def _make_finding(
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
     facts = _add_rate(fit(row), row, rates)
+    dtypes = {each.rounded_to for _, each in rows}
+    if len(dtypes) == 1 and row.rounded_to:
+        is_sure = any(each.is_changed for _, each in rows)
+        facts = facts.model_copy(update={"rounded_to": row.rounded_to, "is_rounding_sure": is_sure})
     return Finding(
         check=CheckName.OPTIMIZER_STEP,
         kind=kind,
@@ -293,10 +297,16 @@ def _make_finding(
         index=row.index,
         expected=row.expected,
         actual=row.actual,
-        code=Cause.NORM if facts.is_unclipped else Cause.OPTIMIZER,
+        code=_choose_cause(facts),
         facts=facts,
         place=Place(ranks=ranks, stage=Stage.CLIP if facts.is_unclipped else Stage.OPTIMIZER_STEP),
     )
+
+
+def _choose_cause(facts: RecomputedFacts) -> Cause:
+    if facts.is_rounding_sure:
+        return Cause.ROUNDING
+    return Cause.NORM if facts.is_unclipped else Cause.OPTIMIZER
 
 
 def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> RecomputedFacts:

@@ -33,7 +33,8 @@ class Row:
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
     `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be. `rate`
-    is the learning rate that the optimizer had, where that is known.
+    is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in which all
+    elements are what the right result is rounded to, if any; one that `is_changed` was not so before the step.
     """
 
     key: Key
@@ -52,6 +53,8 @@ class Row:
     gram: tuple[tuple[float, ...], ...]
     clip: float | None
     rate: float | None = None
+    rounded_to: str = ""
+    is_changed: bool = True
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Sampled:
 class Batch:
     """Recomputed values of several shards in one, not yet read from the device.
 
-    Shapes: `numbers` (N, 9 + (T + 1)**2) for N shards and T terms: see `_measure`.
+    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`.
     """
 
     step: int
@@ -85,6 +88,7 @@ class Batch:
     name: str
     terms: tuple[tuple[str, float], ...]
     numbers: Tensor
+    narrower: Sequence[torch.dtype] = ()
 
 
 def sample(local: Tensor, stride: int) -> Tensor:
@@ -127,9 +131,34 @@ def recompute(
         actual = change if is_weight else values.after[recomputed.name]
         start = values.weight if is_weight else torch.zeros_like(actual)
         allowed, stored = rounding.bound(recomputed, start, actual)
-        numbers = _measure(recomputed, actual, allowed, stored, sizes)
+        narrower = _list_narrower(first.dtypes)
+        others = [_count_others(start, recomputed.expected, actual, allowed, dtype) for dtype in narrower]
+        numbers = _measure(recomputed, actual, allowed, stored, sizes, others)
         terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
-        yield Batch(step, clip, members, recomputed.name, terms, numbers)
+        yield Batch(step, clip, members, recomputed.name, terms, numbers, narrower)
+
+
+def _list_narrower(dtypes: Collection[torch.dtype]) -> list[torch.dtype]:
+    """Return the dtypes that results of tensors in these dtypes may have been rounded to, the narrowest first."""
+    most = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return [
+        dtype
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        if torch.finfo(dtype).eps > most and max(each.itemsize for each in dtypes) > dtype.itemsize
+    ]
+
+
+def _count_others(
+    start: Tensor, expected: Tensor, actual: Tensor, allowed: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return 1 for each element (N,) that is not what the right result is rounded to in a narrower dtype, else 0."""
+    result, wanted = start + actual, start + expected
+    unit = torch.finfo(dtype).eps * torch.maximum(wanted.abs(), result.abs()) + torch.finfo(dtype).tiny
+    # The result is a sum again of what was taken apart: float64 rounds both.
+    own = 2.0 * _OWN * torch.maximum(start.abs(), result.abs())
+    is_representable = (result.to(dtype).to(result.dtype) - result).abs() <= own
+    is_rounded = is_representable & ((result - wanted).abs() <= allowed + unit)
+    return (~is_rounded).to(torch.float64)
 
 
 @dataclass(frozen=True)
@@ -214,13 +243,19 @@ class Stored:
 
 
 def _measure(
-    recomputed: Recomputed, actual: Tensor, allowed: Tensor, stored: Stored, sizes: Tensor
+    recomputed: Recomputed,
+    actual: Tensor,
+    allowed: Tensor,
+    stored: Stored,
+    sizes: Tensor,
+    others: Sequence[Tensor],
 ) -> Tensor:
-    """Return (N, 9 + (T + 1)**2) for N shards and T terms, on the device of the values.
+    """Return (N, 10 + D + (T + 1)**2) for N shards, T terms and D `others`, on the device of the values.
 
     Columns: place of the worst element in its shard, expected and actual there, its allowed error, its ratio of error
     to allowed error; then the sums of products of terms and actual values with each other, and of the squares of the
-    allowed errors, of what was expected, and of the spread of what may be stored and of the nearest of it.
+    allowed errors, of what was expected, and of the spread of what may be stored and of the nearest of it; then how
+    many elements have changed, and how many are not what each narrower dtype gives.
     """
     expected = recomputed.expected
     ratio = (actual - expected).abs() / allowed
@@ -236,6 +271,7 @@ def _measure(
     values = [term.values for term in recomputed.terms] + [actual]
     squared = [allowed, expected, stored.spread, stored.nearest]
     products = [one * other for one in values for other in values] + [each * each for each in squared]
+    products += [(actual != 0.0).to(actual.dtype), *others]
     # One long vector: of a matrix, torch reduces each segment of a column in one thread of a GPU.
     lengths = sizes.repeat(len(products))
     sums = torch.segment_reduce(torch.cat(products), "sum", lengths=lengths, unsafe=True)
@@ -250,7 +286,12 @@ def read_batch(batch: Batch) -> Iterator[Row]:
     for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
         shard = sampled.shard
         place, expected, actual, allowed, worst = row[:5]
-        products, (sum_allowed2, sum_expected2, sum_spread2, sum_stored2) = row[5:-4], row[-4:]
+        size = 5 + width * width
+        products = row[5:size]
+        sum_allowed2, sum_expected2, sum_spread2, sum_stored2, num_changed = row[size : size + 5]
+        fitting = [
+            dtype for dtype, num in zip(batch.narrower, row[size + 5 :], strict=True) if num == 0.0
+        ]
         is_weight = batch.name == WEIGHT
         kind = Kind.UPDATE if is_weight else Kind.OPTIMIZER_STATE
         name = shard.name if is_weight else f"{shard.name}.{batch.name}"
@@ -271,6 +312,8 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
             clip=clip,
             rate=sampled.rate,
+            rounded_to=str(fitting[0]).removeprefix("torch.") if fitting else "",
+            is_changed=num_changed > 0.0,
         )
 
 

@@ -47,7 +47,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
-    for finding in sorted(recomputed, key=lambda each: (each.step, -each.error)):
+    for finding in sorted(recomputed, key=lambda each: (not _is_surely_rounded(each), each.step, -each.error)):
         if _find_head(finding, heads) is None:
             heads[_signature(finding)] = finding
     joined = []
@@ -226,7 +226,19 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
+    if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
+        led = [each for each in heads.values() if _is_surely_rounded(each)]
+        found = [each for each in led if each.facts.rounded_to == finding.facts.rounded_to]  # type: ignore[union-attr]
+        return found[0] if found else None
+    if finding.kind == Kind.UPDATE and not finding.facts.wrong_terms:
+        # The update was made of moments that were rounded only when they were stored.
+        moments = [each for each in heads.values() if _is_surely_rounded(each) and each.step == finding.step]
+        return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
+
+
+def _is_surely_rounded(finding: Finding) -> bool:
+    return isinstance(finding.facts, RecomputedFacts) and finding.facts.is_rounding_sure
 
 
 def _has_like_factors(finding: Finding, head: Finding) -> bool:
@@ -260,6 +272,8 @@ def _signature(finding: Finding) -> object:
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
+    if facts.is_rounding_sure:
+        return *_name_result(finding), facts.rounded_to
     if facts.is_of_rate:
         return *_name_result(finding), "rate"  # its factor is another one in each step
     factors = tuple(

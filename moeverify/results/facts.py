@@ -200,6 +200,8 @@ class RecomputedFacts(Record):
     `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
     are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
+    `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure where
+    nothing has changed, as where there was no step at all.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -209,6 +211,8 @@ class RecomputedFacts(Record):
     rate: float | None = None
     scheduled: float = 0.0
     rate_step: int | None = None
+    rounded_to: str = ""
+    is_rounding_sure: bool = False
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:

@@ -253,6 +253,10 @@ def _(facts: ExpertFacts, finding: Finding) -> Words:
 def _(facts: RecomputedFacts, finding: Finding) -> Words:
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     wrong = facts.wrong_terms
+    if facts.is_rounding_sure:
+        what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
+        cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
+        return Words(cause, "", (f"each is what the right one is rounded to in {facts.rounded_to}",))
     if not wrong:
         others = (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
         return Words(

@@ -12,6 +12,7 @@ from torch import Tensor, optim
 from moeverify.case.schema import Optimizer
 from moeverify.checks.base import Outcome, Shown
 from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
+from moeverify.diagnose.recomputed import join_alike
 from moeverify.report.words.check import describe_facts
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
@@ -193,6 +194,49 @@ def test_the_rate_of_another_step_is_named_and_nothing_else(
     assert said == {
         f"the learning rate of step 0 is {rates[1]:.6g}, as in step 1; the recipe gives {rates[0]:.6g}"
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["float64", "float32", "mixed"])
+@pytest.mark.parametrize("moment", ["", "exp_avg"])
+def test_what_is_rounded_after_a_step_is_named(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype, moment: str
+) -> None:
+    step = PlainEngine.step
+
+    def step_and_round(self: PlainEngine) -> None:
+        step(self)
+        for parameter, state in self.optimizer.state.items():
+            kept = state[moment] if moment else parameter.data
+            kept.copy_(kept.to(dtype))
+
+    monkeypatch.setattr(PlainEngine, "step", step_and_round)
+    outcome = judge(ADAMW, precision)
+    name = str(dtype).removeprefix("torch.")
+    what = f"{moment} holds" if moment else "the weights hold"
+    first = [finding for finding in join_alike(outcome.findings) if finding.step == 0]
+    leading = [finding for finding in first if not finding.follows]
+    assert len(leading) == 1
+    said = {describe_facts(finding.facts, finding).cause for finding in leading}
+    assert said == {f"after the optimizer's step {what} only values that {name} can represent"}
+
+
+def test_weights_of_one_that_stand_still_are_not_said_to_be_rounded(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = PlainEngine.step
+
+    def step_in_vain(self: PlainEngine) -> None:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        kept = [parameter.data.clone() for parameter in parameters]
+        step(self)
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.data.copy_(values)
+
+    monkeypatch.setattr(PlainEngine, "step", step_in_vain)
+    outcome = judge({**ADAMW, "lr": 1e-3}, "mixed")
+    assert "step is left out" in causes(outcome)
+    assert Cause.ROUNDING not in {finding.code for finding in outcome.findings}
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
