@@ -16,7 +16,9 @@ from moeverify.results.place import Place, Stage
 _OF_TOKENS = (Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.TOKEN_LOSS)
 
 # Checks of their own that take the lengths of rows, or where these belong, from the case and not from what was read.
-_BY_THE_CASE = frozenset({CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT, CheckName.COVERAGE})
+_BY_THE_CASE = frozenset(
+    {CheckName.CROSS_ENTROPY, CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT, CheckName.COVERAGE}
+)
 ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 
 

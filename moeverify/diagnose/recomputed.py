@@ -23,6 +23,7 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
         {Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.ROUTER_COUNTS}
     ),
+    CheckName.CROSS_ENTROPY: frozenset({Kind.TOKEN_LOSS}),
     CheckName.OBJECTIVE: frozenset({Kind.LOSS}),
     CheckName.ROUTER_GRADIENT: frozenset({Kind.GRADIENT}),
     CheckName.GRADIENT_SUM: frozenset({Kind.GRADIENT}),

@@ -259,6 +259,18 @@ class ObjectiveFacts(Record):
     about: Literal["objective"] = "objective"
 
 
+class CrossEntropyFacts(Record):
+    """Token losses that are not the cross entropy of their logits, of those that were computed again.
+
+    `dtype` is a narrower one that can represent all of them, if any.
+    """
+
+    about: Literal["cross entropy"] = "cross entropy"
+    num_wrong: int
+    num_tokens: int
+    dtype: str = ""
+
+
 Term = Literal["combine", "balance", "z", "balance padding", "z padding"]
 Form = Literal["", "own", "padded", "uniform", "layers"]
 
@@ -375,6 +387,7 @@ Facts = Annotated[
     | RecomputedFacts
     | ClipFacts
     | ObjectiveFacts
+    | CrossEntropyFacts
     | RouterGradientFacts
     | GradientSumFacts
     | RouterFacts,
@@ -389,7 +402,9 @@ def names_operation(facts: Facts | None) -> bool:
     not those of its scores. What else they are is found where the modules are compared.
     """
     if isinstance(facts, RecomputedFacts):
-        return bool(facts.wrong_terms)
+        return facts.is_rounding_sure or bool(facts.wrong_terms)
+    if isinstance(facts, CrossEntropyFacts):
+        return bool(facts.dtype)
     if isinstance(facts, RouterGradientFacts):
         return facts.term.endswith("padding") or None not in facts.factors.values()
     if isinstance(facts, GradientSumFacts):

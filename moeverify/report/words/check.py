@@ -26,6 +26,7 @@ from moeverify.results.facts import (
     GradientSumFacts,
     Issue,
     NumCollectives,
+    CrossEntropyFacts,
     ObjectiveFacts,
     PatternFacts,
     RecomputedFacts,
@@ -297,6 +298,15 @@ def _(facts: ClipFacts, finding: Finding) -> Words:
     if facts.is_coefficient:
         return Words("the clip coefficient is not that of the gradient norm which this rank has")
     return Words("the gradient norm is not that of the gradients which the ranks have")
+
+
+@describe_facts.register
+def _(facts: CrossEntropyFacts, finding: Finding) -> Words:
+    seen = f"{facts.num_wrong} of {facts.num_tokens} token losses are not the cross entropy of the rank's own logits"
+    if not facts.dtype:
+        return Words("the token losses are not the cross entropy of the rank's own logits", "", (seen,))
+    cause = f"the cross entropy is computed in {facts.dtype}: token losses hold only values that it can represent"
+    return Words(cause, "", (seen,))
 
 
 @describe_facts.register
