@@ -355,7 +355,8 @@ def _(operation: Rounded, explanation: Explanation) -> str:
     first = f", first in {module}" if module and is_tensor else ""
     if operation.is_representable:
         hold = subject.pick("holds", "hold")
-        return f"{subject} {hold} only values that {operation.dtype} can represent, and the golden does not{first}"
+        other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
+        return f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
     return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
 
 

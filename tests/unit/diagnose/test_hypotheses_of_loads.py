@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from wrong_tensors import draw, examine, make_inputs, make_sharded
@@ -12,7 +13,7 @@ from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Moved, Replaced, Shifted, Zeroed
+from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Shifted, Zeroed
 from moeverify.results.trial import Reason
 
 NAME = "weight/embed.weight"
@@ -114,6 +115,23 @@ def test_zeros_are_detached_unless_it_is_a_single_number() -> None:
     expected = draw(4, 3)
     assert examine("detached", load(expected, 0 * expected)).explanation.operation == Zeroed()
     assert examine("detached", load(draw(1), torch.zeros(1))).explanation is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_state_that_was_saved_in_a_narrower_dtype_is_named(dtype: torch.dtype) -> None:
+    expected = draw(4, 3)
+    narrow = expected.to(dtype).to(expected.dtype)
+    explanation = examine("rounding", load(expected, narrow)).explanation
+    assert explanation.cause is Cause.ROUNDING
+    assert explanation.operation == Rounded(dtype=str(dtype).removeprefix("torch."), is_representable=True)
+
+
+def test_a_load_of_narrow_numbers_that_are_not_the_saved_ones_is_no_rounding() -> None:
+    expected = draw(4, 3)
+    near = (expected + 2.0**-5 * expected.abs()).to(torch.bfloat16).to(expected.dtype)
+    assert examine("rounding", load(expected, near)).explanation is None
+    narrow = expected.to(torch.bfloat16)
+    assert examine("rounding", load(narrow, narrow + 1)).explanation is None
 
 
 def test_a_constant_tensor_is_no_multiple_of_another() -> None:
