@@ -132,6 +132,16 @@ class Zeroed(Record):
     absent: bool = False
 
 
+class LostElements(Record):
+    """Up to `num_lost` elements of a shard of `num_elements` are zero, the last ones if `at_end`; others are right."""
+
+    kind: Literal["lost-elements"] = "lost-elements"
+    num_lost: int
+    num_elements: int
+    at_end: bool
+    ranks: tuple[int, ...]
+
+
 class Moved(Record):
     """The right values stand in other places; with `copies`, some stand in several places and others in none.
 
@@ -373,6 +383,7 @@ Operation = Annotated[
     | Redefined
     | Unmasked
     | Zeroed
+    | LostElements
     | Moved
     | Shifted
     | Replaced

@@ -44,6 +44,7 @@ ORDER = (
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),
+    ("lost_elements",),
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),

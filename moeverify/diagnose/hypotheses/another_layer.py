@@ -1,10 +1,11 @@
-"""Hypothesis: a parameter started with the values of another one: a layer or stage is a copy of another."""
+"""Hypothesis: a parameter has what is another one's: a layer or stage is a copy of another, or got its gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
@@ -17,17 +18,27 @@ from moeverify.results.operation import Replaced
 from moeverify.results.trial import Reason
 
 
+_KINDS = {
+    Quantity.INITIAL_VALUE: Kind.INITIAL_WEIGHT,
+    Quantity.ROUTING_COUNT: Kind.ROUTER_COUNTS,
+    Quantity.GRADIENT: Kind.GRADIENT,
+}
+
+
 class AnotherLayer(Hypothesis):
-    """It has exactly what another parameter of its shape begins with, or another router counts."""
+    """It has exactly what another parameter of its shape begins with, or another router counts.
+
+    Or the gradient of another parameter, as where a buffer is read that still has those of an earlier layer.
+    """
 
     name = "another_layer"
-    quantities = frozenset({Quantity.INITIAL_VALUE, Quantity.ROUTING_COUNT})
+    quantities = frozenset({Quantity.INITIAL_VALUE, Quantity.ROUTING_COUNT, Quantity.GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare with the golden's initial values of all parameters, or counts of all routers."""
         (tensor,) = tensors
         is_count = tensor.quantity is Quantity.ROUTING_COUNT
-        kind = Kind.ROUTER_COUNTS if is_count else Kind.INITIAL_WEIGHT
+        kind = _KINDS[tensor.quantity]
         actual = tensor.whole
         # Constants, such as the ones of a norm, are alike in all layers and say nothing.
         if actual.numel() < 2 or bool((actual == actual.reshape(-1)[0]).all()):
@@ -37,14 +48,18 @@ class AnotherLayer(Hypothesis):
             if name == tensor.name:
                 continue
             other = inputs.golden(kind, name, 0)
-            if (
-                other is not None
-                and other.shape == actual.shape
-                and torch.equal(other.to(actual.dtype), actual)
-            ):
+            if other is not None and other.shape == actual.shape and _is_same(tensor, other.to(actual.dtype)):
                 operation = Replaced(by="tensor", tensor=name)
                 return self.accept(explain_by(Cause.DUPLICATE, operation, tensors, inputs), about=name)
         return self.refuse()
+
+
+def _is_same(tensor: WrongTensor, other: Tensor) -> bool:
+    """Return whether a tensor has the values of another: of a gradient, which is summed, up to rounding."""
+    if tensor.quantity is not Quantity.GRADIENT:
+        return torch.equal(other, tensor.whole)
+    norm = float(other.norm())
+    return norm > 0.0 and float((tensor.whole - other).norm()) <= tensor.exact * norm
 
 
 HYPOTHESIS = AnotherLayer()

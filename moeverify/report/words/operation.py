@@ -44,6 +44,7 @@ from moeverify.results.operation import (
     Miscounted,
     Misplaced,
     Misreduced,
+    LostElements,
     Moved,
     NormOfNorms,
     NormOfPartials,
@@ -259,6 +260,14 @@ def _(operation: Shifted, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     places = f"{subject.pick('has', 'have')} the right values in wrong places"
     return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
+
+
+@describe_operation.register
+def _(operation: LostElements, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    last = "the last of their" if operation.at_end else "in"
+    zero = f"up to {operation.num_lost} elements, {last} shards of {operation.num_elements}, are exactly zero"
+    return f"{zero} in {subject} on {format_ranks(operation.ranks)}, and all others are right"
 
 
 @describe_operation.register

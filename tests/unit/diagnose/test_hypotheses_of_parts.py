@@ -19,7 +19,16 @@ from moeverify.diagnose.first_divergence import Search
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product, Source
-from moeverify.results.operation import Altered, Offset, Replaced, Scaled, Stepped, Unmoved, Unreduced
+from moeverify.results.operation import (
+    Altered,
+    LostElements,
+    Offset,
+    Replaced,
+    Scaled,
+    Stepped,
+    Unmoved,
+    Unreduced,
+)
 from moeverify.results.part import Group, Tokens
 
 TP = Axes({"tp": [[0, 1]]}, [Source(name="tp", size=2)])
@@ -194,6 +203,52 @@ def test_a_layer_that_is_a_copy_of_another_is_named_and_constants_are_not() -> N
         )
     ones = make_tensor(draw(4), torch.ones(4, dtype=torch.float64), kind="initial_weight")
     assert examine("another_layer", ones).explanation is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "noise", "named"),
+    [
+        (torch.float64, 0.0, True),
+        (torch.float64, 1e-3, False),
+        (torch.float32, 1e-6, True),
+        (torch.bfloat16, 1e-2, False),
+    ],
+)
+def test_the_gradient_of_another_layer_is_named_where_rounding_shows_it(
+    precision: torch.dtype, noise: float, named: bool
+) -> None:
+    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
+    regions = {name: {0: Region.whole((4, 3))} for name in values}
+    stale = values["layers.0.up.weight"] + noise * draw(4, 3, seed=2)
+    tensor = make_tensor(values["layers.1.up.weight"], stale, name="layers.1.up.weight", precision=precision)
+    inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
+    found = examine("another_layer", tensor, inputs).explanation
+    assert (found is not None) is named
+
+
+def test_elements_that_are_zero_are_named_with_their_place() -> None:
+    expected = draw(4, 6)
+    first, second = expected[:2].clone(), expected[2:].clone()
+    first.view(-1)[-3:] = 0.0
+    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
+    assert found is not None
+    assert found.operation == LostElements(num_lost=3, num_elements=12, at_end=True, ranks=(0,))
+    first = expected[:2].clone()
+    first.view(-1)[2:4] = 0.0
+    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
+    assert found is not None
+    assert found.operation == LostElements(num_lost=2, num_elements=12, at_end=False, ranks=(0,))
+
+
+def test_zeros_beside_other_errors_are_no_lost_elements() -> None:
+    expected = draw(4, 6)
+    first, second = expected[:2].clone(), expected[2:] * 2.0
+    first.view(-1)[-3:] = 0.0
+    assert examine("lost_elements", make_sharded(expected, first, second)).explanation is None
+    assert examine("lost_elements", make_sharded(expected, 0.0 * first, expected[2:])).explanation is None
+    first = expected[:2].clone()
+    first.view(-1)[-1] = 0.0
+    assert examine("lost_elements", make_sharded(expected, first, expected[2:])).explanation is None
 
 
 @pytest.mark.parametrize(("offset", "axes"), [(-math.log(2.0), True), (0.5, False)])

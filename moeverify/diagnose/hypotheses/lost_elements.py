@@ -1,0 +1,62 @@
+"""Hypothesis: some elements are zero and all others are right: a part of a buffer was never written or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import WrongElements
+from moeverify.results.operation import LostElements
+from moeverify.results.trial import Reason
+
+_LEAST = 2  # one element is zero by chance, or rounded to it
+
+
+class Lost(Hypothesis):
+    """Every element that is wrong is exactly zero, on the ranks that hold it."""
+
+    name = "lost_elements"
+    quantities = frozenset({Quantity.GRADIENT, Quantity.LOADED})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Look at the wrong elements of each shard."""
+        (tensor,) = tensors
+        allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
+        num_lost = num_elements = 0
+        ranks: list[int] = []
+        at_end = True
+        for shard in tensor.shards:
+            if shard.local is None:
+                return self.untried(Reason.NOT_COMPARABLE)
+            actual = shard.values().reshape(-1)
+            wrong = (actual - tensor.expected_of(shard).reshape(-1)).abs() > allowed
+            num_wrong = int(wrong.sum())
+            if bool((wrong & (actual != 0.0)).any()):
+                return self.refuse(WrongElements(num_wrong=num_wrong, num_elements=actual.numel()))
+            num_elements = max(num_elements, actual.numel())
+            if num_wrong:
+                num_lost = max(num_lost, num_wrong)
+                ranks.append(shard.rank)
+                at_end = at_end and _are_last(shard, num_wrong)
+        seen = WrongElements(num_wrong=num_lost, num_elements=num_elements)
+        if num_lost < _LEAST or num_lost == num_elements:
+            return self.refuse(seen)
+        operation = LostElements(
+            num_lost=num_lost, num_elements=num_elements, at_end=at_end, ranks=tuple(sorted(set(ranks)))
+        )
+        return self.accept(explain_by(Cause.DETACHED, operation, tensors, inputs), seen)
+
+
+def _are_last(shard: RankShard, num_wrong: int) -> bool:
+    """Return whether so many zeros, or a few more that are so by right, are the last elements of a shard."""
+    last = shard.values().reshape(-1)[-num_wrong:]
+    return bool(torch.all(last == 0.0))
+
+
+HYPOTHESIS = Lost()
