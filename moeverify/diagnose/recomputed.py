@@ -16,7 +16,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, RecomputedFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Carried, Scaled
+from moeverify.results.operation import Altered, Carried, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
@@ -138,7 +138,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     That a norm is off by a factor, where they tell which parameters it counts otherwise. That an update or a moment
     is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
     reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
-    on, where the gradient inside a router tells how.
+    on, where the gradient inside a router tells how. That an update is zero, where the learning rate was.
     """
     explanation = origin.explanation
     if explanation is None:
@@ -146,6 +146,8 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     if explanation.cause in _SAYS_MORE:
         says_more = _SAYS_MORE[explanation.cause]
         return any(says_more(finding, origin) for finding in recomputed)
+    if isinstance(explanation.operation, Unmoved):
+        return any(_tells_rate(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if not isinstance(explanation.operation, Altered):
         return False
     telling = [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
@@ -164,6 +166,10 @@ def _tells_form(finding: Finding) -> bool:
     """Return whether the gradient inside a router is that of a formula which is known."""
     facts = finding.facts
     return isinstance(facts, RouterGradientFacts) and bool(facts.form) and None not in facts.factors.values()
+
+
+def _tells_rate(finding: Finding) -> bool:
+    return isinstance(finding.facts, RecomputedFacts) and finding.facts.is_of_rate
 
 
 def _tells_terms(finding: Finding, origin: Finding) -> bool:

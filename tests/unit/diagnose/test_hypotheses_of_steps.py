@@ -9,6 +9,7 @@ from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, mak
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.first_divergence import Search
 from moeverify.diagnose.inputs import STEP_BEFORE
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -57,6 +58,14 @@ def test_shards_of_a_norm_are_ones_without_having_been_drawn() -> None:
     )
     assert examine("repeated_shard", begun_at_ones).explanation is None
     tensor = make_sharded(draw(4), other, other.clone(), kind="initial_weight")
+    assert examine("repeated_shard", tensor).explanation is None
+
+
+def test_a_rank_with_nothing_of_a_short_tensor_repeats_nobody() -> None:
+    expected = draw(1, 4)
+    regions = [Region.box((1, 4), (range(rows), range(4))) for rows in (1, 0)]
+    shards = (RankShard(0, regions[0], expected + 1.0), RankShard(1, regions[1], expected[:0]))
+    tensor = WrongTensor((-1, "initial_weight", "gate.weight"), expected, shards)
     assert examine("repeated_shard", tensor).explanation is None
 
 

@@ -11,7 +11,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import RecomputedFacts, TermFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Operation, Rounded, Scaled, Unclipped
+from moeverify.results.operation import Operation, Rounded, Scaled, Unmoved, Unclipped
 from moeverify.results.part import WHOLE, Contribution
 
 
@@ -98,3 +98,16 @@ def test_a_later_step_of_the_same_bug_stays_the_same_bug() -> None:
 def test_factors_that_differ_by_rounding_are_one_bug(factor: float, follows: str) -> None:
     joined = join_alike([find("a", factor=0.7502), find("b", factor=factor)])
     assert [finding.follows for finding in joined] == ["", follows]
+
+
+@pytest.mark.parametrize(("rate", "follows"), [(0.0, "b"), (None, "")])
+def test_an_update_that_is_zero_since_the_rate_is_follows_from_the_rate(
+    rate: float | None, follows: str
+) -> None:
+    subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
+    explanation = Explanation(cause=Cause.STALE, subject=subject, operation=Unmoved())
+    terms = (TermFacts(name="step", expected=-0.1, found=0.0),)
+    facts = RecomputedFacts(terms=terms, rate=rate, scheduled=0.1)
+    measured = find("b").model_copy(update={"facts": facts})
+    origins, _ = merge_with_origins([compare("a", explanation)], [measured])
+    assert [finding.follows for finding in origins] == [follows]
