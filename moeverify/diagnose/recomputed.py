@@ -281,6 +281,8 @@ def _signature(finding: Finding) -> object:
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
     if facts.is_rounding_sure:
         return *_name_result(finding), facts.rounded_to
+    if facts.is_still:
+        return *_name_result(finding), "still"
     if facts.is_of_rate:
         return *_name_result(finding), "rate"  # its factor is another one in each step
     factors = tuple(

@@ -201,7 +201,7 @@ class RecomputedFacts(Record):
     are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure where
-    nothing has changed, as where there was no step at all.
+    nothing has changed, as where there was no step at all. Of weights that should move and do not, `is_still` holds.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -213,6 +213,7 @@ class RecomputedFacts(Record):
     rate_step: int | None = None
     rounded_to: str = ""
     is_rounding_sure: bool = False
+    is_still: bool = False
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
@@ -402,7 +403,7 @@ def names_operation(facts: Facts | None) -> bool:
     not those of its scores. What else they are is found where the modules are compared.
     """
     if isinstance(facts, RecomputedFacts):
-        return facts.is_rounding_sure or bool(facts.wrong_terms)
+        return facts.is_rounding_sure or facts.is_still or bool(facts.wrong_terms)
     if isinstance(facts, CrossEntropyFacts):
         return bool(facts.dtype)
     if isinstance(facts, RouterGradientFacts):

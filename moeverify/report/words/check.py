@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
 
-from moeverify.report.numbers import format_count, format_number
+from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import (
@@ -263,6 +263,8 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
         return Words(
             f"{quantity} does not follow from the rank's own gradient, moments and options", "", others
         )
+    if facts.is_still:
+        return Words(f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", "", ())
     if facts.is_of_rate:
         return _describe_rate(facts, finding)
     causes = []
