@@ -85,7 +85,7 @@ class Row:
 
 
 class CrossEntropyWatch(Watch[list[Row]]):
-    """Computes the losses of a few tokens again whenever the head has been called, and compares what is shown of them."""
+    """Computes the losses of a few tokens again whenever the head was called, and compares what is shown of them."""
 
     def __init__(self, case: Case, program: Program, rank: int) -> None:
         self._rank = rank

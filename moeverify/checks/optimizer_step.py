@@ -271,9 +271,7 @@ def _scale_of(rows: Sequence[Row]) -> float:
     return math.sqrt(total / count) if total > 0.0 else 1.0
 
 
-def _make_finding(
-    shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]
-) -> Finding:
+def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]) -> Finding:
     step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)

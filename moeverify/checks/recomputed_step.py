@@ -32,9 +32,9 @@ class Row:
     `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
-    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be. `rate`
-    is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in which all
-    elements are what the right result is rounded to, if any; one that `is_changed` was not so before the step.
+    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
+    `rate` is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in
+    which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
     """
 
     key: Key
@@ -289,9 +289,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
         size = 5 + width * width
         products = row[5:size]
         sum_allowed2, sum_expected2, sum_spread2, sum_stored2, num_changed = row[size : size + 5]
-        fitting = [
-            dtype for dtype, num in zip(batch.narrower, row[size + 5 :], strict=True) if num == 0.0
-        ]
+        fitting = [dtype for dtype, num in zip(batch.narrower, row[size + 5 :], strict=True) if num == 0.0]
         is_weight = batch.name == WEIGHT
         kind = Kind.UPDATE if is_weight else Kind.OPTIMIZER_STATE
         name = shard.name if is_weight else f"{shard.name}.{batch.name}"

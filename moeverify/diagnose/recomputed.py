@@ -48,7 +48,9 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
-    for finding in sorted(recomputed, key=lambda each: (not _is_surely_rounded(each), each.step, -each.error)):
+    for finding in sorted(
+        recomputed, key=lambda each: (not _is_surely_rounded(each), each.step, -each.error)
+    ):
         if _find_head(finding, heads) is None:
             heads[_signature(finding)] = finding
     joined = []

@@ -78,7 +78,10 @@ class CheckName(StrEnum):
     )
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
-    CROSS_ENTROPY = "cross entropy", "each token's loss, computed again from the logits of the rank's own head"
+    CROSS_ENTROPY = (
+        "cross entropy",
+        "each token's loss, computed again from the logits of the rank's own head",
+    )
     OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"
     ROUTER_GRADIENT = (
         "router gradient",

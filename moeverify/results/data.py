@@ -37,8 +37,8 @@ class ReadSource(Record):
     """Where values come from.
 
     `step`, `rank` and `micro_batch` are those of a `share`, None where they are the reader's own. `rows` are the
-    first rows of the global batch that were read, and `shift` is in positions. `positions` are those of every row that
-    are left out.
+    first rows of the global batch that were read, and `shift` is in positions. `positions` are those of
+    every row that are left out.
     """
 
     kind: SourceKind

@@ -200,8 +200,9 @@ class RecomputedFacts(Record):
     `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
     are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
-    `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure where
-    nothing has changed, as where there was no step at all. Of weights that should move and do not, `is_still` holds.
+    `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
+    where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
+    do not.
     """
 
     about: Literal["recomputed"] = "recomputed"

@@ -133,7 +133,7 @@ class Zeroed(Record):
 
 
 class LostElements(Record):
-    """Up to `num_lost` elements of a shard of `num_elements` are zero, the last ones if `at_end`; others are right."""
+    """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right."""
 
     kind: Literal["lost-elements"] = "lost-elements"
     num_lost: int

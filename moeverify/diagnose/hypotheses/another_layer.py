@@ -17,7 +17,6 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Replaced
 from moeverify.results.trial import Reason
 
-
 _KINDS = {
     Quantity.INITIAL_VALUE: Kind.INITIAL_WEIGHT,
     Quantity.ROUTING_COUNT: Kind.ROUTER_COUNTS,

@@ -18,6 +18,7 @@ from moeverify.results.facts import (
     CollectiveFacts,
     ComparedFacts,
     CoverageFacts,
+    CrossEntropyFacts,
     DtypeFacts,
     Dtypes,
     ExpertFacts,
@@ -26,7 +27,6 @@ from moeverify.results.facts import (
     GradientSumFacts,
     Issue,
     NumCollectives,
-    CrossEntropyFacts,
     ObjectiveFacts,
     PatternFacts,
     RecomputedFacts,
@@ -264,7 +264,9 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
             f"{quantity} does not follow from the rank's own gradient, moments and options", "", others
         )
     if facts.is_still:
-        return Words(f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", "", ())
+        return Words(
+            f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", "", ()
+        )
     if facts.is_of_rate:
         return _describe_rate(facts, finding)
     causes = []
@@ -307,7 +309,9 @@ def _(facts: CrossEntropyFacts, finding: Finding) -> Words:
     seen = f"{facts.num_wrong} of {facts.num_tokens} token losses are not the cross entropy of the rank's own logits"
     if not facts.dtype:
         return Words("the token losses are not the cross entropy of the rank's own logits", "", (seen,))
-    cause = f"the cross entropy is computed in {facts.dtype}: token losses hold only values that it can represent"
+    cause = (
+        f"the cross entropy is computed in {facts.dtype}: token losses hold only values that it can represent"
+    )
     return Words(cause, "", (seen,))
 
 

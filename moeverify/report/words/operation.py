@@ -41,10 +41,10 @@ from moeverify.results.operation import (
     Altered,
     Carried,
     Crossed,
+    LostElements,
     Miscounted,
     Misplaced,
     Misreduced,
-    LostElements,
     Moved,
     NormOfNorms,
     NormOfPartials,
@@ -258,16 +258,16 @@ def _(operation: Moved, explanation: Explanation) -> str:
 def _(operation: Shifted, explanation: Explanation) -> str:
     direction = "too far along" if operation.offset > 0 else "too early"
     subject = name_subject(explanation.subject)
-    places = f"{subject.pick('has', 'have')} the right values in wrong places"
-    return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
+    return f"{subject} {subject.pick('has', 'have')} the right values in wrong places: read {abs(operation.offset)} elements {direction}"
 
 
 @describe_operation.register
 def _(operation: LostElements, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    last = "the last of their" if operation.at_end else "in"
-    zero = f"up to {operation.num_lost} elements, {last} shards of {operation.num_elements}, are exactly zero"
-    return f"{zero} in {subject} on {format_ranks(operation.ranks)}, and all others are right"
+    which = (
+        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
+    )
+    subject, ranks = name_subject(explanation.subject), format_ranks(operation.ranks)
+    return f"{which} of a shard of {subject} are zero on {ranks}"
 
 
 @describe_operation.register
@@ -280,13 +280,13 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         value = f"{subject} has the value of the {operation.tensor} loss"
         return f"only a reported number is wrong: {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
-        return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}"
+        of = "of that of" if explanation.subject.quantity is Quantity.GRADIENT else "of"
+        return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}"
     if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
         return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
     if operation.by == "value-before-load":
-        was = subject.pick("was", "were")
-        return f"{subject} {was} not loaded on {format_ranks(operation.ranks)}, and {values}"
+        return f"{subject} {subject.pick('was', 'were')} not loaded on {format_ranks(operation.ranks)}, and {values}"
     return f"{subject} {values}"
 
 
@@ -365,7 +365,9 @@ def _(operation: Rounded, explanation: Explanation) -> str:
     if operation.is_representable:
         hold = subject.pick("holds", "hold")
         other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
-        return f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
+        return (
+            f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
+        )
     return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
 
 

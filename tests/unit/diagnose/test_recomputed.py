@@ -11,7 +11,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import RecomputedFacts, TermFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Operation, Rounded, Scaled, Unmoved, Unclipped
+from moeverify.results.operation import Operation, Rounded, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution
 
 

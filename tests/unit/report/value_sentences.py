@@ -18,6 +18,7 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, RoundedNumber
 from moeverify.results.operation import (
     Altered,
+    LostElements,
     Miscounted,
     Moved,
     OwnValues,
@@ -37,6 +38,30 @@ from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 
 VALUES = [
     # other places
+    (
+        explain(
+            Cause.DETACHED, GRADIENT, LostElements(num_lost=8, num_elements=64, at_end=True, ranks=(0, 2))
+        ),
+        "the last 8 of 64 elements of a shard of the gradient are zero on ranks 0, 2",
+        "",
+    ),
+    (
+        explain(
+            Cause.DETACHED, GRADIENT, LostElements(num_lost=3, num_elements=64, at_end=False, ranks=(1,))
+        ),
+        "3 of 64 elements of a shard of the gradient are zero on rank 1",
+        "",
+    ),
+    (
+        explain(Cause.DUPLICATE, GRADIENT, Replaced(by="tensor", tensor="b")),
+        "the gradient is a copy of that of b",
+        "b",
+    ),
+    (
+        explain(Cause.ROUNDING, Quantity.LOADED, Rounded(dtype="bfloat16", is_representable=True)),
+        "the loaded tensor holds only values that bfloat16 can represent, and what was saved does not",
+        "",
+    ),
     (
         explain(
             Cause.PERMUTATION,
