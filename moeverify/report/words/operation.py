@@ -256,9 +256,12 @@ def _(operation: Moved, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Shifted, explanation: Explanation) -> str:
-    direction = "too far along" if operation.offset > 0 else "too early"
-    subject = name_subject(explanation.subject)
-    return f"{subject} {subject.pick('has', 'have')} the right values in wrong places: read {abs(operation.offset)} elements {direction}"
+    direction, subject = (
+        "too far along" if operation.offset > 0 else "too early",
+        name_subject(explanation.subject),
+    )
+    places = f"{subject.pick('has', 'have')} the right values in wrong places"
+    return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
 
 
 @describe_operation.register
