@@ -31,7 +31,7 @@ from moeverify.report.words.reduction import (
     describe_unwritten,
     name_site,
 )
-from moeverify.report.words.rows import describe_reweighted
+from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -266,11 +266,7 @@ def _(operation: Shifted, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: LostElements, explanation: Explanation) -> str:
-    which = (
-        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
-    )
-    subject, ranks = name_subject(explanation.subject), format_ranks(operation.ranks)
-    return f"{which} of a shard of {subject} are zero on {ranks}"
+    return describe_lost(operation, str(name_subject(explanation.subject)))
 
 
 @describe_operation.register

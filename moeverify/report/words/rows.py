@@ -1,9 +1,10 @@
-"""Words for what a module makes of the rows that one inside of it returns."""
+"""Words for what a module makes of the rows that one inside of it returns, and for elements that were lost."""
 
 from __future__ import annotations
 
+from moeverify.report.numbers import format_ranks
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.operation import Reweighted
+from moeverify.results.operation import LostElements, Reweighted
 
 
 def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
@@ -26,3 +27,11 @@ def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
     if is_backward:
         return f"{module} sums the gradients of the {rows} by {ways[operation.way]} (its output gradient matches)"
     return f"{module} sums the {rows} by {ways[operation.way]} (inputs match)"
+
+
+def describe_lost(operation: LostElements, subject: str) -> str:
+    """Return how many elements of the shards of `subject` are zero, and where."""
+    which = (
+        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
+    )
+    return f"{which} of a shard of {subject} are zero on {format_ranks(operation.ranks)}"
