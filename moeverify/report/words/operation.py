@@ -70,9 +70,8 @@ from moeverify.results.operation import (
 )
 from moeverify.results.part import WHOLE, Contribution
 
-_MOST_MOVES = 4
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-MOST_RIVALS = 3
+_MOST_MOVES, MOST_RIVALS = 4, 3
 
 
 @singledispatch
@@ -276,8 +275,8 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         module = explanation.subject.module or MODEL
         return f"{module} computes with the weights of the step before: they were not refreshed"
     if operation.by == "tensor" and explanation.subject.quantity is Quantity.LOSS:
-        value = f"{subject} has the value of the {operation.tensor} loss"
-        return f"only a reported number is wrong: {value}; the gradients match"
+        value = f"has the value of the {operation.tensor} loss"
+        return f"only a reported number is wrong: {subject} {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
         of = "of that of" if explanation.subject.quantity is Quantity.GRADIENT else "of"
         return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}"
