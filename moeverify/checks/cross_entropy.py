@@ -109,15 +109,7 @@ class CrossEntropyWatch(Watch[list[Row]]):
         if kind != Kind.TOKEN_LOSS or local is None or not self._passed:
             return
         passed = self._passed.pop(0)
-        shown = local.detach().reshape(-1)[passed.tokens]
-        actual = shown.to(torch.float64)
-        ratio = (actual - passed.losses).abs() / passed.allowed
-        fits = {
-            str(dtype).removeprefix("torch."): (shown.to(dtype).to(shown.dtype) == shown).all()
-            for dtype in _NARROWER
-            if torch.finfo(dtype).eps > torch.finfo(shown.dtype).eps
-        }
-        self._compared.append(Compared(step, passed, actual, ratio, fits))
+        self._compared.append(compare(step, passed, local.detach().reshape(-1)[passed.tokens]))
 
     def close(self) -> None:
         """Take the hooks away; see `Watch`."""
@@ -160,6 +152,20 @@ def compute(logits: Tensor, labels: Tensor, tokens: Tensor) -> Passed:
     top = wide.abs().amax(dim=-1)
     allowed = 2.0 * unit * (8.0 + 4.0 * math.sqrt(wide.shape[-1]) + 4.0 * top + 2.0 * sizes.abs())
     return Passed(tokens, losses, allowed)
+
+
+def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
+    """Return how far the losses (n) that were shown of some tokens are from those computed again."""
+    actual = shown.to(torch.float64)
+    ratio = (actual - passed.losses).abs() / passed.allowed
+    # Where logits are no numbers, that leads the report by itself.
+    ratio = torch.where(passed.losses.isfinite(), ratio, 0.0)
+    fits = {
+        str(dtype).removeprefix("torch."): (shown.to(dtype).to(shown.dtype) == shown).all()
+        for dtype in _NARROWER
+        if torch.finfo(dtype).eps > torch.finfo(shown.dtype).eps
+    }
+    return Compared(step, passed, actual, ratio, fits)
 
 
 def _read(compared: Compared) -> Row:
@@ -209,7 +215,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
         if not all(row.worst <= 1.0 for _, row in rows)
     ]
     worst = max((row for rows in by_step.values() for _, row in rows), key=lambda row: rate_error(row.worst))
-    scale = abs(worst.expected) or 1.0
+    scale, is_known = abs(worst.expected) or 1.0, math.isfinite(worst.expected)
     result = CheckResult(
         name=CheckName.CROSS_ENTROPY,
         verdict="mismatch" if findings else "pass",
@@ -219,7 +225,9 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
             error=rate_error(abs(worst.actual - worst.expected) / scale),
             bound=worst.allowed / scale,
             step=worst.step,
-        ),
+        )
+        if is_known
+        else None,
     )
     return Outcome(result, tuple(findings))
 

@@ -282,7 +282,7 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates
     if len(dtypes) == 1 and row.rounded_to:
         is_sure = any(each.is_changed for _, each in rows)
         facts = facts.model_copy(update={"rounded_to": row.rounded_to, "is_rounding_sure": is_sure})
-    wrong = [each for _, each in rows if not each.worst <= 1.0]
+    wrong = [each for _, each in rows if _rate(each) > 1.0]
     if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})
     return Finding(

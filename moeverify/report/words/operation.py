@@ -31,6 +31,7 @@ from moeverify.report.words.reduction import (
     describe_unwritten,
     name_site,
 )
+from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
@@ -356,17 +357,7 @@ def _(operation: Unmasked, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Rounded, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    module = explanation.subject.module
-    is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-    first = f", first in {module}" if module and is_tensor else ""
-    if operation.is_representable:
-        hold = subject.pick("holds", "hold")
-        other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
-        return (
-            f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
-        )
-    return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
+    return describe_rounded(operation, explanation)
 
 
 @describe_operation.register

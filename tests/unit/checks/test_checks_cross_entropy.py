@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeverify.checks.base import Outcome
-from moeverify.checks.cross_entropy import CrossEntropyWatch, judge_rows
+from moeverify.checks.cross_entropy import CrossEntropyWatch, compare, compute, judge_rows
 from moeverify.report.words.check import describe_facts
 from moeverify.train.data import IGNORED
 
@@ -92,3 +92,11 @@ def test_another_loss_is_found_in_16_bits_too(
 ) -> None:
     lose_by(monkeypatch, loss)
     assert say(judge(precision)) == {"the token losses are not the cross entropy of the rank's own logits"}
+
+
+def test_logits_that_are_no_numbers_are_for_others_to_report() -> None:
+    logits = torch.full((2, 8), torch.nan)
+    logits[1] = 1.0
+    passed = compute(logits, torch.tensor([1, 2]), torch.arange(2))
+    assert passed.losses.isfinite().tolist() == [False, True]
+    assert compare(0, passed, torch.tensor([torch.nan, 9.0])).ratio.gt(1.0).tolist() == [False, True]
