@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Escalate, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
@@ -42,7 +42,13 @@ class Diagnosis(OptionGroup):
             "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
         ),
     ] = False
-    escalate: Escalate = True
+    escalate: Annotated[
+        bool,
+        typer.Option(
+            "--escalate/--no-escalate",
+            help="Run cases below float64 in wider precisions, too: for a cause, or for what rounding hides.",
+        ),
+    ] = True
     debug: Annotated[
         bool,
         typer.Option(
@@ -166,7 +172,7 @@ class _Verification:
         result = run_cases(left, self.options, self.finished.keeping(on_event))
         result = self.finished.complete(result, self.cases)
         if self.diagnosis.escalate and result is not None:
-            result = escalate(self.cases, result, self.options, show)
+            result = escalate(self.cases, result, self.options, show, confirmed={case.name for case in left})
         if self.diagnosis.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)
         self.result = result

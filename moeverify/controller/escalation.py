@@ -1,17 +1,18 @@
-"""Runs a case in wider precisions at once where rounding may hide the cause of a finding, and merges what they say.
+"""Runs a case in wider precisions at once where rounding may hide the cause of a finding, or the finding itself.
 
 No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.controller.run import find_overall_verdict, run_cases
 from moeverify.launch.world import external_world
+from moeverify.report.words.wider import describe_confirmation
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.validation.rules import validate
@@ -41,11 +42,17 @@ def try_precision(case: Case, precision: Precision) -> Case | None:
 
 
 def escalate(
-    cases: Sequence[Case], result: RunResult, options: RunOptions, on_event: Callable[[Event], None]
+    cases: Sequence[Case],
+    result: RunResult,
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+    *,
+    confirmed: Collection[str] = (),
 ) -> RunResult:
     """Return the run with what wider precisions say of findings without a named cause; one launch serves all of them.
 
-    They run under the same fault. Ranks that somebody else has started run nothing more.
+    Of the cases that are to be `confirmed`, by name, those that pass are asked, too: see `list_confirming`. All run
+    under the same fault. Ranks that somebody else has started run nothing more.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -53,6 +60,8 @@ def escalate(
         case = by_name.get(answered.name)
         if case is not None and needs_escalation(answered):
             asked[case.name] = list(list_wider(case))
+        elif case is not None and answered.verdict == "pass" and case.name in confirmed:
+            asked[case.name] = list(list_confirming(case, cases))
     wanted = [wide for wides in asked.values() for wide in wides]
     if not wanted or external_world() is not None:
         return result
@@ -68,11 +77,13 @@ def escalate(
     answers = run_cases(wanted, chosen, on_event)
     assert answers is not None  # there is no other launcher
     found = {answer.name: answer for answer in answers.cases}
-    merged = tuple(
-        merge(each, [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])])
-        for each in result.cases
+    merged = []
+    for each in result.cases:
+        wider = [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])]
+        merged.append(confirm(each, *wider[0]) if wider and each.verdict == "pass" else merge(each, wider))
+    return result.answered(tuple(merged), answers).model_copy(
+        update={"verdict": find_overall_verdict(merged)}
     )
-    return result.answered(merged, answers)
 
 
 def needs_escalation(case: CaseResult) -> bool:
@@ -92,6 +103,43 @@ def list_wider(case: Case) -> Sequence[Case]:
         if changed is not None:
             wider.append(changed.model_copy(update={"name": f"{case.name}-{precision}"}))
     return wider
+
+
+def list_confirming(case: Case, others: Sequence[Case]) -> Sequence[Case]:
+    """Return the case in the widest precision that its layout can have, where a pass there says more.
+
+    float64 has room for a billionth of what bfloat16 rounds away, so what is wrong there by less than rounding is
+    seen: a row of a thousand, a few elements of a bias. That needs a model whose arithmetic is the recipe's precision
+    throughout; code of a user's own may keep a dtype of its own by right. One of the `others` may be just that case.
+    """
+    recipe, layout = case.recipe, case.layout
+    if recipe.model.reference is None or recipe.float8 != "none" or layout.parallelize is not None:
+        return ()
+    widest = list_wider(case)[-1:]
+    known = [_strip(each) for each in others]
+    return [each for each in widest if _strip(each) not in known]
+
+
+def _strip(case: Case) -> Case:
+    """Return a case without what does not decide its verdict."""
+    recipe = case.recipe.model_copy(update={"name": ""})
+    return case.model_copy(update={"name": "", "description": "", "file": "", "recipe": recipe})
+
+
+def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseResult:
+    """Return a passing case with a note on a wider precision, or where something differs there all that it showed.
+
+    All of a result is of one run: a table of checks that pass would say nothing of these findings.
+    """
+    note = describe_confirmation(precision, answer)
+    if answer.verdict != "mismatch":
+        return case.model_copy(update={"notes": (*case.notes, note)})
+    seen = Wider(precision=precision, outcome="found")
+    findings = tuple(
+        finding if finding.follows else finding.model_copy(update={"wider": (seen,)})
+        for finding in answer.findings
+    )
+    return answer.model_copy(update={"name": case.name, "findings": findings, "notes": (note,)})
 
 
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:

@@ -98,11 +98,11 @@ class Wider(Record):
 
     `outcome` is `named` (the leading finding there says more of the cause), `alike` (it says no more), `unexplained`
     (it has no cause there either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run`
-    for a `reason`.
+    for a `reason`. With `found` the finding itself was made there, and the case passes in its own precision.
     """
 
     precision: str
-    outcome: Literal["named", "alike", "unexplained", "not-shown", "not-run"]
+    outcome: Literal["named", "alike", "unexplained", "not-shown", "not-run", "found"]
     reason: str = ""
 
 
@@ -159,8 +159,8 @@ class Finding(Record):
 
     @property
     def is_of_wider_run(self) -> bool:
-        """Return whether it was made in a wider precision, whose run has named the cause."""
-        return not self.follows and any(each.outcome == "named" for each in self.wider)
+        """Return whether it was made in a wider precision, whose run has named the cause or is alone to show it."""
+        return not self.follows and any(each.outcome in ("named", "found") for each in self.wider)
 
     @property
     def names_operation(self) -> bool:

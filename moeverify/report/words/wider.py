@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult
 
 
 def describe_wider(finding: Finding) -> tuple[str, ...]:
     """Return a line for each thing that wider precisions say of a finding."""
+    if any(each.outcome == "found" for each in finding.wider):
+        precision = finding.wider[0].precision
+        return (f"found in {precision}: in the case's own precision it is less than what rounding may do",)
     if finding.is_of_wider_run:
         return (f"found in {finding.wider[0].precision}, where rounding hides less",)
     by_outcome: dict[tuple[str, str], list[str]] = {}
@@ -25,3 +29,12 @@ def describe_wider(finding: Finding) -> tuple[str, ...]:
             }[outcome]
         )
     return tuple(lines)
+
+
+def describe_confirmation(precision: str, answer: CaseResult) -> str:
+    """Return what came of a case that passes, where it ran in a wider precision."""
+    if answer.verdict == "pass":
+        return f"in {precision} it passes, too"
+    if answer.verdict == "mismatch":
+        return f"it passes in its own precision: all that is shown is of the run in {precision}"
+    return f"it did not run in {precision}, which would see more: {answer.reason}"

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from moeverify.controller.escalation import list_wider, merge, needs_escalation
+from moeverify.case.schema import Case
+from moeverify.controller.escalation import confirm, list_confirming, list_wider, merge, needs_escalation
+from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
@@ -229,3 +231,47 @@ def test_an_estimate_of_16_bits_is_asked_and_leads_until_a_wider_run_says_what_w
     for silent in (answer(PLACED), answer(UNKNOWN), answer(verdict="pass")):
         (kept,) = merge(answer(guess), [("float64", silent)]).findings
         assert (kept.code, kept.follows) == (Cause.SCALE, "")
+
+
+def in_precision(precision: str, name: str = "c", **layout: Any) -> Case:
+    return make_case(name, recipe={"precision": precision}, **{"dp_shard": 2, **layout})
+
+
+def test_a_case_that_passes_is_asked_in_the_widest_precision_that_its_layout_knows() -> None:
+    (wide,) = list_confirming(in_precision("bfloat16"), [])
+    assert (wide.name, wide.recipe.precision) == ("c-float64", "float64")
+    (wide,) = list_confirming(in_precision("bfloat16", experts="grouped_mm", ep=2), [])
+    assert wide.recipe.precision == "float32"
+
+
+def test_a_case_is_not_asked_where_another_one_is_the_same_in_float64() -> None:
+    case = in_precision("bfloat16")
+    assert not list_confirming(case, [case, in_precision("float64", "other")])
+    assert list_confirming(case, [case, in_precision("float64", "other", tp=2)])
+
+
+def test_dtypes_of_a_users_own_code_may_stay_as_they_are() -> None:
+    assert not list_confirming(in_precision("bfloat16", parallelize="own:shard"), [])
+    assert not list_confirming(in_precision("float64"), [])
+    scaled = make_case("c", recipe={"precision": "bfloat16", "float8": "rowwise"}, dp_shard=2)
+    assert not list_confirming(scaled, [])
+
+
+def test_what_a_wider_precision_finds_where_a_case_passes_is_the_verdict() -> None:
+    later = find("v", follows="w")
+    told = confirm(answer(verdict="pass"), "float64", answer(EXPLAINED, later))
+    assert (told.name, told.verdict) == ("c", "mismatch")
+    lead, follower = told.findings
+    assert (lead.wider[0].precision, lead.wider[0].outcome) == ("float64", "found")
+    assert follower == later
+    assert "found in float64" in " ".join(describe_evidence(lead))
+    assert told.notes == ("it passes in its own precision: all that is shown is of the run in float64",)
+
+
+def test_a_case_stays_as_it_is_where_a_wider_precision_passes_or_does_not_run() -> None:
+    passing = answer(verdict="pass")
+    told = confirm(passing, "float64", answer(verdict="pass"))
+    assert (told.verdict, told.notes) == ("pass", ("in float64 it passes, too",))
+    told = confirm(passing, "float64", answer(verdict="error", reason="out of memory"))
+    assert told.verdict == "pass"
+    assert told.notes == ("it did not run in float64, which would see more: out of memory",)

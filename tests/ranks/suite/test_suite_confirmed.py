@@ -1,0 +1,38 @@
+"""What bfloat16 hides is seen in the same run: a case that passes there is asked in float64, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeverify.controller.escalation import escalate
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.faults.setting import make_case
+
+pytestmark = pytest.mark.timeout(900)
+NARROW = make_case("narrow", recipe={"precision": "bfloat16"}, dp_shard=2)
+
+
+@pytest.mark.parametrize("fault", [None, "suite_faults:round_frequencies"])
+def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, fault: str | None) -> None:
+    options = RunOptions(
+        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault
+    )
+    result = run_cases([NARROW], options, lambda event: None)
+    assert result is not None
+    assert result.verdict == "pass"
+    assert escalate([NARROW], result, options, lambda event: None) == result
+    told = escalate([NARROW], result, options, lambda event: None, confirmed={"narrow"})
+    (case,) = told.cases
+    assert case.name == "narrow"
+    if fault is None:
+        assert (told.verdict, case.findings) == ("pass", ())
+        assert "in float64 it passes, too" in case.notes
+    else:
+        assert (told.verdict, case.verdict) == ("mismatch", "mismatch")
+        assert case.lead is not None
+        assert case.lead.is_of_wider_run
+        assert case.lead.place is not None
+        assert case.lead.place.module == "layers.0.attention"
