@@ -89,10 +89,11 @@ def escalate(
 def needs_escalation(case: CaseResult) -> bool:
     """Return whether something differs, and the leading finding does not surely say what was done to right values.
 
-    Twice as large a gradient may be the factor of a reduction, or what a module has computed twice.
+    Twice as large a gradient may be the factor of a reduction, or what a module has computed twice. A result that is
+    kept from an earlier run may have been asked already.
     """
     lead = case.lead
-    return case.verdict == "mismatch" and lead is not None and _rate(lead) < _SURE
+    return case.verdict == "mismatch" and lead is not None and not lead.wider and _rate(lead) < _SURE
 
 
 def list_wider(case: Case) -> Sequence[Case]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -89,9 +89,23 @@ class FinishedCases:
         """Return the cases that are not finished."""
         return [case for case in cases if case.name not in self.results]
 
-    def keeping(self, on_event: OnEvent) -> OnEvent:
-        """Return a handler of events that keeps every verdict, then passes the event on."""
-        return pass_results(self._keep, on_event)
+    def keeping(self, on_event: OnEvent, unconfirmed: Collection[str] = ()) -> OnEvent:
+        """Return a handler of events that keeps every verdict, then passes the event on.
+
+        A pass of a case that is `unconfirmed`, by name, is not final: `keep_rest` keeps what becomes of it.
+        """
+
+        def keep(result: CaseResult) -> None:
+            if result.verdict != "pass" or result.name not in unconfirmed:
+                self._keep(result)
+
+        return pass_results(keep, on_event)
+
+    def keep_rest(self, results: Sequence[CaseResult]) -> None:
+        """Keep the verdicts that the file does not have yet."""
+        for result in results:
+            if self.kept is not None and self.keys[result.name] not in self.kept.rows:
+                self._keep(result)
 
     def _keep(self, result: CaseResult) -> None:
         if self.kept is None or result.verdict not in _FINAL:

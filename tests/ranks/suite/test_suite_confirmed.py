@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from moeverify.cli import build_app
 from moeverify.controller.escalation import escalate
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
@@ -36,3 +39,18 @@ def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, 
         assert case.lead.is_of_wider_run
         assert case.lead.place is not None
         assert case.lead.place.module == "layers.0.attention"
+
+
+def test_what_is_kept_is_the_verdict_of_both_precisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    kept, case = tmp_path / "kept.jsonl", Path(__file__).parents[3] / "cases" / "mixed-fsdp2.yaml"
+    words = ["run", case, "--keep", kept, "--cache", tmp_path, "--fault", "suite_faults:round_frequencies"]
+    words += ["--device", "cpu", "--no-require-goldens"]
+    for again in (False, True):
+        told = CliRunner().invoke(build_app(), [str(word) for word in words])
+        assert told.exit_code == 1, told.output
+        assert ("1 of 1 cases are in" in told.output) == again
+        assert "found in float64" in told.output

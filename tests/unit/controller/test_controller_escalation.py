@@ -22,7 +22,7 @@ from moeverify.results.facts import (
     RouterGradientFacts,
     TermFacts,
 )
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, Wider
 from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
@@ -67,6 +67,8 @@ def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
     assert needs_escalation(answer(PLACED, NAMED))
     assert not needs_escalation(answer(NAMED, UNKNOWN))
     assert not needs_escalation(answer(verdict="pass"))
+    asked = UNKNOWN.model_copy(update={"wider": (Wider(precision="float64", outcome="unexplained"),)})
+    assert not needs_escalation(answer(asked))
 
 
 @pytest.mark.parametrize(
