@@ -164,17 +164,17 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import escalate, list_confirming
+        from moeverify.controller.escalation import escalate, find_confirming
         from moeverify.controller.follow_up import follow_up
         from moeverify.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
         # A pass below float64 is none until the run in a wider precision is over.
-        asked = [case.name for case in left if self.diagnosis.escalate and list_confirming(case, self.cases)]
-        result = run_cases(left, self.options, self.finished.keeping(on_event, asked))
+        confirming = find_confirming(left, self.cases) if self.diagnosis.escalate else {}
+        result = run_cases(left, self.options, self.finished.keeping(on_event, confirming))
         result = self.finished.complete(result, self.cases)
         if self.diagnosis.escalate and result is not None:
-            result = escalate(self.cases, result, self.options, show, confirmed=asked)
+            result = escalate(self.cases, result, self.options, show, confirming=confirming)
             self.finished.keep_rest(result.cases)
         if self.diagnosis.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)

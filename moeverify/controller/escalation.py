@@ -5,7 +5,7 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
@@ -47,12 +47,12 @@ def escalate(
     options: RunOptions,
     on_event: Callable[[Event], None],
     *,
-    confirmed: Collection[str] = (),
+    confirming: Mapping[str, Case] | None = None,
 ) -> RunResult:
     """Return the run with what wider precisions say of findings without a named cause; one launch serves all of them.
 
-    Of the cases that are to be `confirmed`, by name, those that pass are asked, too: see `list_confirming`. All run
-    under the same fault. Ranks that somebody else has started run nothing more.
+    Cases that pass are asked, too, where `confirming` has one for them: see `find_confirming`. All run under the same
+    fault. Ranks that somebody else has started run nothing more.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -60,8 +60,8 @@ def escalate(
         case = by_name.get(answered.name)
         if case is not None and needs_escalation(answered):
             asked[case.name] = list(list_wider(case))
-        elif case is not None and answered.verdict == "pass" and case.name in confirmed:
-            asked[case.name] = list(list_confirming(case, cases))
+        elif answered.verdict == "pass" and confirming and answered.name in confirming:
+            asked[answered.name] = [confirming[answered.name]]
     wanted = [wide for wides in asked.values() for wide in wides]
     if not wanted or external_world() is not None:
         return result
@@ -106,19 +106,23 @@ def list_wider(case: Case) -> Sequence[Case]:
     return wider
 
 
-def list_confirming(case: Case, others: Sequence[Case]) -> Sequence[Case]:
-    """Return the case in the widest precision that its layout can have, where a pass there says more.
+def find_confirming(cases: Sequence[Case], others: Sequence[Case]) -> dict[str, Case]:
+    """Return cases in the widest precision that their layout can have, by the names of those whose pass they confirm.
 
     float64 has room for a billionth of what bfloat16 rounds away, so what is wrong there by less than rounding is
     seen: a row of a thousand, a few elements of a bias. That needs a model whose arithmetic is the recipe's precision
     throughout; code of a user's own may keep a dtype of its own by right. One of the `others` may be just that case.
     """
-    recipe, layout = case.recipe, case.layout
-    if recipe.model.reference is None or recipe.float8 != "none" or layout.parallelize is not None:
-        return ()
-    widest = list_wider(case)[-1:]
     known = [_strip(each) for each in others]
-    return [each for each in widest if _strip(each) not in known]
+    found = {}
+    for case in cases:
+        recipe, layout = case.recipe, case.layout
+        if recipe.model.reference is None or recipe.float8 != "none" or layout.parallelize is not None:
+            continue
+        wider = list_wider(case)
+        if wider and _strip(wider[-1]) not in known:
+            found[case.name] = wider[-1]
+    return found
 
 
 def _strip(case: Case) -> Case:

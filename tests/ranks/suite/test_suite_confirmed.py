@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moeverify.cli import build_app
-from moeverify.controller.escalation import escalate
+from moeverify.controller.escalation import escalate, find_confirming
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.faults.setting import make_case
@@ -27,7 +27,7 @@ def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, 
     assert result is not None
     assert result.verdict == "pass"
     assert escalate([NARROW], result, options, lambda event: None) == result
-    told = escalate([NARROW], result, options, lambda event: None, confirmed={"narrow"})
+    told = escalate([NARROW], result, options, lambda event: None, confirming=find_confirming([NARROW], []))
     (case,) = told.cases
     assert case.name == "narrow"
     if fault is None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moeverify.case.schema import Case
-from moeverify.controller.escalation import confirm, list_confirming, list_wider, merge, needs_escalation
+from moeverify.controller.escalation import confirm, find_confirming, list_wider, merge, needs_escalation
 from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.wider import describe_wider
@@ -240,23 +240,23 @@ def in_precision(precision: str, name: str = "c", **layout: Any) -> Case:
 
 
 def test_a_case_that_passes_is_asked_in_the_widest_precision_that_its_layout_knows() -> None:
-    (wide,) = list_confirming(in_precision("bfloat16"), [])
+    (wide,) = find_confirming([in_precision("bfloat16")], []).values()
     assert (wide.name, wide.recipe.precision) == ("c-float64", "float64")
-    (wide,) = list_confirming(in_precision("bfloat16", experts="grouped_mm", ep=2), [])
+    (wide,) = find_confirming([in_precision("bfloat16", experts="grouped_mm", ep=2)], []).values()
     assert wide.recipe.precision == "float32"
 
 
 def test_a_case_is_not_asked_where_another_one_is_the_same_in_float64() -> None:
     case = in_precision("bfloat16")
-    assert not list_confirming(case, [case, in_precision("float64", "other")])
-    assert list_confirming(case, [case, in_precision("float64", "other", tp=2)])
+    assert not find_confirming([case], [case, in_precision("float64", "other")])
+    assert find_confirming([case], [case, in_precision("float64", "other", tp=2)])
 
 
 def test_dtypes_of_a_users_own_code_may_stay_as_they_are() -> None:
-    assert not list_confirming(in_precision("bfloat16", parallelize="own:shard"), [])
-    assert not list_confirming(in_precision("float64"), [])
+    assert not find_confirming([in_precision("bfloat16", parallelize="own:shard")], [])
+    assert not find_confirming([in_precision("float64")], [])
     scaled = make_case("c", recipe={"precision": "bfloat16", "float8": "rowwise"}, dp_shard=2)
-    assert not list_confirming(scaled, [])
+    assert not find_confirming([scaled], [])
 
 
 def test_what_a_wider_precision_finds_where_a_case_passes_is_the_verdict() -> None:
