@@ -48,9 +48,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
-    for finding in sorted(
-        recomputed, key=lambda each: (not _is_surely_rounded(each), each.step, -each.error)
-    ):
+    for finding in sorted(recomputed, key=lambda each: (not _find_sure_dtype(each), each.step, -each.error)):
         if _find_head(finding, heads) is None:
             heads[_signature(finding)] = finding
     joined = []
@@ -236,18 +234,19 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
     if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
-        led = [each for each in heads.values() if _is_surely_rounded(each)]
-        found = [each for each in led if each.facts.rounded_to == finding.facts.rounded_to]  # type: ignore[union-attr]
-        return found[0] if found else None
+        dtype = finding.facts.rounded_to
+        return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
     if finding.kind == Kind.UPDATE and not finding.facts.wrong_terms:
         # The update was made of moments that were rounded only when they were stored.
-        moments = [each for each in heads.values() if _is_surely_rounded(each) and each.step == finding.step]
+        moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step == finding.step]
         return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
 
 
-def _is_surely_rounded(finding: Finding) -> bool:
-    return isinstance(finding.facts, RecomputedFacts) and finding.facts.is_rounding_sure
+def _find_sure_dtype(finding: Finding) -> str:
+    """Return the narrower dtype to which a result was surely rounded, or nothing."""
+    facts = finding.facts
+    return facts.rounded_to if isinstance(facts, RecomputedFacts) and facts.is_rounding_sure else ""
 
 
 def _has_like_factors(finding: Finding, head: Finding) -> bool:

@@ -44,8 +44,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_share_a_gpu_unless_nccl_is_asked_for() -> None:
     refused = find_limit("cuda", backend="nccl")
     assert (refused.most, refused.by) == (1, "gpus")
-    for backend in ("auto", "gloo"):
-        shared = find_limit("cuda", backend=backend)  # type: ignore[arg-type]
+    sharing: tuple[Backend, ...] = ("auto", "gloo")
+    for backend in sharing:
+        shared = find_limit("cuda", backend=backend)
         assert shared.by == "memory"
         assert shared.most >= 8
 
