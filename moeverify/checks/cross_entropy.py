@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from moeverify.case.schema import Case
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.data_source import Expected
+from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.region import Region
@@ -41,7 +42,6 @@ MOST_TOKENS = 1 << 10
 """Of a micro-batch, so many tokens in equal distances are computed again: a wrong loss is wrong at most of them."""
 
 _LEAST_NUMBERS = 8  # fewer are representable in a narrower dtype by chance
-_NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,14 @@ class CrossEntropyWatch(Watch[list[Row]]):
         # Logits that stay divided over the vocabulary would have to be gathered.
         if isinstance(logits, DTensor) or not isinstance(logits, Tensor):
             return
-        labels = self._expected.labels(self._step, cut)
+        labels = self._expected.make_labels(self._step, cut, logits.device)
         if labels.shape != logits.shape[:-1]:
             return
         stride = -(-labels.numel() // MOST_TOKENS)
-        tokens = torch.arange(0, labels.numel(), stride).to(logits.device, non_blocking=True)
-        chosen = labels.to(logits.device, non_blocking=True).reshape(-1)[tokens]
-        self._passed.append(compute(logits.detach().flatten(0, -2)[tokens], chosen, tokens))
+        tokens = torch.arange(0, labels.numel(), stride, device=logits.device)
+        self._passed.append(
+            compute(logits.detach().flatten(0, -2)[tokens], labels.reshape(-1)[tokens], tokens)
+        )
 
 
 def compute(logits: Tensor, labels: Tensor, tokens: Tensor) -> Passed:
@@ -161,9 +162,8 @@ def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
     # Where logits are no numbers, that leads the report by itself.
     ratio = torch.where(passed.losses.isfinite(), ratio, 0.0)
     fits = {
-        str(dtype).removeprefix("torch."): (shown.to(dtype).to(shown.dtype) == shown).all()
-        for dtype in _NARROWER
-        if torch.finfo(dtype).eps > torch.finfo(shown.dtype).eps
+        name_dtype(dtype): (shown.to(dtype).to(shown.dtype) == shown).all()
+        for dtype in list_narrower(shown.dtype)
     }
     return Compared(step, passed, actual, ratio, fits)
 

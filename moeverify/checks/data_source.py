@@ -19,7 +19,7 @@ from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case
 from moeverify.parallel.context_parallel import split_positions
 from moeverify.results.data import Batch, ReadSource, SourceKind
-from moeverify.train.data import IGNORED, make_batch, whole_share
+from moeverify.train.data import IGNORED, Share, make_batch, whole_share
 
 MOST_STEPS = 16  # that are searched, the nearest ones
 MOST_ROWS = 4  # that are named
@@ -89,6 +89,12 @@ class Expected:
         """Return the labels (M, s) with padding ignored."""
         counts = self.values(Batch.LOSS_MASK, step, cut)
         return self.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
+
+    def make_labels(self, step: int, cut: Cut, device: torch.device) -> Tensor:
+        """Return the same as `labels` on a device, for a rank that needs no rows but these."""
+        recipe = self.case.recipe
+        share = Share(tuple(cut.rows.tolist()), tuple(cut.positions.tolist()))
+        return make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, device).targets
 
     def find_source(self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int) -> ReadSource:
         """Return where a rank has read `actual` (M, s), which is no mask, in the place of its micro-batch."""

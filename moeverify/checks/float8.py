@@ -33,6 +33,7 @@ from moeverify.checks.float8_products import (
     look_at_operand,
     look_at_product,
 )
+from moeverify.checks.narrower import name_dtype
 from moeverify.checks.precision import WHOLE, join_by_module
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
@@ -170,7 +171,7 @@ class Float8Watch(Watch[Float8Report]):
         name = f"{role}{'' if dim is None else f' along dim {dim % 2}'}"
         key = (layer, name, self._visits[layer, name])
         self._visits[layer, name] += 1
-        found = Operand(self._step, key, _name(given["float8_dtype"]), (), (), ranks, axis)
+        found = Operand(self._step, key, name_dtype(given["float8_dtype"]), (), (), ranks, axis)
         self._looked[key] = (largest, used, found)
 
     def _finish(self) -> None:
@@ -249,12 +250,8 @@ def _list_ranks(operand: Tensor, dim: int | None) -> tuple[tuple[int, ...], str]
     return (tuple(mesh.mesh.flatten().tolist()), "-".join(mesh.mesh_dim_names or ())) if is_cut else ((), "")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _find_dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype in FORMATS.values() if _name(dtype) == name)
+    return next(dtype for dtype in FORMATS.values() if name_dtype(dtype) == name)
 
 
 def find_wrong(largest: Sequence[float], operand: Operand, *, power_of_two: bool) -> list[int]:

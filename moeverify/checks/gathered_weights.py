@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
 from moeverify.checks.dtype_watch import list_slots
+from moeverify.checks.narrower import name_dtype
 from moeverify.checks.precision import WHOLE, join_by_module
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.layout.local_shard import flat_shards, logical_name
@@ -195,7 +196,7 @@ class GatheredWatch(Watch[GatheredReport]):
         return Difference(
             step=self._step,
             parameter=weight.name,
-            dtype=str(actual.dtype).removeprefix("torch."),
+            dtype=name_dtype(actual.dtype),
             num_wrong=int(wrong.sum()),
             num_compared=wrong.numel(),
             index=tuple(int(each[first]) for each in weight.logical_at),

@@ -14,6 +14,7 @@ from typing import TypeVar
 from moeverify.case.schema import Case
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
 from moeverify.checks.dtype_watch import DtypeWatch, Sighting
+from moeverify.checks.narrower import name_dtype
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import DtypeFacts, Dtypes, PatternFacts, Use
 from moeverify.results.finding import Finding
@@ -39,9 +40,7 @@ class Wanted:
     @classmethod
     def of_case(cls, case: Case) -> Wanted:
         """Return what the case asks for."""
-        compute, kept = (
-            str(dtype(case.recipe.precision)).removeprefix("torch.") for dtype in (compute_dtype_of, dtype_of)
-        )
+        compute, kept = (name_dtype(dtype(case.recipe.precision)) for dtype in (compute_dtype_of, dtype_of))
         return cls(compute, kept, case.layout.in_float32)
 
     def of(self, sighting: Sighting) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Optimizer
+from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
@@ -131,21 +132,11 @@ def recompute(
         actual = change if is_weight else values.after[recomputed.name]
         start = values.weight if is_weight else torch.zeros_like(actual)
         allowed, stored = rounding.bound(recomputed, start, actual)
-        narrower = _list_narrower(first.dtypes)
+        narrower = list_narrower(*first.dtypes)
         others = [_count_others(start, recomputed.expected, actual, allowed, dtype) for dtype in narrower]
         numbers = _measure(recomputed, actual, allowed, stored, sizes, others)
         terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
         yield Batch(step, clip, members, recomputed.name, terms, numbers, narrower)
-
-
-def _list_narrower(dtypes: Collection[torch.dtype]) -> list[torch.dtype]:
-    """Return the dtypes that results of tensors in these dtypes may have been rounded to, the narrowest first."""
-    most = max(torch.finfo(dtype).eps for dtype in dtypes)
-    return [
-        dtype
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        if torch.finfo(dtype).eps > most and max(each.itemsize for each in dtypes) > dtype.itemsize
-    ]
 
 
 def _count_others(
@@ -310,7 +301,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
             clip=clip,
             rate=sampled.rate,
-            rounded_to=str(fitting[0]).removeprefix("torch.") if fitting else "",
+            rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
         )
 

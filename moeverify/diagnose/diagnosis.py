@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from moeverify.checks.base import Role
+from moeverify.checks.narrower import name_dtype
 from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
@@ -377,7 +378,7 @@ def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
     precision = cause.subject.precision if cause.subject is not None else torch.float64
     if precision == torch.float64:
         return []
-    return [HiddenByRounding(precision=str(precision).removeprefix("torch."))]
+    return [HiddenByRounding(precision=name_dtype(precision))]
 
 
 def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Finding:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -27,7 +28,6 @@ from moeverify.train.module_taps import BACKWARD
 
 # The narrowest first: what bfloat16 can represent, float32 can too.
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-_CASTS = (torch.bfloat16, torch.float16, torch.float32)
 _WINDOW = (0.01, 8.0)  # errors of sums and products of rounded numbers, in units of rounding
 _LEAST_DIRECTIONS = 8  # fewer tokens or elements show no spectrum
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
@@ -64,7 +64,7 @@ class Rounding(Hypothesis):
         errors = [(tensor, error) for tensor in tensors if (error := measure_error(tensor)) > 0.0]
         if not errors:
             return self.untried(Reason.EXPECTED_IS_ZERO)
-        units = {_name(dtype): unit for dtype, unit in _UNITS.items()}
+        units = {name_dtype(dtype): unit for dtype, unit in _UNITS.items()}
         seen = RelativeError(error=max(error for _, error in errors), units=units)
         if tensors[0].quantity is Quantity.LOADED:
             return self._test_cast(tensors, inputs, seen)
@@ -79,7 +79,7 @@ class Rounding(Hypothesis):
                 and all(_is_dense(tensor) for tensor, _ in errors)
                 and _began_as_noise(tensors, inputs)
             ):
-                operation = Rounded(dtype=_name(dtype), is_representable=is_representable)
+                operation = Rounded(dtype=name_dtype(dtype), is_representable=is_representable)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
         return self.refuse(seen)
 
@@ -87,20 +87,14 @@ class Rounding(Hypothesis):
         self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, seen: RelativeError
     ) -> Outcome:
         """Compare what was loaded with a cast of what was saved: a load computes nothing, so all bits must be its."""
-        for dtype in _CASTS:
+        for dtype in list_narrower(*(tensor.precision for tensor in tensors)):
             if all(_is_cast(tensor, dtype) for tensor in tensors):
-                operation = Rounded(dtype=_name(dtype), is_representable=True)
+                operation = Rounded(dtype=name_dtype(dtype), is_representable=True)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
         return self.refuse(seen)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_cast(tensor: WrongTensor, dtype: torch.dtype) -> bool:
-    if tensor.precision.itemsize <= dtype.itemsize:
-        return False
     return torch.equal(tensor.expected.to(dtype).to(tensor.whole.dtype), tensor.whole)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional
 
 from moeverify.checks.base import Outcome
 from moeverify.checks.cross_entropy import CrossEntropyWatch, compare, compute, judge_rows
+from moeverify.checks.data_source import Expected
+from moeverify.faults.setting import make_case
 from moeverify.report.words.check import describe_facts
 from moeverify.train.data import IGNORED
 
@@ -100,3 +103,12 @@ def test_logits_that_are_no_numbers_are_for_others_to_report() -> None:
     passed = compute(logits, torch.tensor([1, 2]), torch.arange(2))
     assert passed.losses.isfinite().tolist() == [False, True]
     assert compare(0, passed, torch.tensor([torch.nan, 9.0])).ratio.gt(1.0).tolist() == [False, True]
+
+
+def test_labels_of_a_ranks_own_rows_are_those_of_the_whole_batch() -> None:
+    case = make_case("c", data={"min_valid": 0.3}, cp=2, dp_shard=2, micro_batches=2)
+    expected = Expected(case)
+    for rank, number, step in product(range(4), range(2), range(2)):
+        cut = expected.cut(rank, number)
+        own = expected.make_labels(step, cut, torch.device("cpu"))
+        assert torch.equal(own, expected.labels(step, cut))
