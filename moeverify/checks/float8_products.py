@@ -20,8 +20,18 @@ from moeverify.results.facts import Float8Facts
 MOST_ROWS, MOST_COLUMNS = 8, 64
 """Of a larger product, so many rows and columns in equal distances are computed again; of an operand, rows alone."""
 
-_KERNEL = 2.0**-13
-"""Relative to the sum of absolute products: kernels keep 14 bits of a partial sum (H100, as its users have found)."""
+_UNIT = 2.0**-13
+"""What a kernel cuts off of an addend, relative to the largest of those that it adds at once and of the sum so far.
+
+Tensor cores of Hopper align them at the largest and keep 13 bits behind its leading one (measured by others,
+section 3.3.2 of arXiv 2412.19437); later ones keep more.
+"""
+
+_DEVIATIONS = 6.0
+"""Of a normal variable, seldom exceeded: once in 5e8 elements."""
+
+_PARTS = 16
+"""In so many parts of equal length partial sums are looked at."""
 
 _PRODUCT = torch.ops.aten.mm.default
 
@@ -129,14 +139,28 @@ def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
     one = _pick(left._data, rows) / _widen(left._scale.expand(left._data.shape)[rows])
     other = _pick(right._data.t(), columns) / _widen(right._scale.expand(right._data.shape).t()[columns])
     other = other.t()
-    expected, sizes = one @ other, one.abs() @ other.abs()
+    partial = _add_up(one, other)
+    expected, sizes = partial[-1], one.abs() @ other.abs()
     # Operands are divided by their scales, multiplied and added up: a rounding for each, in what the sum is taken.
     unit = (len(other) + 4) * 0.5 * torch.finfo(widen(product.dtype)).eps
-    if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
-        unit += _KERNEL
     last = torch.finfo(product.dtype)
     allowed = unit * sizes + last.eps / 2.0 * expected.abs() + last.tiny
+    if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
+        allowed += bound_cuts(one, other, partial.abs().amax(0))
     return Product(what, _widen(product[rows][:, columns]), expected, sizes, allowed)
+
+
+def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
+    """Return what a tensor core can lose of the sums of products of (m, k) and (k, n), in float64 as all here.
+
+    `most` (m, n) is the largest partial sum. Each of the k addends, and each sum that is carried on, loses between
+    nothing and a unit toward zero: on average half a unit of its sign, and beside that as a sum of independent
+    uniform variables does.
+    """
+    num_addends = len(other) + len(other) // 16
+    largest = torch.maximum(most, (one.square() @ other.square()).sqrt())
+    drift = 0.5 * (one.sign() @ other.sign()).abs()
+    return _UNIT * largest * (drift + _DEVIATIONS * (num_addends / 12.0) ** 0.5)
 
 
 def look_at_product(layer: str, product: Product) -> Seen:
@@ -154,6 +178,13 @@ def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:
 
 def _choose(length: int, most: int, device: torch.device) -> Tensor:
     return torch.arange(0, length, max(1, -(-length // most)), device=device)
+
+
+def _add_up(one: Tensor, other: Tensor) -> Tensor:
+    """Return partial sums (parts, m, n) of products of (m, k) and (k, n) in the order of k, the whole as the last."""
+    length = -(-len(other) // _PARTS)
+    parts = [one[:, at : at + length] @ other[at : at + length] for at in range(0, len(other), length)]
+    return torch.stack(parts).cumsum(0)
 
 
 def _pick(data: Tensor, rows: Tensor) -> Tensor:

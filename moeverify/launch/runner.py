@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.collectives.staging import stage_messages
+from moeverify.collectives.staging import stage_collectives
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch.backend import choose_backend, choose_gpu
 from moeverify.launch.caches import MeshCaches
@@ -132,7 +132,7 @@ class JobRunner:
     ) -> dict[str, Any] | None:
         kind: Device = "cuda" if self._device.type == "cuda" else "cpu"
         backend = choose_backend(self._wanted, kind, num_ranks=job.num_ranks, num_gpus=self._num_gpus)
-        staging = stage_messages() if kind == "cuda" and backend == "gloo" else None
+        staging = stage_collectives() if kind == "cuda" and backend == "gloo" else None
         self._caches.begin(job.keeps_meshes)
         has_failed = True
         try:

@@ -13,6 +13,7 @@ from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ReferenceModel
 from moeverify.checks.base import Shown
 from moeverify.checks.float8 import Float8, Float8Watch
+from moeverify.checks.float8_products import bound_cuts
 from moeverify.faults.setting import make_case
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.model.transformer import Transformer
@@ -127,3 +128,45 @@ def test_numbers_that_are_rounded_otherwise_are_told(
     (found,) = run_layer(float8, dtype)
     assert (found.facts.source, found.code, found.bound) == ("numbers", "precision", 0.0)
     assert "to other numbers of float8" in found.cause
+
+
+def multiply_like_a_tensor_core(one: torch.Tensor, other: torch.Tensor, at_once: int = 32) -> torch.Tensor:
+    """Add products (m, k) x (k, n) in groups, each cut at 13 bits behind the leading one of its group's largest."""
+    total = torch.zeros(len(one), other.shape[1], dtype=torch.float64)
+    for first in range(0, len(other), at_once):
+        rows = slice(first, first + at_once)
+        addends = torch.cat([one[:, rows, None] * other[None, rows], total[:, None]], dim=1)
+        unit = 2.0 ** (addends.abs().amax(1).log2().floor() - 13.0)
+        total = ((addends / unit[:, None]).trunc() * unit[:, None]).sum(1)
+    return total
+
+
+def make_operands(kind: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return operands (8, length) and (length, 64) whose products cost a sum its bits in another way each."""
+    one = torch.randn(8, length, dtype=torch.float64)
+    other = torch.randn(length, 64, dtype=torch.float64)
+    if kind == "positive":
+        one, other = one.abs(), other.abs()
+    elif kind == "one is large":
+        one[:, length // 3] *= 100.0
+    elif kind == "first up, then down":
+        one, other = one.abs(), other.abs()
+        one[:, length // 2 :] *= -1.0
+    return tuple(x.to(torch.float8_e4m3fn).to(torch.float64) for x in (one, other))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("length", [64, 1024, 4096])
+@pytest.mark.parametrize("kind", ["random", "positive", "one is large", "first up, then down"])
+def test_what_a_tensor_core_loses_is_allowed(kind: str, length: int) -> None:
+    torch.manual_seed(0)
+    one, other = make_operands(kind, length)
+    exact = one @ other
+    terms = (one[:, :, None] * other[None]).cumsum(1).abs().amax(1)
+    allowed = bound_cuts(one, other, terms)
+    lost = (multiply_like_a_tensor_core(one, other) - exact).abs()
+    assert bool((lost <= allowed).all())
+    # It is no more than needed: within a factor of what is lost somewhere, and less than what a lost row costs.
+    assert float((lost / allowed).amax()) > 0.05
+    if kind == "random":
+        typical = float((one[:, :1] * other[:1]).abs().mean()) * length**0.5
+        assert float(allowed.median()) < 0.2 * typical
