@@ -7,6 +7,7 @@ golden nor what came before plays a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,8 @@ def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
     num_addends = len(other) + len(other) // 16
     largest = torch.maximum(most, (one.square() @ other.square()).sqrt())
     drift = 0.5 * (one.sign() @ other.sign()).abs()
-    return _UNIT * largest * (drift + _DEVIATIONS * (num_addends / 12.0) ** 0.5)
+    spread = _DEVIATIONS * math.sqrt(num_addends / 12.0)
+    return _UNIT * largest * (drift + spread)
 
 
 def look_at_product(layer: str, product: Product) -> Seen:
