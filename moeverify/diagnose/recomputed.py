@@ -48,7 +48,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
-    for finding in sorted(recomputed, key=lambda each: (not _find_sure_dtype(each), each.step, -each.error)):
+    for finding in sorted(recomputed, key=_rank_head):
         if _find_head(finding, heads) is None:
             heads[_signature(finding)] = finding
     joined = []
@@ -65,6 +65,16 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
         is_led = head is not None and head is not each
         joined.append(finding.model_copy(update={"follows": head.tensor}) if head and is_led else finding)
     return joined
+
+
+def _rank_head(finding: Finding) -> tuple[bool, bool, int, float]:
+    """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
+    return not _find_sure_dtype(finding), _find_variant(finding) is None, finding.step, -finding.error
+
+
+def _find_variant(finding: Finding) -> str | None:
+    """Return the one other formula by which the optimizer made an update, if it is known."""
+    return finding.facts.variant if isinstance(finding.facts, RecomputedFacts) else None
 
 
 def _is_unknown(finding: Finding) -> bool:
@@ -175,7 +185,8 @@ def _tells_rate(finding: Finding) -> bool:
 def _tells_terms(finding: Finding, origin: Finding) -> bool:
     """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
     facts = finding.facts
-    return isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms) and _is_of_same(origin, finding)
+    is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.variant)
+    return is_told and _is_of_same(origin, finding)
 
 
 def _tells_parameters(finding: Finding, origin: Finding) -> bool:
@@ -233,6 +244,9 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
+    formed = next((each for each in heads.values() if _find_variant(each) in finding.facts.variants), None)
+    if formed is not None:
+        return formed
     if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
         dtype = finding.facts.rounded_to
         return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
@@ -286,6 +300,8 @@ def _signature(finding: Finding) -> object:
         return *_name_result(finding), "still"
     if facts.is_of_rate:
         return *_name_result(finding), "rate"  # its factor is another one in each step
+    if facts.variant is not None:
+        return *_name_result(finding), facts.variant
     factors = tuple(
         (term.name, term.is_wrong, None if term.factor is None else round(term.factor, 1))
         for term in facts.terms

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -174,12 +175,14 @@ class ExpertFacts(Record):
 class TermFacts(Record):
     """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
 
-    `found` is None where no coefficients explain it, or where the term is zero throughout.
+    `found` is None where no coefficients explain it, or where the term is zero throughout; `error` is its standard
+    error.
     """
 
     name: str
     expected: float
     found: float | None = None
+    error: float = 0.0
 
     @property
     def factor(self) -> float | None:
@@ -187,11 +190,40 @@ class TermFacts(Record):
         return None if self.found is None or not self.expected else self.found / self.expected
 
     @property
+    def power_of_two(self) -> int | None:
+        """Return n where a gradient is there 2^n times, as with a scale of the loss: from 16 or 1/16 on.
+
+        A coefficient is small and not zero where it is many standard errors. Of numbers that are no power of two one
+        in fifty is as near to one, in 16 bits.
+        """
+        factor = self.factor
+        if factor is None or factor <= 0.0 or "gradient" not in self.name or self.found is None:
+            return None
+        exponent = math.log2(factor) / (2 if self.name.startswith("squared") else 1)
+        is_power = abs(exponent - round(exponent)) < NEAR / 2 and abs(round(exponent)) >= 4
+        return round(exponent) if is_power and abs(self.found) >= 8.0 * self.error else None
+
+    @property
     def is_wrong(self) -> bool:
         """Return whether the term is known to be there by another factor than it should be."""
         if self.factor is None:
             return bool(self.found)  # there, and it should not be
         return abs(self.factor - 1.0) > NEAR
+
+
+StepVariant = Literal[
+    "epsilon-before-correction",
+    "epsilon-in-root",
+    "no-epsilon",
+    "no-correction",
+    "no-first-correction",
+    "no-second-correction",
+    "corrected-for-next-step",
+    "corrected-for-step-before",
+    "decay-with-corrections",
+    "decay-without-rate",
+    "nesterov",
+]
 
 
 class RecomputedFacts(Record):
@@ -202,7 +234,7 @@ class RecomputedFacts(Record):
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
     where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
-    do not.
+    do not. `variants` are the other formulas of the step that give what the rank has, up to rounding.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -215,6 +247,13 @@ class RecomputedFacts(Record):
     rounded_to: str = ""
     is_rounding_sure: bool = False
     is_still: bool = False
+    variants: tuple[StepVariant, ...] = ()
+
+    @property
+    def variant(self) -> StepVariant | None:
+        """Return the one formula by which the step was made, None where there is none or rounding hides which."""
+        is_other = self.is_still or self.is_rounding_sure or self.is_of_rate
+        return self.variants[0] if len(self.variants) == 1 and not is_other else None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
@@ -243,14 +282,16 @@ class RecomputedFacts(Record):
 class ClipFacts(Record):
     """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
 
-    For a diagnosis alone, and not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, the
-    `parts` of each parameter that ranks have, as keys of regions, and the machine epsilon of the norm.
+    For a diagnosis alone, and not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, and
+    those of its `regions` by their keys, the `parts` of each parameter that ranks have, as such keys (a semicolon
+    between several), and the machine epsilon of the norm.
     """
 
     about: Literal["clip"] = "clip"
     is_coefficient: bool = False
     norms: tuple[float, ...] = Field(default=(), exclude=True, repr=False)
     squares: Mapping[str, float] = Field(default={}, exclude=True, repr=False)
+    regions: Mapping[str, Mapping[str, float]] = Field(default={}, exclude=True, repr=False)
     parts: Mapping[str, Mapping[int, str]] = Field(default={}, exclude=True, repr=False)
     eps: float = Field(default=0.0, exclude=True, repr=False)
 

@@ -201,6 +201,20 @@ class NormOfNorms(Record):
     groups: tuple[Group, ...] = ()
 
 
+class NormOfSlices(Record):
+    """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
+
+    A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. On each
+    rank the norm is that of its own slice, or on all of them a `combination` of the slices' norms: their mean, the
+    largest, their sum, or the root of the mean of their squares.
+    """
+
+    kind: Literal["norm-of-slices"] = "norm-of-slices"
+    combination: Literal["own", "mean", "max", "sum", "root-mean-square"]
+    axes: tuple[Product, ...] = ()
+    group: Group | None = None
+
+
 class NormOfPartials(Record):
     """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
 
@@ -389,6 +403,7 @@ Operation = Annotated[
     | Replaced
     | Unmoved
     | NormOfNorms
+    | NormOfSlices
     | NormOfPartials
     | Reclipped
     | Unclipped

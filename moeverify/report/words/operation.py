@@ -18,6 +18,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.norms import (
     describe_norm_of_norms,
     describe_norm_of_partials,
+    describe_norm_of_slices,
     describe_reclipped,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
@@ -49,6 +50,7 @@ from moeverify.results.operation import (
     Moved,
     NormOfNorms,
     NormOfPartials,
+    NormOfSlices,
     Offset,
     OwnValues,
     Reclipped,
@@ -341,6 +343,7 @@ describe_operation.register(Miscounted, describe_miscounted)
 describe_operation.register(Unwritten, describe_unwritten)
 describe_operation.register(NormOfNorms, describe_norm_of_norms)
 describe_operation.register(NormOfPartials, describe_norm_of_partials)
+describe_operation.register(NormOfSlices, describe_norm_of_slices)
 describe_operation.register(Reclipped, describe_reclipped)
 
 
