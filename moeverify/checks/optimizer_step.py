@@ -22,9 +22,9 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import RecomputedFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program

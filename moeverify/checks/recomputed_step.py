@@ -15,7 +15,7 @@ from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 

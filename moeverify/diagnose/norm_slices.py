@@ -28,7 +28,7 @@ _COMBINE: Mapping[_Combination, Callable[[Sequence[float]], float]] = {
     "root-mean-square": lambda squares: sum(squares) / len(squares),
 }
 
-# Among some hundred combinations of axes, parameters and formulas, each fits one in ten thousand of the norms that are
+# Among some hundred combinations of axes, parameters and formulas, each fits one in ten thousand of norms that are
 # wrong in another way, if it may be this far off. A norm that is known less well says nothing.
 _MOST_NOISE = 1e-5
 _LEAST_SHARE = 1e-5  # of the square that is not there: less of it leaves no digits

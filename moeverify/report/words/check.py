@@ -29,7 +29,6 @@ from moeverify.results.facts import (
     NumCollectives,
     ObjectiveFacts,
     PatternFacts,
-    RecomputedFacts,
     ReplicaFacts,
     RouterFacts,
     RouterGradientFacts,
@@ -37,6 +36,7 @@ from moeverify.results.facts import (
     Use,
 )
 from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.step_facts import RecomputedFacts
 
 _MOST_NAMED = 3  # parameters of one finding
 _MOST_EXPERTS = 4
@@ -371,6 +371,10 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
             f", the clearest of them by {format_number(facts.margin or 0.0)} times the rounding of its scores"
         )
         return Words(text, "", (seen + margin,))
+    if facts.rounded:
+        text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it makes weights of them"
+        exact = f"its {facts.rounded} in {facts.dtype} give the weights that it has, bit for bit"
+        return Words(text, "", (seen, exact))
     if facts.quantity == "weights":
         return Words(f"{finding.tensor} weighs its experts otherwise than its own scores say", "", (seen,))
     return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.results.checks import Kind
-from moeverify.results.facts import NEAR, RecomputedFacts, StepVariant, TermFacts
 from moeverify.results.finding import Finding
+from moeverify.results.step_facts import NEAR, RecomputedFacts, StepVariant, TermFacts
 
 Said = tuple[str, tuple[str, ...]]
 """The cause, and the evidence for it."""
