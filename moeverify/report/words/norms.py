@@ -30,7 +30,7 @@ def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -
     if operation.combination == "own":
         return (
             f"the gradients match, and {squares} are not summed over {over}: "
-            "each rank's gradient norm counts those of its own coordinate alone"
+            "each rank's gradient norm counts only those of the ranks at its own coordinate"
         )
     value = {
         "mean": "the mean of",
@@ -40,7 +40,7 @@ def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -
     }[operation.combination]
     return (
         f"the gradients match, and {squares} are not summed over {over}: "
-        f"the gradient norm is {value} the norms that each coordinate has"
+        f"the gradient norm is {value} the norms at each coordinate"
     )
 
 

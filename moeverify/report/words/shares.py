@@ -31,7 +31,7 @@ def describe_weights(operation: Scaled) -> str:
 
 
 def _describe_clip(clip: PartialClip) -> str:
-    whose = "each rank's own" if clip.by_own else "all ranks'"
+    who, whose = ("each rank", "its own") if clip.by_own else ("all ranks together", "their")
     if clip.clipped == "accumulated":
-        return f"gradients are clipped after each micro-batch, by the norm of {whose} that are accumulated so far"
-    return f"gradients are clipped before they are summed, each by the norm of {whose} of that micro-batch"
+        return f"gradients are clipped after each micro-batch, by the norm of what {who} had by then"
+    return f"gradients are clipped before they are summed: {who} by the norm of {whose} micro-batch"
