@@ -23,8 +23,10 @@ _OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
 
 _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
 
-MOST_OF_VARIANTS = 1 << 10
+MOST_OF_VARIANTS = 1 << 8
 """Of a shard's elements so many, in equal distances, are compared with other formulas of the update."""
+
+_RIGHT = "right"
 
 EXPLAINED = 0.02
 """The share of an error that a fit may leave to be reported; what is left besides is rounding."""
@@ -162,8 +164,9 @@ def _add_variants(
     """Return the batch with how many elements of a smaller sample each other formula does not give."""
     strides = [-(-len(each.gradient) // MOST_OF_VARIANTS) for each in batch.members]
     starts = [0, *accumulate(len(each.gradient) for each in batch.members)]
-    places = [range(start, end, step) for start, end, step in zip(starts, starts[1:], strides, strict=False)]
-    chosen = torch.tensor([place for each in places for place in each]).to(change.device, non_blocking=True)
+    bounds = zip(starts, starts[1:], strides, strict=False)
+    places = [torch.arange(start, end, stride) for start, end, stride in bounds]
+    chosen = torch.cat(places).to(change.device, non_blocking=True)
 
     def take(tensor: Tensor) -> Tensor:
         return tensor[chosen]
@@ -181,17 +184,17 @@ def _add_variants(
     rounding = Rounding.of(batch.members[0].dtypes)
     options = recomputed.options if isinstance(recomputed.options, float) else take(recomputed.options)
     rounded, actual = take(recomputed.rounded), take(change)
-    right = take(recomputed.expected).abs()
+    right = take(recomputed.expected)
     wrong = []
-    for name, expected in variants.items():
+    for name, expected in {_RIGHT: right, **variants}.items():
         # Another formula has other intermediate results, which are as large as its result and the right one.
-        inner = rounded + 4.0 * (expected.abs() + right)
+        inner = rounded + 4.0 * (expected.abs() + right.abs())
         variant = replace(recomputed, terms=(Term(name, 1.0, expected),), rounded=inner, options=options)
         allowed, _ = rounding.bound(variant, few.weight, actual)
         wrong.append((~((actual - expected).abs() <= allowed)).to(torch.float64))
     sizes = torch.tensor([len(each) for each in places]).to(change.device, non_blocking=True)
     misfits = torch.segment_reduce(torch.cat(wrong), "sum", lengths=sizes.repeat(len(wrong)), unsafe=True)
-    return replace(batch, variants=tuple(variants), misfits=misfits.view(len(wrong), -1).T)
+    return replace(batch, variants=(_RIGHT, *variants), misfits=misfits.view(len(wrong), -1).T)
 
 
 def _count_others(
@@ -360,8 +363,14 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             rate=sampled.rate,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
-            variants=tuple(name for name, num in zip(batch.variants, unfit, strict=True) if num == 0.0),
+            variants=_list_fitting(batch.variants, unfit),
         )
+
+
+def _list_fitting(variants: Sequence[str], unfit: Sequence[float]) -> tuple[str, ...]:
+    """Return the formulas that give all elements; none where the right one does too, with the same room."""
+    fitting = tuple(name for name, num in zip(variants, unfit, strict=True) if num == 0.0)
+    return () if _RIGHT in fitting else fitting
 
 
 def fit(row: Row) -> RecomputedFacts:
