@@ -15,7 +15,7 @@ from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RIGHT, RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
@@ -25,8 +25,6 @@ _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
 
 MOST_OF_VARIANTS = 1 << 8
 """Of a shard's elements so many, in equal distances, are compared with other formulas of the update."""
-
-_RIGHT = "right"
 
 EXPLAINED = 0.02
 """The share of an error that a fit may leave to be reported; what is left besides is rounding."""
@@ -40,8 +38,8 @@ class Row:
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
     `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
-    `rate` is the learning rate that the optimizer had, where that is known. `variants` are the other formulas that
-    give each element of a smaller sample, up to rounding. `rounded_to` is the narrower dtype in
+    `rate` is the learning rate that the optimizer had, where that is known. `variants` are the formulas that give
+    each element of a smaller sample, up to rounding, the right one among them. `rounded_to` is the narrower dtype in
     which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
     """
 
@@ -186,7 +184,7 @@ def _add_variants(
     rounded, actual = take(recomputed.rounded), take(change)
     right = take(recomputed.expected)
     wrong = []
-    for name, expected in {_RIGHT: right, **variants}.items():
+    for name, expected in {RIGHT: right, **variants}.items():
         # Another formula has other intermediate results, which are as large as its result and the right one.
         inner = rounded + 4.0 * (expected.abs() + right.abs())
         variant = replace(recomputed, terms=(Term(name, 1.0, expected),), rounded=inner, options=options)
@@ -194,7 +192,7 @@ def _add_variants(
         wrong.append((~((actual - expected).abs() <= allowed)).to(torch.float64))
     sizes = torch.tensor([len(each) for each in places]).to(change.device, non_blocking=True)
     misfits = torch.segment_reduce(torch.cat(wrong), "sum", lengths=sizes.repeat(len(wrong)), unsafe=True)
-    return replace(batch, variants=(_RIGHT, *variants), misfits=misfits.view(len(wrong), -1).T)
+    return replace(batch, variants=(RIGHT, *variants), misfits=misfits.view(len(wrong), -1).T)
 
 
 def _count_others(
@@ -363,14 +361,8 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             rate=sampled.rate,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
-            variants=_list_fitting(batch.variants, unfit),
+            variants=tuple(name for name, num in zip(batch.variants, unfit, strict=True) if num == 0.0),
         )
-
-
-def _list_fitting(variants: Sequence[str], unfit: Sequence[float]) -> tuple[str, ...]:
-    """Return the formulas that give all elements; none where the right one does too, with the same room."""
-    fitting = tuple(name for name, num in zip(variants, unfit, strict=True) if num == 0.0)
-    return () if _RIGHT in fitting else fitting
 
 
 def fit(row: Row) -> RecomputedFacts:

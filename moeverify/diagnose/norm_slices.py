@@ -39,7 +39,7 @@ def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOf
 
     `noise` is how far a squared norm may be off by its own rounding, relatively.
     """
-    if noise > _MOST_NOISE or not all(map(math.isfinite, facts.norms)):
+    if not facts.held or noise > _MOST_NOISE or not all(map(math.isfinite, facts.norms)):
         return None
     divisions = dict(_list_divisions(axes, len(facts.norms)))
     for group in _list_groups(facts):
@@ -104,13 +104,10 @@ def _measure(facts: ClipFacts, group: Group | None, division: _Division) -> list
     for ranks in division:
         square = others
         for name in inside:
-            held = {
-                region
-                for rank, regions in facts.parts[name].items()
-                if rank in ranks
-                for region in regions.split(";")
-            }
-            square += sum(facts.regions[name].get(region, 0.0) for region in held)
+            regions: dict[str, float] = {}
+            for rank, known in facts.held[name].items():
+                regions.update(known if rank in ranks else {})
+            square += sum(regions.values())
         measured.append(square)
     return measured
 

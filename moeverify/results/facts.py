@@ -172,16 +172,16 @@ class ExpertFacts(Record):
 class ClipFacts(Record):
     """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
 
-    For a diagnosis alone, and not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, and
-    those of its `regions` by their keys, the `parts` of each parameter that ranks have, as such keys (a semicolon
-    between several), and the machine epsilon of the norm.
+    For a diagnosis alone, not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, what is
+    `held` of each by rank and key of the region, the `parts` of each parameter that ranks have, as such keys, and the
+    machine epsilon of the norm.
     """
 
     about: Literal["clip"] = "clip"
     is_coefficient: bool = False
     norms: tuple[float, ...] = Field(default=(), exclude=True, repr=False)
     squares: Mapping[str, float] = Field(default={}, exclude=True, repr=False)
-    regions: Mapping[str, Mapping[str, float]] = Field(default={}, exclude=True, repr=False)
+    held: Mapping[str, Mapping[int, Mapping[str, float]]] = Field(default={}, exclude=True, repr=False)
     parts: Mapping[str, Mapping[int, str]] = Field(default={}, exclude=True, repr=False)
     eps: float = Field(default=0.0, exclude=True, repr=False)
 

@@ -50,7 +50,10 @@ class TermFacts(Record):
         return abs(self.factor - 1.0) > NEAR
 
 
+RIGHT: Literal["right"] = "right"
+
 StepVariant = Literal[
+    "right",
     "epsilon-before-correction",
     "epsilon-in-root",
     "no-epsilon",
@@ -73,7 +76,8 @@ class RecomputedFacts(Record):
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
     where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
-    do not. `variants` are the other formulas of the step that give what the rank has, up to rounding.
+    do not. `variants` are the formulas of the step that give what a smaller sample has, up to rounding; the right one
+    is among them where that tells nothing.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -92,7 +96,11 @@ class RecomputedFacts(Record):
     def variant(self) -> StepVariant | None:
         """Return the one formula by which the step was made, None where there is none or rounding hides which."""
         is_other = self.is_still or self.is_rounding_sure or self.is_of_rate
-        return self.variants[0] if len(self.variants) == 1 and not is_other else None
+        return (
+            self.variants[0]
+            if len(self.variants) == 1 and self.variants[0] != RIGHT and not is_other
+            else None
+        )
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:

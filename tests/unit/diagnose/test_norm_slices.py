@@ -28,13 +28,17 @@ REGIONS = {
     "layers.0.moe.experts.up": {"x": 2.3, "y": 0.6},
     "layers.1.moe.experts.up": {"x": 0.8, "z": 0.35, "y": 1.7},
 }
+HELD = {
+    name: {rank: {part: REGIONS[name][part] for part in parts.split(";")} for rank, parts in known.items()}
+    for name, known in PARTS.items()
+}
 SQUARES = {name: sum(known.values()) for name, known in REGIONS.items()}
 EPS = 2.0**-23
 
 
 def find(*squares: float, eps: float = EPS) -> NormOfSlices | None:
     norms = tuple(math.sqrt(square) * (1.0 + eps / 2.0) for square in squares)
-    facts = ClipFacts(norms=norms, squares=SQUARES, regions=REGIONS, parts=PARTS, eps=eps)
+    facts = ClipFacts(norms=norms, squares=SQUARES, held=HELD, parts=PARTS, eps=eps)
     return find_norm_of_slices(facts, AXES, noise=8.0 * eps)
 
 
