@@ -211,18 +211,22 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
     of_region: dict[tuple[str, str], float] = {}
     for each in reversed(of_step):  # of replicas that differ, the lowest rank's
         of_region.update(each.squares)
-    squares: dict[str, float] = {}
-    for (parameter, _), square in of_region.items():
-        squares[parameter] = squares.get(parameter, 0.0) + square
+    regions: dict[str, dict[str, float]] = {}
+    for (parameter, region), square in of_region.items():
+        regions.setdefault(parameter, {})[region] = square
+    squares = {parameter: sum(known.values()) for parameter, known in regions.items()}
     parts: dict[str, dict[int, str]] = {}
+    held: dict[str, dict[int, dict[str, float]]] = {}
     for rank, each in enumerate(of_step):
         for parameter, region in each.squares:
+            square = regions[parameter][region]
+            held.setdefault(parameter, {}).setdefault(rank, {})[region] = square
             known = parts.setdefault(parameter, {})
             # A rank may have several regions of one parameter: rows of experts that were moved.
             known[rank] = f"{known[rank]};{region}" if rank in known else region
     norms = tuple(each.norms[name] for each in of_step)
     eps = max(each.eps[name] for each in of_step)
-    return ClipFacts(norms=norms, squares=squares, parts=parts, eps=eps)
+    return ClipFacts(norms=norms, squares=squares, held=held, parts=parts, eps=eps)
 
 
 def _make_finding(

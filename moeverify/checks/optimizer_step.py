@@ -22,9 +22,9 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import RecomputedFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
@@ -283,6 +283,9 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates
         is_sure = any(each.is_changed for _, each in rows)
         facts = facts.model_copy(update={"rounded_to": row.rounded_to, "is_rounding_sure": is_sure})
     wrong = [each for _, each in rows if _rate(each) > 1.0]
+    common = set(wrong[0].variants).intersection(*(each.variants for each in wrong[1:]))
+    if not facts.is_of_rate:
+        facts = facts.model_copy(update={"variants": tuple(sorted(common))})
     if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})
     return Finding(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RIGHT, RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
-from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
+from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
 _OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
 
 _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
+
+MOST_OF_VARIANTS = 1 << 8
+"""Of a shard's elements so many, in equal distances, are compared with other formulas of the update."""
 
 EXPLAINED = 0.02
 """The share of an error that a fit may leave to be reported; what is left besides is rounding."""
@@ -34,7 +38,8 @@ class Row:
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
     `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
-    `rate` is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in
+    `rate` is the learning rate that the optimizer had, where that is known. `variants` are the formulas that give
+    each element of a smaller sample, up to rounding, the right one among them. `rounded_to` is the narrower dtype in
     which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
     """
 
@@ -56,6 +61,7 @@ class Row:
     rate: float | None = None
     rounded_to: str = ""
     is_changed: bool = True
+    variants: tuple[str, ...] = ()
 
 
 @dataclass
@@ -80,7 +86,8 @@ class Sampled:
 class Batch:
     """Recomputed values of several shards in one, not yet read from the device.
 
-    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`.
+    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`;
+    `misfits` (N, V) of V `variants`: how many elements of the smaller sample each does not give.
     """
 
     step: int
@@ -90,6 +97,8 @@ class Batch:
     terms: tuple[tuple[str, float], ...]
     numbers: Tensor
     narrower: Sequence[torch.dtype] = ()
+    variants: tuple[str, ...] = ()
+    misfits: Tensor | None = None
 
 
 def sample(local: Tensor, stride: int) -> Tensor:
@@ -136,7 +145,54 @@ def recompute(
         others = [_count_others(start, recomputed.expected, actual, allowed, dtype) for dtype in narrower]
         numbers = _measure(recomputed, actual, allowed, stored, sizes, others)
         terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
-        yield Batch(step, clip, members, recomputed.name, terms, numbers, narrower)
+        batch = Batch(step, clip, members, recomputed.name, terms, numbers, narrower)
+        yield (
+            _add_variants(batch, kind.list_variants, spec, values, recomputed, change) if is_weight else batch
+        )
+
+
+def _add_variants(
+    batch: Batch,
+    list_variants: Callable[[Optimizer, StepValues], Mapping[str, Tensor]],
+    spec: Optimizer,
+    values: StepValues,
+    recomputed: Recomputed,
+    change: Tensor,
+) -> Batch:
+    """Return the batch with how many elements of a smaller sample each other formula does not give."""
+    strides = [-(-len(each.gradient) // MOST_OF_VARIANTS) for each in batch.members]
+    starts = [0, *accumulate(len(each.gradient) for each in batch.members)]
+    bounds = zip(starts, starts[1:], strides, strict=False)
+    places = [torch.arange(start, end, stride) for start, end, stride in bounds]
+    chosen = torch.cat(places).to(change.device, non_blocking=True)
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[chosen]
+
+    few = replace(
+        values,
+        weight=take(values.weight),
+        gradient=take(values.gradient),
+        before={name: take(moment) for name, moment in values.before.items()},
+        after={name: take(moment) for name, moment in values.after.items()},
+    )
+    variants = list_variants(spec, few)
+    if not variants:
+        return batch
+    rounding = Rounding.of(batch.members[0].dtypes)
+    options = recomputed.options if isinstance(recomputed.options, float) else take(recomputed.options)
+    rounded, actual = take(recomputed.rounded), take(change)
+    right = take(recomputed.expected)
+    wrong = []
+    for name, expected in {RIGHT: right, **variants}.items():
+        # Another formula has other intermediate results, which are as large as its result and the right one.
+        inner = rounded + 4.0 * (expected.abs() + right.abs())
+        variant = replace(recomputed, terms=(Term(name, 1.0, expected),), rounded=inner, options=options)
+        allowed, _ = rounding.bound(variant, few.weight, actual)
+        wrong.append((~((actual - expected).abs() <= allowed)).to(torch.float64))
+    sizes = torch.tensor([len(each) for each in places]).to(change.device, non_blocking=True)
+    misfits = torch.segment_reduce(torch.cat(wrong), "sum", lengths=sizes.repeat(len(wrong)), unsafe=True)
+    return replace(batch, variants=(RIGHT, *variants), misfits=misfits.view(len(wrong), -1).T)
 
 
 def _count_others(
@@ -274,7 +330,9 @@ def read_batch(batch: Batch) -> Iterator[Row]:
     """Yield the rows of a batch; waits for the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
-    for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
+    none: list[list[float]] = [[]] * len(batch.members)
+    misfits = none if batch.misfits is None else batch.misfits.tolist()
+    for sampled, row, unfit in zip(batch.members, batch.numbers.tolist(), misfits, strict=True):
         shard = sampled.shard
         place, expected, actual, allowed, worst = row[:5]
         size = 5 + width * width
@@ -303,6 +361,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             rate=sampled.rate,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
+            variants=tuple(name for name, num in zip(batch.variants, unfit, strict=True) if num == 0.0),
         )
 
 
@@ -337,7 +396,14 @@ def fit(row: Row) -> RecomputedFacts:
     is_off = (effects >= 0.1 * effects.max()) & (effects.square() > row.sum_allowed2)
     found = torch.where(is_off | (effects == effects.max()), found, expected)
     values: Mapping[int, float] = dict(zip(known, found.tolist(), strict=True))
-    fitted = tuple(term.model_copy(update={"found": values.get(number)}) for number, term in enumerate(terms))
+    # What rounding leaves is as large in each element as in the others, on average.
+    spread = max(left2, 0.0) / max(row.num_elements - len(known), 1)
+    inverse = torch.linalg.pinv(scaled, hermitian=True).diagonal() / norms.square()
+    errors = dict(zip(known, (spread * inverse).clamp(min=0.0).sqrt().tolist(), strict=True))
+    fitted = tuple(
+        term.model_copy(update={"found": values.get(number), "error": errors.get(number, 0.0)})
+        for number, term in enumerate(terms)
+    )
     return RecomputedFacts(terms=fitted, clip=row.clip)
 
 

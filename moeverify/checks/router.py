@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.router_passes import RouterPasses
 from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.placement import local_part
@@ -32,11 +34,23 @@ MOST_TOKENS = 1 << 12
 """Of more tokens in a pass, so many in equal distances are scored again; counts are of all of them."""
 
 _QUANTITIES = ("choice", "weights", "counts")
+_ROUNDED: tuple[Literal["scores"], Literal["logits"]] = ("scores", "logits")
 _KINDS: Mapping[str, Kind] = {
     "choice": Kind.ROUTER_IDS,
     "weights": Kind.ROUTER_WEIGHTS,
     "counts": Kind.ROUTER_COUNTS,
 }
+
+
+_MOST_UNLIKE = 0.02
+"""The share of tokens that may have other weights: float32 arithmetic moves a score over the edge of a rounding."""
+
+
+class Rounded(NamedTuple):
+    """What of a router is rounded before its weights are made, and to which dtype."""
+
+    what: Literal["scores", "logits"]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -101,13 +115,49 @@ def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(selection, dtype=torch.bool).scatter(-1, ids, True), margin
 
 
+def _list_dtypes(wide: torch.dtype) -> list[torch.dtype]:
+    """Return the narrower dtypes that training computes in without a scale of the loss."""
+    return [dtype for dtype in list_narrower(wide) if dtype != torch.float16]
+
+
+def list_ways(wide: torch.dtype) -> list[Rounded]:
+    """Return what `list_rounded` yields weights for, in its order."""
+    return [
+        Rounded(what, name_dtype(dtype))
+        for dtype in _list_dtypes(wide)
+        for what in _ROUNDED
+        for _ in range(2)
+    ]
+
+
+def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
+    """Yield the weights (N, k) of the experts `used` (N, k) with scores or logits that are rounded on the way.
+
+    What is rounded is then computed with in the narrower dtype, or in the router's own, `wide`.
+    """
+    for dtype in _list_dtypes(wide):
+        logits = scored.logits.to(dtype).to(wide)
+        again = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=-1)
+        for what, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
+            chosen = scores.gather(-1, used)
+            for arithmetic in (wide, dtype):
+                if what == "scores" or arithmetic == dtype:
+                    weights = chosen.to(dtype).to(arithmetic)
+                else:
+                    weights = chosen.to(wide)
+                if spec.renormalize:
+                    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+                yield weights * spec.route_scale
+
+
 def count_wrong(
     router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
 ) -> Tensor:
     """Return how much of one forward pass is wrong, as float64 on the router's device.
 
-    Shapes: x (B, S, H); the result (2, 3) has for choice, weights and counts how many tokens (or experts) are wrong,
-    and the largest ratio of a difference to what rounding can do.
+    Shapes: x (B, S, H); the result (2, 3 + R) has for choice, weights and counts how many tokens (or experts) are
+    wrong, and the largest ratio of a difference to what rounding can do; then how many tokens have other weights
+    than each of R ways to round gives (`list_rounded`).
     """
     spec = router.spec
     flat = x.flatten(0, -2)
@@ -136,6 +186,11 @@ def count_wrong(
     unit = 0.5 * torch.finfo(routing.weights.dtype).eps
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
     deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
+    wide, stored = widen(x.dtype), routing.weights.dtype
+    unlike = [
+        (rounded.to(stored).to(torch.float64) != actual).any(dim=-1).sum()
+        for rounded in list_rounded(spec, scored, used, wide)
+    ]
 
     # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
     times = torch.ones_like(routing.ids) if valid is None else valid.unsqueeze(-1).expand_as(routing.ids)
@@ -146,19 +201,23 @@ def count_wrong(
     # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
-    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum()]
-    largest = [each.amax() for each in (*ratios, miscounted)]
+    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike]
+    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
     return torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
 
 
 @dataclass(frozen=True)
 class RouterStep:
-    """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio."""
+    """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio.
+
+    `rounded` is what must be rounded on the way to give its weights.
+    """
 
     num_tokens: int
     num_experts: int
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
+    rounded: Rounded | None = None
 
 
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
@@ -171,10 +230,11 @@ class RouterWatch(RouterPasses[Reports]):
         super().__init__(model)
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
+        self._ways: dict[tuple[int, str], list[Rounded]] = {}
 
     def report(self) -> Reports:
         """Return what was wrong in each step; see `Watch`."""
-        return {key: _join(seen, self._sizes[key]) for key, seen in self._seen.items()}
+        return {key: _join(seen, self._sizes[key], self._ways[key]) for key, seen in self._seen.items()}
 
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
@@ -183,15 +243,23 @@ class RouterWatch(RouterPasses[Reports]):
         assert router.record is not None
         key = (self.step, name)
         self._seen.setdefault(key, []).append(count_wrong(router, weight, x, valid, routing, router.record))
+        self._ways[key] = list_ways(widen(x.dtype))
         tokens, experts = self._sizes.get(key, (0, 0))
         num_tokens = x.flatten(0, -2).shape[0]
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
-def _join(seen: Sequence[Tensor], size: tuple[int, int]) -> RouterStep:
+def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]) -> RouterStep:
     found = torch.stack(list(seen))
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
-    return RouterStep(*size, num_wrong, tuple(found[:, 1].amax(dim=0).tolist()))
+    fitting = [
+        (unlike, way)
+        for unlike, way in zip(num_wrong[len(_QUANTITIES) :], ways, strict=True)
+        if unlike <= _MOST_UNLIKE * size[0]
+    ]
+    rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
+    largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
+    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
 
 
 class RouterChoice(Check[Reports]):
@@ -239,6 +307,8 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
         rank = max(wrong, key=lambda each: rows[each].num_wrong[number])
         size = rows[rank].num_experts if quantity == "counts" else rows[rank].num_tokens
         largest = max(rows[each].largest[number] for each in wrong)
+        ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
+        rounded = next(iter(ways)) if len(ways) == 1 else None
         yield Finding(
             check=CheckName.ROUTER,
             kind=_KINDS[quantity],
@@ -256,6 +326,8 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
                 num_wrong=rows[rank].num_wrong[number],
                 num_tokens=size,
                 margin=largest if quantity == "choice" else None,
+                rounded=rounded.what if rounded else "",
+                dtype=rounded.dtype if rounded else "",
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
         )

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moeverify.checks.registry import KIND_ORDER
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import ClipFacts, RecomputedFacts, RouterGradientFacts
+from moeverify.results.factor import Factor
+from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Carried, Scaled, Unmoved
+from moeverify.results.operation import Altered, Carried, OwnTokens, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
+from moeverify.results.step_facts import RecomputedFacts
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -35,6 +38,9 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
 LIKE = 0.05
 """By how much factors of 16 bits may differ and still be one: of 1, or of the larger one."""
 
+_OWN_NOISE = 1e-5
+"""How far a factor that float32 arithmetic leaves of a router's gradient may be off, relatively."""
+
 _SCALARS = (
     CheckName.CLIP,
     CheckName.OBJECTIVE,
@@ -48,7 +54,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
-    for finding in sorted(recomputed, key=lambda each: (not _find_sure_dtype(each), each.step, -each.error)):
+    for finding in sorted(recomputed, key=_rank_head):
         if _find_head(finding, heads) is None:
             heads[_signature(finding)] = finding
     joined = []
@@ -67,6 +73,16 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     return joined
 
 
+def _rank_head(finding: Finding) -> tuple[bool, bool, int, float]:
+    """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
+    return not _find_sure_dtype(finding), _find_variant(finding) is None, finding.step, -finding.error
+
+
+def _find_variant(finding: Finding) -> str | None:
+    """Return the one other formula by which the optimizer made an update, if it is known."""
+    return finding.facts.variant if isinstance(finding.facts, RecomputedFacts) else None
+
+
 def _is_unknown(finding: Finding) -> bool:
     """Return whether it is that the gradient of a router is wrong, and nothing more."""
     facts = finding.facts
@@ -81,10 +97,15 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
         each
         for each in heads
         if each.step == unknown.step
-        and each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE)
+        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or _is_rounded(each))
         and not _is_unknown(each)
     ]
     return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
+
+
+def _is_rounded(finding: Finding) -> bool:
+    """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
+    return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
@@ -175,7 +196,8 @@ def _tells_rate(finding: Finding) -> bool:
 def _tells_terms(finding: Finding, origin: Finding) -> bool:
     """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
     facts = finding.facts
-    return isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms) and _is_of_same(origin, finding)
+    is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.variant)
+    return is_told and _is_of_same(origin, finding)
 
 
 def _tells_parameters(finding: Finding, origin: Finding) -> bool:
@@ -204,7 +226,17 @@ def _comes_before(finding: Finding, origin: Finding) -> bool:
 
 
 def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with the integers of the run that its factor equals, where it is one and known exactly."""
+    """Return the finding with what its factors are: integers of the run, or the ranks' numbers of valid tokens."""
+    own = _find_own_tokens(facts, inputs)
+    if own is not None:
+        factor = Factor(value=facts.factors[finding.rank] or 0.0)
+        part = Contribution(part=Part(term=facts.term), factor=factor)
+        explanation = Explanation(
+            cause=Cause.TERM_SCALE,
+            subject=Subject(quantity=Quantity.GRADIENT, tensors=(finding.tensor,), family="router"),
+            operation=Scaled(contributions=(part,), own_tokens=own),
+        )
+        return finding.model_copy(update={"explanation": explanation})
     factors = {None if each is None else float(f"{each:.6g}") for each in facts.factors.values()}
     value = next(iter(facts.factors.values()), None)
     if facts.in_router or facts.form or facts.term == "combine" or len(factors) != 1 or not value:
@@ -217,6 +249,22 @@ def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs
         operation=Scaled(contributions=(contribution,)),
     )
     return finding.model_copy(update={"explanation": explanation})
+
+
+def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> OwnTokens | None:
+    """Return what the factors of a loss term are of the ranks' own numbers of valid tokens, if anything."""
+    if facts.in_router or facts.form or facts.term == "combine" or inputs.valid is None:
+        return None
+    counts: list[int] = []
+    weights: list[float] = []
+    for rank, factor in facts.factors.items():
+        shares = inputs.micro_batches.get(rank, ())
+        if factor is None or len(shares) != 1:  # several micro-batches have weights of their own
+            return None
+        rows, positions = shares[0]
+        counts.append(int(inputs.valid[list(rows)][:, list(positions)].sum()))
+        weights.append(factor)
+    return find_own_tokens(weights, counts, noise=_OWN_NOISE)
 
 
 def _is_carried(origin: Finding) -> bool:
@@ -233,6 +281,9 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
+    formed = next((each for each in heads.values() if _find_variant(each) in finding.facts.variants), None)
+    if formed is not None:
+        return formed
     if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
         dtype = finding.facts.rounded_to
         return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
@@ -286,6 +337,8 @@ def _signature(finding: Finding) -> object:
         return *_name_result(finding), "still"
     if facts.is_of_rate:
         return *_name_result(finding), "rate"  # its factor is another one in each step
+    if facts.variant is not None:
+        return *_name_result(finding), facts.variant
     factors = tuple(
         (term.name, term.is_wrong, None if term.factor is None else round(term.factor, 1))
         for term in facts.terms

@@ -11,6 +11,7 @@ import math
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.norm_groups import find_miscounted_group, find_norm_of_norms
+from moeverify.diagnose.norm_slices import find_norm_of_slices
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
@@ -32,6 +33,8 @@ def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) ->
     if facts.is_coefficient or not facts.norms or inputs.of_quantity(Quantity.GRADIENT):
         return finding
     operation = _find_axis(facts, inputs) or _find_count(finding, facts, inputs)
+    noise = max(_OF_A_GROUP * facts.eps, 1e-12)
+    operation = operation or find_norm_of_slices(facts, inputs.axes, noise=noise)
     if operation is None:
         return finding
     subject = Subject(quantity=Quantity.GRADIENT_NORM, tensors=(finding.tensor,))

@@ -12,10 +12,11 @@ from moeverify.guard.norms import NormRule
 from moeverify.guard.replicas import ReplicaRule, find_replicas
 from moeverify.guard.tokens import TokenRule
 from moeverify.results.cause import Cause
-from moeverify.results.facts import CollectiveFacts, RecomputedFacts
+from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
+from moeverify.results.step_facts import RecomputedFacts
 
 
 class Judge:

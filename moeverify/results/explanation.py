@@ -11,6 +11,7 @@ from moeverify.results.operation import (
     Carried,
     Misplaced,
     Misreduced,
+    NormOfSlices,
     Offset,
     Operation,
     OwnValues,
@@ -73,7 +74,7 @@ class Explanation(Record):
     @property
     def candidates(self) -> tuple[Product, ...]:
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
-        if isinstance(self.operation, Unreduced | Unmasked | Misplaced):
+        if isinstance(self.operation, Unreduced | Unmasked | Misplaced | NormOfSlices):
             return self.operation.axes
         if isinstance(self.operation, Misreduced):
             return self.operation.axes or self.operation.met
@@ -120,7 +121,7 @@ class Explanation(Record):
             field = "axes" if operation.axes else "met"
             axes = tuple(axis for axis in getattr(operation, field) if axis in left)
             operation = operation.model_copy(update={field: axes})
-        elif isinstance(operation, Unmasked | Misplaced):
+        elif isinstance(operation, Unmasked | Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
         elif isinstance(operation, Carried) and operation.factor is not None:

@@ -22,9 +22,7 @@ from moeverify.results.guard import (
 )
 from moeverify.results.record import Record
 from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
-
-NEAR = 0.02
-"""Relative: factors that are measured in rounded numbers, and differ by less, are the same."""
+from moeverify.results.step_facts import NEAR, RecomputedFacts
 
 
 class ComparedFacts(Record):
@@ -171,86 +169,19 @@ class ExpertFacts(Record):
     wrong: tuple[tuple[int, int | None], ...]
 
 
-class TermFacts(Record):
-    """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
-
-    `found` is None where no coefficients explain it, or where the term is zero throughout.
-    """
-
-    name: str
-    expected: float
-    found: float | None = None
-
-    @property
-    def factor(self) -> float | None:
-        """Return how many times the term is there; None where that is not known, or it should not be there."""
-        return None if self.found is None or not self.expected else self.found / self.expected
-
-    @property
-    def is_wrong(self) -> bool:
-        """Return whether the term is known to be there by another factor than it should be."""
-        if self.factor is None:
-            return bool(self.found)  # there, and it should not be
-        return abs(self.factor - 1.0) > NEAR
-
-
-class RecomputedFacts(Record):
-    """A result of the optimizer that does not follow from what this rank's optimizer started from.
-
-    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
-    are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
-    explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
-    `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
-    where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
-    do not.
-    """
-
-    about: Literal["recomputed"] = "recomputed"
-    terms: tuple[TermFacts, ...]
-    clip: float | None = None
-    others: tuple[str, ...] = ()
-    rate: float | None = None
-    scheduled: float = 0.0
-    rate_step: int | None = None
-    rounded_to: str = ""
-    is_rounding_sure: bool = False
-    is_still: bool = False
-
-    @property
-    def wrong_terms(self) -> tuple[TermFacts, ...]:
-        """Return the terms that are there by another factor than they should be."""
-        return tuple(term for term in self.terms if term.is_wrong)
-
-    @property
-    def is_of_rate(self) -> bool:
-        """Return whether all that is wrong is the learning rate, which each term of an update is multiplied by."""
-        return self.rate is not None
-
-    @property
-    def is_unclipped(self) -> bool:
-        """Return whether all that is wrong is that the gradient was not clipped."""
-        wrong = self.wrong_terms
-        return bool(wrong) and all(self.lacks_clip(term) for term in wrong)
-
-    def lacks_clip(self, term: TermFacts) -> bool:
-        """Return whether a term is that of a gradient which was not clipped."""
-        if self.clip is None or not self.clip < 1.0 or term.factor is None or "gradient" not in term.name:
-            return False
-        power = 2 if term.name.startswith("squared") else 1
-        return abs(term.factor * self.clip**power - 1.0) < NEAR
-
-
 class ClipFacts(Record):
     """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
 
-    For a diagnosis alone, and not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, the
-    `parts` of each parameter that ranks have, as keys of regions, and the machine epsilon of the norm.
+    For a diagnosis alone, not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, what is
+    `held` of each by rank and key of the region, the `parts` of each parameter that ranks have, as such keys, and the
+    machine epsilon of the norm.
     """
 
     about: Literal["clip"] = "clip"
     is_coefficient: bool = False
     norms: tuple[float, ...] = Field(default=(), exclude=True, repr=False)
     squares: Mapping[str, float] = Field(default={}, exclude=True, repr=False)
+    held: Mapping[str, Mapping[int, Mapping[str, float]]] = Field(default={}, exclude=True, repr=False)
     parts: Mapping[str, Mapping[int, str]] = Field(default={}, exclude=True, repr=False)
     eps: float = Field(default=0.0, exclude=True, repr=False)
 
@@ -326,7 +257,8 @@ class RouterFacts(Record):
     """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
 
     `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
-    rounding of the scores, among tokens that chose another expert: how clear the right choice was.
+    rounding of the scores, among tokens that chose another expert: how clear the right choice was. Where `rounded` to
+    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit.
     """
 
     about: Literal["router"] = "router"
@@ -334,6 +266,8 @@ class RouterFacts(Record):
     num_wrong: int
     num_tokens: int
     margin: float | None = None
+    rounded: Literal["", "scores", "logits"] = ""
+    dtype: str = ""
 
 
 class Issue(Record):
@@ -404,14 +338,16 @@ def names_operation(facts: Facts | None) -> bool:
     not those of its scores. What else they are is found where the modules are compared.
     """
     if isinstance(facts, RecomputedFacts):
-        return facts.is_rounding_sure or facts.is_still or bool(facts.wrong_terms)
+        return facts.is_rounding_sure or facts.is_still or bool(facts.wrong_terms or facts.variant)
     if isinstance(facts, CrossEntropyFacts):
         return bool(facts.dtype)
     if isinstance(facts, RouterGradientFacts):
         return facts.term.endswith("padding") or None not in facts.factors.values()
     if isinstance(facts, GradientSumFacts):
         return facts.is_own or bool(facts.factors)
-    return not isinstance(facts, ClipFacts | ObjectiveFacts | RouterFacts)
+    if isinstance(facts, RouterFacts):
+        return bool(facts.rounded)
+    return not isinstance(facts, ClipFacts | ObjectiveFacts)
 
 
 class NumCollectives(Record):

@@ -16,13 +16,27 @@ from moeverify.results.factor import Factor, Product
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
+OwnTokens = Literal["times", "divided", "share"]
+"""What a weight is of a share's number of valid tokens: it, one over it, or it over the mean of all shares."""
+
+
+class PartialClip(Record):
+    """A clip before all micro-batches of all ranks are summed: of what is accumulated so far, or of each alone.
+
+    With `by_own` each rank clips by the norm of its own gradients.
+    """
+
+    clipped: Literal["accumulated", "micro-batch"]
+    by_own: bool = False
+
 
 class Scaled(Record):
     """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
 
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
     means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
-    the collective that gives micro-batches these weights, where it reduces what has been accumulated.
+    the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
+    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -30,6 +44,8 @@ class Scaled(Record):
     local_means: int = 0
     means_factor: Factor | None = None
     reduced_again: IssuedCollective | None = None
+    own_tokens: OwnTokens | None = None
+    clip: PartialClip | None = None
 
 
 class Unreduced(Record):
@@ -199,6 +215,20 @@ class NormOfNorms(Record):
     kind: Literal["norm-of-norms"] = "norm-of-norms"
     combination: Literal["sum", "max"]
     groups: tuple[Group, ...] = ()
+
+
+class NormOfSlices(Record):
+    """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
+
+    A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. On each
+    rank the norm is that of its own slice, or on all of them a `combination` of the slices' norms: their mean, the
+    largest, their sum, or the root of the mean of their squares.
+    """
+
+    kind: Literal["norm-of-slices"] = "norm-of-slices"
+    combination: Literal["own", "mean", "max", "sum", "root-mean-square"]
+    axes: tuple[Product, ...] = ()
+    group: Group | None = None
 
 
 class NormOfPartials(Record):
@@ -389,6 +419,7 @@ Operation = Annotated[
     | Replaced
     | Unmoved
     | NormOfNorms
+    | NormOfSlices
     | NormOfPartials
     | Reclipped
     | Unclipped

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
 
-from moeverify.report.numbers import format_count, format_number, format_ranks
+from moeverify.report.numbers import format_count, format_number
+from moeverify.report.words.optimizer import describe_recomputed
 from moeverify.results.cause import Cause
-from moeverify.results.checks import CheckName, Kind
+from moeverify.results.checks import CheckName
 from moeverify.results.facts import (
-    NEAR,
     AxisUse,
     AxisUses,
     BitFacts,
@@ -29,7 +29,6 @@ from moeverify.results.facts import (
     NumCollectives,
     ObjectiveFacts,
     PatternFacts,
-    RecomputedFacts,
     ReplicaFacts,
     RouterFacts,
     RouterGradientFacts,
@@ -37,6 +36,7 @@ from moeverify.results.facts import (
     Use,
 )
 from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.step_facts import RecomputedFacts
 
 _MOST_NAMED = 3  # parameters of one finding
 _MOST_EXPERTS = 4
@@ -252,48 +252,7 @@ def _(facts: ExpertFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: RecomputedFacts, finding: Finding) -> Words:
-    quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
-    wrong = facts.wrong_terms
-    if facts.is_rounding_sure:
-        what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
-        cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
-        return Words(cause, "", (f"each is what the right one is rounded to in {facts.rounded_to}",))
-    if not wrong:
-        others = (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
-        return Words(
-            f"{quantity} does not follow from the rank's own gradient, moments and options", "", others
-        )
-    if facts.is_still:
-        return Words(
-            f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", "", ()
-        )
-    if facts.is_of_rate:
-        return _describe_rate(facts, finding)
-    causes = []
-    for term in wrong:
-        if term.factor is None:
-            causes.append(f"{term.name} is there, and the options have none")
-        elif abs(term.factor) < NEAR:
-            causes.append(f"{term.name} is left out")
-        elif facts.lacks_clip(term):
-            causes.append(f"the {term.name} is not clipped")
-        else:
-            causes.append(f"{term.name} counts {term.factor:.4g} times")
-    evidence = [
-        f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected or 0.0:.6g}"
-        for term in facts.terms
-        if term.found is not None
-    ]
-    if facts.others:
-        evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
-    return Words(f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", "", tuple(evidence))
-
-
-def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Words:
-    of_step = "" if facts.rate_step is None else f", as in step {facts.rate_step}"
-    scheduled = f"the recipe gives {facts.scheduled:.6g}"
-    cause = f"the learning rate of step {finding.step} is {facts.rate:.6g}{of_step}; {scheduled}"
-    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
+    cause, evidence = describe_recomputed(facts, finding)
     return Words(cause, "", evidence)
 
 
@@ -412,6 +371,10 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
             f", the clearest of them by {format_number(facts.margin or 0.0)} times the rounding of its scores"
         )
         return Words(text, "", (seen + margin,))
+    if facts.rounded:
+        text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it makes weights of them"
+        exact = f"its {facts.rounded} in {facts.dtype} give the weights that it has, bit for bit"
+        return Words(text, "", (seen, exact))
     if facts.quantity == "weights":
         return Words(f"{finding.tensor} weighs its experts otherwise than its own scores say", "", (seen,))
     return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))

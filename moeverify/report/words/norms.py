@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import describe_sources, format_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import NormOfNorms, NormOfPartials, Reclipped
+from moeverify.results.operation import NormOfNorms, NormOfPartials, NormOfSlices, Reclipped
 from moeverify.results.part import Part
 
 
@@ -18,6 +18,29 @@ def describe_norm_of_norms(operation: NormOfNorms, explanation: Explanation) -> 
     value = "sum" if operation.combination == "sum" else "largest"
     return (
         f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
+    )
+
+
+def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -> str:
+    """Return over which axis squares are not summed, of what, and how the norms of ranks are combined instead."""
+    over = name_products(operation.axes)
+    squares = "the squares" + (
+        f" of {name_part(Part(group=operation.group))}" if operation.group is not None else ""
+    )
+    if operation.combination == "own":
+        return (
+            f"the gradients match, and {squares} are not summed over {over}: "
+            "each rank's gradient norm counts only those of the ranks at its own coordinate"
+        )
+    value = {
+        "mean": "the mean of",
+        "max": "the largest of",
+        "sum": "the sum of",
+        "root-mean-square": "the root of the mean square of",
+    }[operation.combination]
+    return (
+        f"the gradients match, and {squares} are not summed over {over}: "
+        f"the gradient norm is {value} the norms at each coordinate"
     )
 
 

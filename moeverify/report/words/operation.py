@@ -18,6 +18,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.norms import (
     describe_norm_of_norms,
     describe_norm_of_partials,
+    describe_norm_of_slices,
     describe_reclipped,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
@@ -33,6 +34,7 @@ from moeverify.report.words.reduction import (
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
+from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction, describe_variant
 from moeverify.results.cause import Cause
@@ -49,6 +51,7 @@ from moeverify.results.operation import (
     Moved,
     NormOfNorms,
     NormOfPartials,
+    NormOfSlices,
     Offset,
     OwnValues,
     Reclipped,
@@ -84,8 +87,8 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means:
-        return _describe_means(operation)
+    if operation.local_means or operation.own_tokens or operation.clip:
+        return describe_weights(operation)
     if operation.reduced_again is not None:
         return _describe_repetition(operation.reduced_again, wrong, explanation)
     if any(each.part.added or each.part.group or each.part.block for each in wrong):
@@ -106,16 +109,6 @@ def name_module_around(tensors: Sequence[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared) if shared and shared != ["layers"] else "a part of the model"
-
-
-def _describe_means(operation: Scaled) -> str:
-    terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
-    about = f" in the {' and the '.join(terms)} loss" if terms else ""
-    scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"
-    return (
-        f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
-        f"valid tokens{scale}"
-    )
 
 
 def _describe_repetition(
@@ -341,6 +334,7 @@ describe_operation.register(Miscounted, describe_miscounted)
 describe_operation.register(Unwritten, describe_unwritten)
 describe_operation.register(NormOfNorms, describe_norm_of_norms)
 describe_operation.register(NormOfPartials, describe_norm_of_partials)
+describe_operation.register(NormOfSlices, describe_norm_of_slices)
 describe_operation.register(Reclipped, describe_reclipped)
 
 

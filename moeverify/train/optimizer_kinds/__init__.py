@@ -13,6 +13,7 @@ from moeverify.errors import Problem
 from moeverify.train.recomputation import Recomputed, StepValues
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -41,6 +42,13 @@ class OptimizerKind(Implementation):
         The change is that of the moments which the optimizer has made, so an error of a moment is not seen twice.
         """
         raise NotImplementedError
+
+    def list_variants(self, spec: Optimizer, step: StepValues) -> Mapping[str, Tensor]:
+        """Return by name (`moeverify.results.facts.StepVariant`) the change (N,) of the weight by another formula.
+
+        These are formulas that other optimizers have, or had by mistake; none is looked at where the step is right.
+        """
+        return {}
 
 
 OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)

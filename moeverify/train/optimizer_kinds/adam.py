@@ -12,6 +12,7 @@ from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -104,6 +105,38 @@ class AdamKind(OptimizerKind):
         if self.decays_weight and step.weight_decay:
             shrunk_by = 1.0 - step.lr * step.weight_decay
         return Recomputed(WEIGHT, terms, rounded, options, smallest=smallest, shrunk_by=shrunk_by)
+
+    def list_variants(self, spec: Optimizer, step: StepValues) -> Mapping[str, Tensor]:
+        """Return the changes with epsilon, bias corrections or decay at another place; see `OptimizerKind`."""
+        if not set(self.moments) <= set(step.after):
+            return {}
+        mean, square = (step.after[name] for name in self.moments)
+        first, second = (1.0 - beta**step.number for beta in spec.betas)
+        decayed = -step.lr * step.weight_decay * step.weight if self.decays_weight else 0.0 * step.weight
+
+        def move(mean: Tensor, root: Tensor) -> Tensor:
+            return -step.lr * mean / root + decayed
+
+        def correct(number: int) -> Tensor:
+            powers = [1.0 - beta**number for beta in spec.betas]
+            return move(mean / powers[0], (square / powers[1]).sqrt() + spec.eps)
+
+        right = correct(step.number)
+        found = {
+            "epsilon-before-correction": move(mean / first, (square.sqrt() + spec.eps) / second**0.5),
+            "epsilon-in-root": move(mean / first, (square / second + spec.eps).sqrt()),
+            "no-epsilon": move(mean / first, (square / second).sqrt()),
+            "no-correction": move(mean, square.sqrt() + spec.eps),
+            "no-first-correction": move(mean, (square / second).sqrt() + spec.eps),
+            "no-second-correction": move(mean / first, square.sqrt() + spec.eps),
+            "corrected-for-next-step": correct(step.number + 1),
+        }
+        if step.number > 1:
+            found["corrected-for-step-before"] = correct(step.number - 1)
+        if self.decays_weight and step.weight_decay:
+            found["decay-with-corrections"] = right + (second**0.5 / first - 1.0) * decayed
+            found["decay-without-rate"] = right + (1.0 / step.lr - 1.0) * decayed if step.lr else right
+        return found
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

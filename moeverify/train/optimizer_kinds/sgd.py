@@ -10,6 +10,7 @@ from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -56,6 +57,14 @@ class _Sgd(OptimizerKind):
         # The rate, and the product with it.
         size = sum((abs(term.coefficient) * term.values.abs() for term in moved), rounded * 0.0)
         return [*found, Recomputed(WEIGHT, moved, step.lr * rounded + 2.0 * size)]
+
+    def list_variants(self, spec: Optimizer, step: StepValues) -> Mapping[str, Tensor]:
+        """Return the change of Nesterov's momentum; see `OptimizerKind`."""
+        momentum = self.moments[0]
+        if momentum not in step.after:
+            return {}
+        gradient = step.gradient + step.weight_decay * step.weight
+        return {"nesterov": -step.lr * (gradient + spec.momentum * step.after[momentum])}
 
 
 IMPLEMENTATION = _Sgd()

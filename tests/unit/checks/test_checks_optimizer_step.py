@@ -16,7 +16,7 @@ from moeverify.diagnose.recomputed import join_alike
 from moeverify.report.words.check import describe_facts
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
-from moeverify.results.facts import RecomputedFacts
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
 from moeverify.train.schedule import list_rates
 
@@ -150,7 +150,7 @@ def test_other_betas_are_measured(judge: Callable, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_bias_correction_that_is_missing_scales_the_step(
+def test_a_bias_correction_that_is_missing_is_named(
     judge: Callable, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     step = PlainEngine.step
@@ -164,7 +164,8 @@ def test_a_bias_correction_that_is_missing_scales_the_step(
     outcome = judge(ADAMW, precision)
     assert {finding.step for finding in outcome.findings} == {1, 2}
     assert {finding.kind for finding in outcome.findings} == {Kind.UPDATE}
-    assert "step counts" in causes(outcome)
+    heads = [finding for finding in join_alike(outcome.findings) if not finding.follows]
+    assert {finding.facts.variant for finding in heads} == {"no-correction"}
 
 
 def take_rate(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], float | None]) -> None:
@@ -327,3 +328,98 @@ def test_one_unit_in_the_last_place_of_a_weight_is_found(
     }
     assert len(touched) > 1
     assert len(found) == len(touched)
+
+
+def step_by(change: Callable[..., Tensor]) -> Callable[[PlainEngine], None]:
+    """Return a step of AdamW whose moments are right, and whose weights `change` moves otherwise."""
+
+    def step(engine: PlainEngine) -> None:
+        groups = engine.optimizer.param_groups
+        before = {weight: weight.detach().clone() for group in groups for weight in group["params"]}
+        engine.optimizer.step()
+        with torch.no_grad():
+            for group in groups:
+                for weight in group["params"]:
+                    state = engine.optimizer.state[weight]
+                    wide = {name: state[name].to(torch.float64) for name in ("exp_avg", "exp_avg_sq")}
+                    old, number = before[weight].to(torch.float64), float(state["step"])
+                    moved = change(group, number, **wide)
+                    weight.copy_(old * (1.0 - group["lr"] * group["weight_decay"]) - group["lr"] * moved)
+
+    return step
+
+
+def by_root(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    first, second = (1.0 - beta**number for beta in group["betas"])
+    return exp_avg / first / (exp_avg_sq / second + group["eps"]).sqrt()
+
+
+def by_next_step(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    first, second = (1.0 - beta ** (number + 1.0) for beta in group["betas"])
+    return exp_avg / first / ((exp_avg_sq / second).sqrt() + group["eps"])
+
+
+def without_corrections(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    return exp_avg / (exp_avg_sq.sqrt() + group["eps"])
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "mixed"])
+@pytest.mark.parametrize(
+    ("change", "variant"),
+    [
+        (by_root, "epsilon-in-root"),
+        (by_next_step, "corrected-for-next-step"),
+        (without_corrections, "no-correction"),
+    ],
+)
+def test_another_formula_of_the_step_is_named(
+    judge: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[..., Tensor],
+    variant: str,
+    precision: str,
+) -> None:
+    monkeypatch.setattr(PlainEngine, "step", step_by(change))
+    joined = join_alike(judge({**ADAMW, "eps": 1e-5}, precision).findings)
+    heads = [finding for finding in joined if not finding.follows]
+    assert {finding.facts.variant for finding in heads} == {variant}
+    assert all(finding.check == "optimizer step" for finding in joined)
+
+
+def test_a_step_in_no_known_way_has_no_formula(judge: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+        return exp_avg / (exp_avg_sq.sqrt() + 0.01)
+
+    monkeypatch.setattr(PlainEngine, "step", step_by(halved))
+    findings = judge(ADAMW, "float32").findings
+    assert findings
+    assert all(finding.facts.variant is None for finding in findings)
+
+
+def test_nesterovs_momentum_is_named(judge: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_options(monkeypatch, nesterov=True)
+    updates = [finding for finding in judge(SGD, "float32").findings if finding.kind == Kind.UPDATE]
+    assert updates
+    assert {finding.facts.variant for finding in updates} == {"nesterov"}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("factor", "power"), [(2.0**-11, -11), (2.0**6, 6), (0.0, None), (3e-4, None)])
+def test_a_scale_of_the_loss_that_gradients_keep(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, power: int | None
+) -> None:
+    step = PlainEngine.step
+
+    def scaled(self: PlainEngine) -> None:
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad.mul_(factor)
+        step(self)
+
+    monkeypatch.setattr(PlainEngine, "step", scaled)
+    joined = join_alike(judge(SGD, precision).findings)
+    (head, *_) = [finding for finding in joined if not finding.follows]
+    (term,) = [term for term in head.facts.terms if term.name == "gradient"]
+    assert term.power_of_two == power
+    if factor == 0.0:
+        assert "gradient is left out" in describe_facts(head.facts, head).cause

@@ -14,19 +14,13 @@ from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
-from moeverify.results.facts import (
-    ClipFacts,
-    ObjectiveFacts,
-    RecomputedFacts,
-    RouterFacts,
-    RouterGradientFacts,
-    TermFacts,
-)
+from moeverify.results.facts import ClipFacts, ObjectiveFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.run import CaseResult
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.validation.load import build_case
 
 

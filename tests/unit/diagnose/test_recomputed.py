@@ -9,10 +9,10 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
-from moeverify.results.facts import RecomputedFacts, TermFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Operation, Rounded, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 
 
 def find(tensor: str, factor: float = 0.0, step: int = 0, check: str = CheckName.OPTIMIZER_STEP) -> Finding:

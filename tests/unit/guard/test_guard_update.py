@@ -11,8 +11,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from moeverify.guard.update import UpdateWatch
 from moeverify.layout.local_shard import parameters
-from moeverify.results.facts import RecomputedFacts
 from moeverify.results.finding import Finding
+from moeverify.results.step_facts import RecomputedFacts
 
 
 def train(make: Any, dtype: torch.dtype = torch.float32, steps: int = 20, **options: Any) -> list[Finding]:

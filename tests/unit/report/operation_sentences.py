@@ -19,6 +19,7 @@ from moeverify.results.operation import (
     Misreduced,
     NormOfNorms,
     NormOfPartials,
+    NormOfSlices,
     Reclipped,
     Redefined,
     Reweighted,
@@ -132,6 +133,22 @@ OPERATIONS = [
         "the balance loss is made either of the counts of each token's first choice alone, or of counts in which "
         "tokens of padding take part: the gradients are equal here",
         "balance loss",
+    ),
+    (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfSlices(combination="own", axes=(TP,))),
+        "the gradients match, and the squares are not summed over tp: each rank's gradient norm counts only those of "
+        "the ranks at its own coordinate",
+        "gradient norm, axis tp",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfSlices(combination="mean", axes=(TP,), group=Group(tensors=("a", "b"), family="expert")),
+        ),
+        "the gradients match, and the squares of the 2 expert parameters are not summed over tp: the gradient norm "
+        "is the mean of the norms at each coordinate",
+        "gradient norm, axis tp",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),

@@ -1,0 +1,127 @@
+"""A gradient norm whose squares are not summed over a mesh axis, of all parameters or of some.
+
+The ranks of one coordinate of an axis have a slice of the gradients: their own shards, and all that the axis
+replicates. A norm that lacks the sum over the axis is that of a rank's own slice; or the ranks then combine their
+norms, as if these were those of one tensor: by a mean, the largest, a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Literal
+
+from moeverify.diagnose.axes import Axes
+from moeverify.diagnose.families import name_family
+from moeverify.results.factor import Product
+from moeverify.results.facts import ClipFacts
+from moeverify.results.operation import NormOfSlices
+from moeverify.results.part import Group
+
+_Combination = Literal["mean", "max", "sum", "root-mean-square"]
+
+_COMBINE: Mapping[_Combination, Callable[[Sequence[float]], float]] = {
+    "mean": lambda squares: (sum(map(math.sqrt, squares)) / len(squares)) ** 2,
+    "max": max,
+    "sum": lambda squares: sum(map(math.sqrt, squares)) ** 2,
+    "root-mean-square": lambda squares: sum(squares) / len(squares),
+}
+
+# Among some hundred combinations of axes, parameters and formulas, each fits one in ten thousand of norms that are
+# wrong in another way, if it may be this far off. A norm that is known less well says nothing.
+_MOST_NOISE = 1e-5
+_LEAST_SHARE = 1e-5  # of the square that is not there: less of it leaves no digits
+
+
+def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOfSlices | None:
+    """Return over which axes, and of which parameters, a norm of each rank is not summed; None where over none.
+
+    `noise` is how far a squared norm may be off by its own rounding, relatively.
+    """
+    if not facts.held or noise > _MOST_NOISE or not all(map(math.isfinite, facts.norms)):
+        return None
+    divisions = dict(_list_divisions(axes, len(facts.norms)))
+    for group in _list_groups(facts):
+        slices = {name: _measure(facts, group, each) for name, each in divisions.items()}
+        total = sum(facts.squares.values())
+        known = {
+            name: squares
+            for name, squares in slices.items()
+            if min(squares) > 0.0 and total - min(squares) > _LEAST_SHARE * total
+        }
+        own = [name for name, squares in known.items() if _is_own(facts, divisions[name], squares, noise)]
+        if own:
+            return NormOfSlices(combination="own", axes=_name(own), group=group)
+        if len(set(facts.norms)) > 1:
+            continue
+        for combination, combine in _COMBINE.items():
+            found = [
+                name
+                for name, squares in known.items()
+                if abs(combine(squares) - facts.norms[0] ** 2) <= noise * facts.norms[0] ** 2
+            ]
+            if found:
+                return NormOfSlices(combination=combination, axes=_name(found), group=group)
+    return None
+
+
+_Division = Sequence[frozenset[int]]
+
+
+def _list_divisions(axes: Axes, num_ranks: int) -> Iterator[tuple[tuple[str, ...], _Division]]:
+    """Yield the ranks by their coordinate of each axis, and of each two axes."""
+    single: dict[tuple[str, ...], _Division] = {}
+    for axis, groups in axes.groups.items():
+        width = max(map(len, groups), default=0)
+        is_whole = all(len(group) == width for group in groups) and sum(map(len, groups)) == num_ranks
+        if width > 1 and is_whole:
+            single[(axis,)] = [frozenset(group[place] for group in groups) for place in range(width)]
+    yield from single.items()
+    for (one, first), (other, second) in combinations(single.items(), 2):
+        both = [left & right for left in first for right in second if left & right]
+        if len(both) == len(first) * len(second):
+            yield (*one, *other), both
+
+
+def _list_groups(facts: ClipFacts) -> Iterator[Group | None]:
+    """Yield None for all parameters, and then the experts and all others, where both are there."""
+    yield None
+    families = {name: name_family([name]) for name in facts.squares}
+    for family in dict.fromkeys(filter(None, families.values())):
+        own = tuple(name for name in facts.squares if families[name] == family)
+        others = tuple(name for name in facts.squares if families[name] != family)
+        if others:
+            yield Group(tensors=own, family=family)
+            yield Group(tensors=others, family=family, is_outside=True)
+
+
+def _measure(facts: ClipFacts, group: Group | None, division: _Division) -> list[float]:
+    """Return the square of each slice: what its ranks have of a group, and all of what is not in the group."""
+    inside = set(facts.squares if group is None else group.tensors)
+    others = sum(square for name, square in facts.squares.items() if name not in inside)
+    measured = []
+    for ranks in division:
+        square = others
+        for name in inside:
+            regions: dict[str, float] = {}
+            for rank, known in facts.held[name].items():
+                regions.update(known if rank in ranks else {})
+            square += sum(regions.values())
+        measured.append(square)
+    return measured
+
+
+def _is_own(facts: ClipFacts, division: _Division, squares: Sequence[float], noise: float) -> bool:
+    """Return whether each rank's norm is that of its own slice."""
+    return all(
+        abs(facts.norms[rank] ** 2 - square) <= noise * square
+        for ranks, square in zip(division, squares, strict=True)
+        for rank in ranks
+    )
+
+
+def _name(found: Sequence[tuple[str, ...]]) -> tuple[Product, ...]:
+    """Return the axes that fit: one alone, where any does."""
+    fewest = min(map(len, found))
+    return tuple(Product(times=names) for names in found if len(names) == fewest)

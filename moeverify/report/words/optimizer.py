@@ -1,0 +1,89 @@
+"""Sentences on steps of the optimizer that were computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moeverify.report.numbers import format_count, format_ranks
+from moeverify.results.checks import Kind
+from moeverify.results.finding import Finding
+from moeverify.results.step_facts import NEAR, RecomputedFacts, StepVariant, TermFacts
+
+Said = tuple[str, tuple[str, ...]]
+"""The cause, and the evidence for it."""
+
+
+def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
+    """Return how a result of the optimizer was made otherwise, as far as that is known, and what was seen."""
+    quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
+    wrong = facts.wrong_terms
+    if facts.is_rounding_sure:
+        what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
+        cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
+        return cause, (f"each is what the right one is rounded to in {facts.rounded_to}",)
+    if facts.variant is not None:
+        return _describe_variant(facts, facts.variant)
+    if not wrong:
+        others = (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
+        return f"{quantity} does not follow from the rank's own gradient, moments and options", others
+    if facts.is_still:
+        return f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", ()
+    if facts.is_of_rate:
+        return _describe_rate(facts, finding)
+    causes = []
+    for term in wrong:
+        if term.factor is None:
+            causes.append(f"{term.name} is there, and the options have none")
+        elif term.power_of_two is not None:
+            causes.append(_describe_power(term, term.power_of_two))
+        elif abs(term.factor) < NEAR:
+            causes.append(f"{term.name} is left out")
+        elif facts.lacks_clip(term):
+            causes.append(f"the {term.name} is not clipped")
+        else:
+            causes.append(f"{term.name} counts {term.factor:.4g} times")
+    evidence = [
+        f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected or 0.0:.6g}"
+        for term in facts.terms
+        if term.found is not None
+    ]
+    if facts.others:
+        evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
+    return f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", tuple(evidence)
+
+
+_VARIANTS: Mapping[StepVariant, str] = {
+    "epsilon-before-correction": "epsilon is added before the second moment's bias correction",
+    "epsilon-in-root": "epsilon is added inside of the root",
+    "no-epsilon": "epsilon is left out",
+    "no-correction": "the moments' bias corrections are left out",
+    "no-first-correction": "the first moment's bias correction is left out",
+    "no-second-correction": "the second moment's bias correction is left out",
+    "corrected-for-next-step": "the bias corrections are those of the next step",
+    "corrected-for-step-before": "the bias corrections are those of the step before",
+    "decay-with-corrections": "the weight decay is multiplied by the moments' bias corrections",
+    "decay-without-rate": "the weight decay is not multiplied by the learning rate",
+    "nesterov": "the momentum is Nesterov's",
+}
+
+
+def _describe_power(term: TermFacts, power: int) -> str:
+    name, number = term.name.removeprefix("squared "), 2 ** abs(power)
+    if power < 0:
+        return f"the {name} is divided by {number}, as by a scale that the loss was not multiplied by"
+    return f"the {name} is multiplied by {number}, as by a scale of the loss that is not undone"
+
+
+def _describe_variant(facts: RecomputedFacts, variant: StepVariant) -> Said:
+    evidence = ["with that formula the update is what the rank's own gradient, moments and options give"]
+    if facts.others:
+        evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
+    return f"the optimizer computes the update otherwise: {_VARIANTS[variant]}", tuple(evidence)
+
+
+def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Said:
+    of_step = "" if facts.rate_step is None else f", as in step {facts.rate_step}"
+    scheduled = f"the recipe gives {facts.scheduled:.6g}"
+    cause = f"the learning rate of step {finding.step} is {facts.rate:.6g}{of_step}; {scheduled}"
+    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
+    return cause, evidence
