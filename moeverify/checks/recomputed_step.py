@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -38,8 +38,8 @@ class Row:
     `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
     that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
     `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
-    `rate` is the learning rate that the optimizer had, where that is known. `variants` are the formulas that give
-    each element of a smaller sample, up to rounding, the right one among them. `rounded_to` is the narrower dtype in
+    `rate` is the learning rate that the optimizer had, where that is known. `variants` are, of a wrong update,
+    the formulas that give each element of a smaller sample, up to rounding. `rounded_to` is the narrower dtype in
     which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
     """
 
@@ -83,11 +83,45 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Formulas:
+    """A smaller sample of an update, to compare it with other formulas than its own where that does not give it.
+
+    `right` and `actual` (E,) are what the step should have made of `values` and has made; `sizes` the numbers of the
+    elements of each shard.
+    """
+
+    kind: OptimizerKind
+    spec: Optimizer
+    values: StepValues
+    right: Recomputed
+    actual: Tensor
+    dtypes: Collection[torch.dtype]
+    sizes: Sequence[int]
+
+    def find_fitting(self) -> list[tuple[str, ...]]:
+        """Return of each shard the formulas that give all of its elements, up to rounding; waits for the device."""
+        right, rounding = self.right.expected, Rounding.of(self.dtypes)
+        formulas = {RIGHT: right, **self.kind.list_variants(self.spec, self.values)}
+        fitting = []
+        for name, expected in formulas.items():
+            # Another formula has other intermediate results, which are as large as its result and the right one.
+            rounded = self.right.rounded + 4.0 * (expected.abs() + right.abs())
+            variant = replace(self.right, terms=(Term(name, 1.0, expected),), rounded=rounded)
+            allowed, _ = rounding.bound(variant, self.values.weight, self.actual)
+            fits = (self.actual - expected).abs() <= allowed
+            fitting.append([bool(part.all()) for part in torch.split(fits.cpu(), list(self.sizes))])
+        return [
+            tuple(name for name, fits in zip(formulas, row, strict=True) if fits)
+            for row in zip(*fitting, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Recomputed values of several shards in one, not yet read from the device.
 
-    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`;
-    `misfits` (N, V) of V `variants`: how many elements of the smaller sample each does not give.
+    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`. Of an
+    update there are `formulas`.
     """
 
     step: int
@@ -97,8 +131,7 @@ class Batch:
     terms: tuple[tuple[str, float], ...]
     numbers: Tensor
     narrower: Sequence[torch.dtype] = ()
-    variants: tuple[str, ...] = ()
-    misfits: Tensor | None = None
+    formulas: Formulas | None = None
 
 
 def sample(local: Tensor, stride: int) -> Tensor:
@@ -145,23 +178,21 @@ def recompute(
         others = [_count_others(start, recomputed.expected, actual, allowed, dtype) for dtype in narrower]
         numbers = _measure(recomputed, actual, allowed, stored, sizes, others)
         terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
-        batch = Batch(step, clip, members, recomputed.name, terms, numbers, narrower)
-        yield (
-            _add_variants(batch, kind.list_variants, spec, values, recomputed, change) if is_weight else batch
-        )
+        formulas = _keep_few(kind, spec, members, values, recomputed, change) if is_weight else None
+        yield Batch(step, clip, members, recomputed.name, terms, numbers, narrower, formulas)
 
 
-def _add_variants(
-    batch: Batch,
-    list_variants: Callable[[Optimizer, StepValues], Mapping[str, Tensor]],
+def _keep_few(
+    kind: OptimizerKind,
     spec: Optimizer,
+    members: Sequence[Sampled],
     values: StepValues,
     recomputed: Recomputed,
     change: Tensor,
-) -> Batch:
-    """Return the batch with how many elements of a smaller sample each other formula does not give."""
-    strides = [-(-len(each.gradient) // MOST_OF_VARIANTS) for each in batch.members]
-    starts = [0, *accumulate(len(each.gradient) for each in batch.members)]
+) -> Formulas:
+    """Return a smaller sample of an update, without a wait for the device."""
+    strides = [-(-len(each.gradient) // MOST_OF_VARIANTS) for each in members]
+    starts = [0, *accumulate(len(each.gradient) for each in members)]
     bounds = zip(starts, starts[1:], strides, strict=False)
     places = [torch.arange(start, end, stride) for start, end, stride in bounds]
     chosen = torch.cat(places).to(change.device, non_blocking=True)
@@ -176,23 +207,14 @@ def _add_variants(
         before={name: take(moment) for name, moment in values.before.items()},
         after={name: take(moment) for name, moment in values.after.items()},
     )
-    variants = list_variants(spec, few)
-    if not variants:
-        return batch
-    rounding = Rounding.of(batch.members[0].dtypes)
-    options = recomputed.options if isinstance(recomputed.options, float) else take(recomputed.options)
-    rounded, actual = take(recomputed.rounded), take(change)
-    right = take(recomputed.expected)
-    wrong = []
-    for name, expected in {RIGHT: right, **variants}.items():
-        # Another formula has other intermediate results, which are as large as its result and the right one.
-        inner = rounded + 4.0 * (expected.abs() + right.abs())
-        variant = replace(recomputed, terms=(Term(name, 1.0, expected),), rounded=inner, options=options)
-        allowed, _ = rounding.bound(variant, few.weight, actual)
-        wrong.append((~((actual - expected).abs() <= allowed)).to(torch.float64))
-    sizes = torch.tensor([len(each) for each in places]).to(change.device, non_blocking=True)
-    misfits = torch.segment_reduce(torch.cat(wrong), "sum", lengths=sizes.repeat(len(wrong)), unsafe=True)
-    return replace(batch, variants=(RIGHT, *variants), misfits=misfits.view(len(wrong), -1).T)
+    right = replace(
+        recomputed,
+        terms=(Term(RIGHT, 1.0, take(recomputed.expected)),),
+        rounded=take(recomputed.rounded),
+        options=recomputed.options if isinstance(recomputed.options, float) else take(recomputed.options),
+    )
+    sizes = tuple(len(each) for each in places)
+    return Formulas(kind, spec, few, right, take(change), members[0].dtypes, sizes)
 
 
 def _count_others(
@@ -330,9 +352,11 @@ def read_batch(batch: Batch) -> Iterator[Row]:
     """Yield the rows of a batch; waits for the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
-    none: list[list[float]] = [[]] * len(batch.members)
-    misfits = none if batch.misfits is None else batch.misfits.tolist()
-    for sampled, row, unfit in zip(batch.members, batch.numbers.tolist(), misfits, strict=True):
+    rows = batch.numbers.tolist()
+    variants: Sequence[tuple[str, ...]] = [()] * len(rows)
+    if batch.formulas is not None and not all(row[4] <= 1.0 for row in rows):
+        variants = batch.formulas.find_fitting()
+    for sampled, row, fitted in zip(batch.members, rows, variants, strict=True):
         shard = sampled.shard
         place, expected, actual, allowed, worst = row[:5]
         size = 5 + width * width
@@ -361,7 +385,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
             rate=sampled.rate,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
-            variants=tuple(name for name, num in zip(batch.variants, unfit, strict=True) if num == 0.0),
+            variants=fitted,
         )
 
 
