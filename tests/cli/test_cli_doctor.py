@@ -79,11 +79,11 @@ def test_what_a_busy_machine_has_kept_from_its_end_is_tried_again(
 @pytest.mark.ranks
 def test_what_runs_ends_where_nobody_waits_for_it() -> None:
     events = doctor.run_probes([Try("hang", "hang", 2), Try("crash", "crash", 2)], "cpu", ODD, at_once=2)
-    assert next(events).row is None
-    assert next(events).row is None
-    assert next(events).name == "crash"  # the other one runs still
-    left = psutil.Process().children(recursive=True)
-    assert len(left) >= 2  # an agent and what has forked it
+    before = psutil.Process().children(recursive=True)  # that other tests have started
+    while next(events).row is None:
+        pass
+    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    assert len(left) >= 4  # what forks agents, that of the probe that hangs, and its ranks
     events.close()
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
