@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, EscalateAll, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
@@ -42,13 +42,7 @@ class Diagnosis(OptionGroup):
             "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
         ),
     ] = False
-    escalate: Annotated[
-        bool,
-        typer.Option(
-            "--escalate/--no-escalate",
-            help="Run cases below float64 in wider precisions, too: for a cause, or for what rounding hides.",
-        ),
-    ] = True
+    escalate: EscalateAll = True
     debug: Annotated[
         bool,
         typer.Option(
