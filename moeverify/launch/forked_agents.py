@@ -38,6 +38,9 @@ class AgentServer(AbstractContextManager["AgentServer"]):
         with self._lock:
             if self._is_closed:
                 raise OSError("no agent can be started any more")
+            if self._process is not None and self._process.poll() is not None:
+                self._close()  # whatever has ended it, this launch need not suffer
+                self._requests = None
             requests = self._requests or self._open()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -50,6 +53,9 @@ class AgentServer(AbstractContextManager["AgentServer"]):
         """End the process that forks, and with it whatever it has forked."""
         with self._lock:
             self._is_closed = True
+            self._close()
+
+    def _close(self) -> None:
         if self._process is not None and self._requests is not None:
             self._process.kill()
             self._process.wait()
