@@ -94,6 +94,14 @@ Escalate = Annotated[
         help="Where a finding below float64 has no cause or only a place, run the case in wider precisions.",
     ),
 ]
+# For commands that ask what passes as well.
+EscalateAll = Annotated[
+    bool,
+    typer.Option(
+        "--escalate/--no-escalate",
+        help="Run cases below float64 in wider precisions, too: for a cause, or for what rounding hides.",
+    ),
+]
 
 DEFAULT_GOLDENS = Path("golden")
 

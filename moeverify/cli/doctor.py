@@ -10,12 +10,18 @@ from moeverify.cli.context import BAD_INPUT, open_context
 def doctor() -> None:
     """Probe this machine, and say what that means.
 
-    Looks at torch, backends and their known faults, GPUs and optional packages.
+    Looks at torch, backends and their known faults, GPUs and optional packages. Ctrl-C leaves what is known.
     """
     with open_context() as context:
-        from moeverify.controller.doctor import examine
-        from moeverify.report.probes import render_probes
+        from moeverify.controller.doctor import Examination
+        from moeverify.report.probes import ProbeProgress, render_probes
 
-        probes = examine()
-        render_probes(probes, context.out)
-        raise typer.Exit(BAD_INPUT if any(probe.status == "fail" for probe in probes) else 0)
+        examination = Examination()
+        num_known, num_rows = len(examination.rows), len(examination.names)
+        try:
+            with ProbeProgress(context.err, num_known, num_rows) as progress:
+                examination.run(progress.on_event)
+        finally:
+            render_probes(examination.rows, context.out, missing=examination.missing)
+        failed = any(row.status == "fail" for row in examination.rows)
+        raise typer.Exit(BAD_INPUT if failed else 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, Quiet
+from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run(
     *,
     pattern: Words = None,
     precision: InPrecision = None,
-    escalate: Escalate = True,
+    escalate: EscalateAll = True,
     markdown: Output = None,
     html: Page = None,
     plots: Plots = None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, EscalateAll, Quiet, RunSettings
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
@@ -42,13 +42,7 @@ class Diagnosis(OptionGroup):
             "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
         ),
     ] = False
-    escalate: Annotated[
-        bool,
-        typer.Option(
-            "--escalate/--no-escalate",
-            help="Run cases below float64 in wider precisions, too: for a cause, or for what rounding hides.",
-        ),
-    ] = True
+    escalate: EscalateAll = True
     debug: Annotated[
         bool,
         typer.Option(
@@ -164,17 +158,20 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import escalate, find_confirming
+        from moeverify.controller.escalation import escalate, find_confirming, note_unconfirmed
         from moeverify.controller.follow_up import follow_up
         from moeverify.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
         # A pass below float64 is none until the run in a wider precision is over.
         confirming = find_confirming(left, self.cases) if self.diagnosis.escalate else {}
-        result = run_cases(left, self.options, self.finished.keeping(on_event, confirming))
+        keep = self.finished.keeping(note_unconfirmed(confirming, on_event), confirming)
+        result = run_cases(left, self.options, keep)
         result = self.finished.complete(result, self.cases)
         if self.diagnosis.escalate and result is not None:
-            result = escalate(self.cases, result, self.options, show, confirming=confirming)
+            result = escalate(
+                self.cases, result, self.options, show, confirming=confirming, on_confirmed=on_event
+            )
             self.finished.keep_rest(result.cases)
         if self.diagnosis.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)

@@ -1,29 +1,34 @@
 """Probes this machine. No torch in this process.
 
-What needs torch runs on real ranks, one job a probe, so that a probe that crashes or hangs is a row of the
-report and not its end.
+What needs torch runs on real ranks, one launch a probe, so that a probe that crashes or hangs is a row of the
+report and not its end. Launches run side by side, and share one import of torch.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
 
-from moeverify.controller.machine import count_gpus, describe_environment, find_limit
+from moeverify.controller.machine import count_cores, count_gpus, describe_environment, find_limit
 from moeverify.controller.scratch import scratch_folder
 from moeverify.controller.tasks import make_job, read_outcome
 from moeverify.errors import MoeverifyError
 from moeverify.jobs import PROBE_WORKER, ProbeJob, ProbeResult
+from moeverify.launch.forked_agents import AgentServer
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Device, JobOutcome
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.probe import word_answer, word_gpus, word_host, word_obstacle
-from moeverify.results.probe import Answer, Outcome, Probe, ProbeRow
+from moeverify.results.probe import Answer, Outcome, Probe, ProbeEvent, ProbeRow
 
 PROBE_TIMEOUTS: dict[Device, float] = {"cpu": 8.0, "cuda": 15.0}
 """Seconds of one probe, counted from where its ranks are up: one that hangs costs the others nothing."""
+_MOST_AT_ONCE = 8
+_AT_ONCE_ON_GPUS = 2  # a context of CUDA takes half a GiB of a GPU, and small GPUs hold few
 
 
 @dataclass(frozen=True)
@@ -59,32 +64,88 @@ def list_gpu_tries(num_gpus: int) -> tuple[Try, ...]:
     return GPU_TRIES + (SHARED_GPU_TRIES if num_gpus == 1 else MULTI_GPU_TRIES)
 
 
-def examine() -> list[ProbeRow]:
-    """Return what this machine can do."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    rows = word_host(describe_environment("cpu"), cores, find_limit("cpu"))
-    rows += run_probes(CPU_TRIES, "cpu")
-    num_gpus = count_gpus()
-    rows.append(word_gpus(num_gpus))
-    rows += run_probes(list_gpu_tries(num_gpus), "cuda")
-    return rows
+class Examination:
+    """What is asked of this machine: `names` has all rows in the order of the report, `rows` those that are known."""
+
+    def __init__(self) -> None:
+        cores = count_cores()
+        num_gpus = count_gpus()
+        self._tries: Mapping[Device, Sequence[Try]] = {"cpu": CPU_TRIES, "cuda": list_gpu_tries(num_gpus)}
+        self._at_once: Mapping[Device, int] = {"cpu": min(cores, _MOST_AT_ONCE), "cuda": _AT_ONCE_ON_GPUS}
+        host = word_host(describe_environment("cpu"), cores, find_limit("cpu"))
+        gpus = word_gpus(num_gpus)
+        self._found = {row.name: row for row in (*host, gpus)}
+        on_cpu, on_gpus = ([each.name for each in self._tries[device]] for device in ("cpu", "cuda"))
+        self.names = (*(row.name for row in host), *on_cpu, gpus.name, *on_gpus)
+
+    @property
+    def rows(self) -> list[ProbeRow]:
+        """Return the rows that are known, in the order of the report."""
+        return [self._found[name] for name in self.names if name in self._found]
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the names of the rows that are not known."""
+        return [name for name in self.names if name not in self._found]
+
+    def run(self, on_event: Callable[[ProbeEvent], None] = lambda event: None) -> None:
+        """Probe what is not known without a rank; each row is kept, and told, as soon as it is known."""
+        for device, tries in self._tries.items():
+            with closing(run_probes(tries, device, at_once=self._at_once[device])) as events:
+                for event in events:
+                    if event.row is not None:
+                        self._found[event.name] = event.row
+                    on_event(event)
 
 
-def run_probes(tries: Sequence[Try], device: Device, entry: str = PROBE_WORKER) -> Iterator[ProbeRow]:
-    """Yield a row for each probe, whatever becomes of it: each has processes and a time of its own."""
-    timeout = PROBE_TIMEOUTS[device]
-    for each in tries:
-        job = make_job(each.name, each.num_ranks, timeout, ProbeJob(probe=each.probe))
-        try:
-            with (
-                scratch_folder() as folder,
-                closing(run_jobs([job], entry=entry, folder=folder, device=device)) as outcomes,
-            ):
-                (outcome,) = outcomes
-        except (MoeverifyError, OSError) as error:
-            yield word_obstacle(each.name, error)
-        else:
-            yield _make_row(each, _read(outcome))
+def run_probes(
+    tries: Sequence[Try], device: Device, entry: str = PROBE_WORKER, *, at_once: int = 1
+) -> Generator[ProbeEvent]:
+    """Yield when a probe begins, and its row as soon as it is known, whatever becomes of it; `at_once` run together.
+
+    Each has processes and a time of its own. One that hangs is tried once more at the end, alone and with twice the
+    time: a machine that is busy, with other probes too, must not make it hang. Closing the iterator ends what runs.
+    """
+    if not tries:
+        return
+    told: SimpleQueue[tuple[Try, JobOutcome | Exception | None]] = SimpleQueue()
+    # Left from the last to the first: without an agent no thread has anything to wait for.
+    with scratch_folder() as folder, ThreadPoolExecutor(at_once) as pool, AgentServer() as agents:
+
+        def probe(each: Try, timeout: float, folder: Path) -> None:
+            told.put((each, None))
+            job = make_job(each.name, each.num_ranks, timeout, ProbeJob(probe=each.probe))
+            try:
+                (outcome,) = run_jobs([job], entry=entry, folder=folder, device=device, start=agents.start)
+                told.put((each, outcome))
+            except Exception as error:
+                told.put((each, error))
+
+        timeout = PROBE_TIMEOUTS[device]
+        for number, each in enumerate(tries):
+            pool.submit(probe, each, timeout, folder / f"{number}")
+        hung = []
+        for _ in range(2 * len(tries)):
+            each, end = told.get()
+            if isinstance(end, JobOutcome) and end.state == "hung":
+                hung.append(each)
+            else:
+                yield _make_event(each, end)
+        for number, each in enumerate(hung):
+            pool.submit(probe, each, 2 * timeout, folder / f"again-{number}")
+            yield _make_event(*told.get())
+            yield _make_event(*told.get())
+
+
+def _make_event(asked: Try, end: JobOutcome | Exception | None) -> ProbeEvent:
+    """Return what is told of a probe: that it runs, or what became of it."""
+    if end is None:
+        return ProbeEvent(name=asked.name)
+    if isinstance(end, JobOutcome):
+        return ProbeEvent(name=asked.name, row=_make_row(asked, _read(end)))
+    if isinstance(end, MoeverifyError | OSError):
+        return ProbeEvent(name=asked.name, row=word_obstacle(asked.name, end))
+    raise end
 
 
 def _make_row(asked: Try, answer: Answer) -> ProbeRow:

@@ -12,7 +12,7 @@ from moeverify.case.schema import Case, Precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import find_overall_verdict, run_cases
 from moeverify.launch.world import external_world
-from moeverify.report.words.wider import describe_confirmation
+from moeverify.report.words.wider import describe_confirmation, describe_unconfirmed
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.validation.rules import validate
@@ -48,11 +48,13 @@ def escalate(
     on_event: Callable[[Event], None],
     *,
     confirming: Mapping[str, Case] | None = None,
+    on_confirmed: Callable[[Event], None] | None = None,
 ) -> RunResult:
     """Return the run with what wider precisions say of findings without a named cause; one launch serves all of them.
 
-    Cases that pass are asked, too, where `confirming` has one for them: see `find_confirming`. All run under the same
-    fault. Ranks that somebody else has started run nothing more.
+    Cases that pass are asked, too, where `confirming` has one for them: see `find_confirming`. `on_confirmed` gets
+    the end of each, with what the case itself is now, in the place of `on_event`. All run under the same fault.
+    Ranks that somebody else has started run nothing more.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -74,7 +76,12 @@ def escalate(
     folder = options.folder / "wider" if options.folder is not None else None
     # Nobody records a golden of these recipes.
     chosen = replace(options, folder=folder, fault=None, case_faults=faults, require_goldens=False)
-    answers = run_cases(wanted, chosen, on_event)
+    passing = {
+        asked[each.name][0].name: each
+        for each in result.cases
+        if each.verdict == "pass" and each.name in asked
+    }
+    answers = run_cases(wanted, chosen, _confirm_early(passing, wanted, on_event, on_confirmed or on_event))
     assert answers is not None  # there is no other launcher
     found = {answer.name: answer for answer in answers.cases}
     merged = []
@@ -129,6 +136,45 @@ def _strip(case: Case) -> Case:
     """Return a case without what does not decide its verdict."""
     recipe = case.recipe.model_copy(update={"name": ""})
     return case.model_copy(update={"name": "", "description": "", "file": "", "recipe": recipe})
+
+
+def note_unconfirmed(
+    confirming: Mapping[str, Case], on_event: Callable[[Event], None]
+) -> Callable[[Event], None]:
+    """Return a handler of events that passes them on; a pass says that the wider run is not over.
+
+    Whoever keeps the results of a run that may end early has the truth then: `escalate` takes the note back.
+    """
+
+    def handle(event: Event) -> None:
+        result = event.result
+        if result is not None and result.verdict == "pass" and result.name in confirming:
+            note = describe_unconfirmed(confirming[result.name].recipe.precision)
+            noted = result.model_copy(update={"notes": (*result.notes, note)})
+            event = event.model_copy(update={"result": noted})
+        on_event(event)
+
+    return handle
+
+
+def _confirm_early(
+    passing: Mapping[str, CaseResult],
+    wides: Sequence[Case],
+    on_event: Callable[[Event], None],
+    on_confirmed: Callable[[Event], None],
+) -> Callable[[Event], None]:
+    """Return a handler of the events of wider runs; `passing` are the cases that they confirm, by their own names."""
+    precisions = {wide.name: wide.recipe.precision for wide in wides}
+
+    def handle(event: Event) -> None:
+        answer = event.result
+        if answer is None or answer.name not in passing:
+            on_event(event)
+            return
+        confirmed = confirm(passing[answer.name], precisions[answer.name], answer)
+        on_confirmed(event.model_copy(update={"result": confirmed}))
+
+    return handle
 
 
 def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseResult:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.escalation import change_precision as change_case
-from moeverify.controller.escalation import escalate, try_precision
+from moeverify.controller.escalation import escalate, find_confirming, try_precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
@@ -29,8 +29,8 @@ def run_faults(
 ) -> list[FaultRow]:
     """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
 
-    With `escalates`, findings without a cause are looked at in wider precisions, as `moeverify run` does, and
-    `on_wider` gets the events of these runs.
+    With `escalates`, findings without a cause and faults that pass are looked at in wider precisions, as `moeverify
+    run` does, and `on_wider` gets the events of these runs. Losses are always those of the fault's own precision.
 
     Faults of checkpoints have launches of their own.
     """
@@ -41,17 +41,28 @@ def run_faults(
     cases = [_case_of(fault.case, fault) for fault in plain]
     targets = {case.name: fault.target for case, fault in zip(cases, plain, strict=True)}
     chosen = replace(chosen, case_faults=targets)
+    confirming = find_confirming(cases, []) if escalates else {}
     result = run_cases(cases, chosen, on_event) if cases else None
+    own = {each.name: each for each in result.cases} if result is not None else {}
     if escalates and result is not None:
-        result = escalate(cases, result, chosen, on_wider)
+        result = escalate(cases, result, chosen, on_wider, confirming=confirming)
     results += result.cases if result is not None else ()
-    return score_finished(faults, {each.name: each for each in results})
+    return score_finished(faults, {each.name: each for each in results}, own)
 
 
-def score_finished(faults: Sequence[Fault], results: Mapping[str, CaseResult]) -> list[FaultRow]:
-    """Return the rows of those faults whose case is over, in order; `results` are by the names of cases."""
+def score_finished(
+    faults: Sequence[Fault], results: Mapping[str, CaseResult], own: Mapping[str, CaseResult] | None = None
+) -> list[FaultRow]:
+    """Return the rows of those faults whose case is over, in order.
+
+    `results` are by the names of cases, and so are those that are `own`: of the precision of the fault itself.
+    """
     names = {fault.number: fault.number if fault.saver is None else make_pair(fault).name for fault in faults}
-    return [score(fault, results[name]) for fault in faults if (name := names[fault.number]) in results]
+    return [
+        score(fault, results[name], (own or {}).get(name))
+        for fault in faults
+        if (name := names[fault.number]) in results
+    ]
 
 
 def _run_saved(
@@ -106,9 +117,13 @@ def _can_run(fault: Fault, precision: Precision) -> bool:
     return all(try_precision(case, precision) is not None for case in cases)
 
 
-def score(fault: Fault, result: CaseResult) -> FaultRow:
-    """Return how well the findings of one run describe the fault."""
+def score(fault: Fault, result: CaseResult, own: CaseResult | None = None) -> FaultRow:
+    """Return how well the findings of one run describe the fault; its losses may be those of its `own` precision."""
     first = result.lead
+    curves = result if own is None else own
+    found_in = (
+        [each.precision for each in first.wider if each.outcome == "found"] if first is not None else []
+    )
     detected = result.verdict == "mismatch"
     return FaultRow(
         number=fault.number,
@@ -119,13 +134,14 @@ def score(fault: Fault, result: CaseResult) -> FaultRow:
         detected=detected,
         located=first is not None and fault.expected.locates(first),
         cause_named=first is not None and fault.expected.names(first),
-        loss_curve=sees_loss_curve(result),
-        loss_and_norm=sees_loss_and_norm(result),
+        loss_curve=sees_loss_curve(curves),
+        loss_and_norm=sees_loss_and_norm(curves),
         finding=first,
         expected_places=fault.expected.where,
         expected_causes=fault.expected.causes,
         reason=result.reason or ("" if detected else fault.notes),
-        seconds=result.seconds,
+        seconds=curves.seconds,
+        found_in=found_in[0] if found_in else "",
     )
 
 

@@ -51,6 +51,11 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     return "cuda"
 
 
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def count_gpus() -> int:
     """Return the number of GPUs that a rank could use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -38,16 +38,34 @@ def main() -> None:
     """Start the ranks of the plan and wait for them; `launch.json` says how it ended."""
     die_with(int(sys.argv[2]))
     plan_path = Path(sys.argv[1])
+    _set_up(Plan.read(plan_path))
+    run_agent(plan_path)
+
+
+def prepare(plan: Plan) -> None:
+    """Set up this process and import all that an agent of such a plan and its ranks need."""
+    _set_up(plan)
+    with contextlib.suppress(Exception):  # each launch says it
+        from torch.distributed.launcher import api  # noqa: F401
+
+        _preload(plan.entry)
+
+
+def run_agent(plan_path: Path) -> None:
+    """Run the ranks of a plan, wait for them, and end this process, which is set up."""
     plan = Plan.read(plan_path)
-    sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
-    _set_environment()
-    set_interpreter(plan.device)
-    _set_logging()
     end = _launch(plan, plan_path)
     if end:
         write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
     # The interpreter's teardown after torch costs a third of a second and changes nothing.
     os._exit(1 if end else 0)
+
+
+def _set_up(plan: Plan) -> None:
+    sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
+    _set_environment()
+    set_interpreter(plan.device)
+    _set_logging()
 
 
 def _set_environment() -> None:

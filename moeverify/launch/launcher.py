@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from moeverify.launch.monitor import LaunchMonitor
+from moeverify.launch.monitor import LaunchMonitor, StartAgent, start_agent
 from moeverify.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, Plan
 
 
@@ -19,13 +19,15 @@ def run_jobs(
     device: Device = "cpu",
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
+    start: StartAgent = start_agent,
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module (or a file, ending in .py) that calls `rank.serve(sys.argv[1], run_job)` when it runs
     as the main module. A launch has as many ranks as its jobs need, at most `num_ranks`. Everything is
     written below `folder`, which must hold no other run. Closing the iterator, or an exception while it
-    waits (Ctrl-C), ends all ranks first; when this process dies, the kernel kills them.
+    waits (Ctrl-C), ends all ranks first; when this process dies, the kernel kills them. `start` starts the agent
+    of each launch: see `AgentServer` for many launches.
 
     Raises: ValueError if a job needs more than `num_ranks` ranks.
     """
@@ -50,7 +52,7 @@ def run_jobs(
             first=first,
             search_path=tuple(sys.path),
         )
-        monitor = LaunchMonitor(plan, launch, watch)
+        monitor = LaunchMonitor(plan, launch, watch, start)
         yield from monitor.follow()
         first += monitor.num_over
         if monitor.num_over:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 from moeverify.launch.evidence import Death, collect_reports, read_death, read_tail
 from moeverify.launch.plan import Job, JobOutcome, LaunchEvent, Plan
@@ -20,7 +20,8 @@ from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
 
 _POLL = 0.01
-_START_LIMIT = 180.0
+START_LIMIT = 180.0
+"""Seconds in which the ranks of a launch must be up."""
 _GAP_LIMIT = 60.0
 _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
@@ -28,9 +29,40 @@ _STOP_GRACE = 2.0
 _FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
+class Agent(Protocol):
+    """The process that starts the ranks of a launch, as `subprocess.Popen` has it; it leads a group of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit status, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status. Raises: subprocess.TimeoutExpired if it runs on."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+
+StartAgent = Callable[[Path, BinaryIO], Agent]
+"""Starts the agent of the plan in a file, with a log for what it prints."""
+
+
 def agent_command() -> list[str]:
     """Return the command that starts the agent of a launch, but for its plan and this process's id."""
     return [sys.executable, "-m", "moeverify.launch.agent"]
+
+
+def start_agent(plan: Path, log: BinaryIO) -> Agent:
+    """Start the agent of a plan as a process of its own."""
+    # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
+    return subprocess.Popen(
+        [*agent_command(), str(plan), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 class LaunchMonitor:
@@ -40,13 +72,20 @@ class LaunchMonitor:
     further where this one did not begin its first job.
     """
 
-    def __init__(self, plan: Plan, launch: int, on_event: Callable[[LaunchEvent], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        launch: int,
+        on_event: Callable[[LaunchEvent], None],
+        start: StartAgent = start_agent,
+    ) -> None:
         self.num_over = 0
         self.worth_retrying = False
         self._plan = plan
         self._launch = launch
         self._on_event = on_event
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._start_agent = start
+        self._agent: Agent | None = None
         self._up = False
         self._death = Death()
         self._was_forced = False
@@ -91,12 +130,8 @@ class LaunchMonitor:
         folder.mkdir(parents=True)
         plan_path = folder / "plan.json"
         self._plan.write(plan_path)
-        command = [*agent_command(), str(plan_path), str(os.getpid())]
         with (folder / "agent.log").open("wb") as log:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
-            self._agent = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self._agent = self._start_agent(plan_path, log)
 
     def _await_job(self, position: int, job: Job) -> JobOutcome | None:
         """Return the outcome of a job, or None when the launch ended before it began."""
@@ -104,7 +139,7 @@ class LaunchMonitor:
         folder = self._plan.job_folder(position)
         num_bytes = 0
         began = None
-        limit = time.monotonic() + (_GAP_LIMIT if position else _START_LIMIT)
+        limit = time.monotonic() + (_GAP_LIMIT if position else START_LIMIT)
         while True:
             self._notice_up()
             ended = self._agent.poll() is not None

@@ -15,6 +15,8 @@ from moeverify.report.sanitize import clean
 from moeverify.report.words.cause import describe_cause, describe_where
 from moeverify.results.benchmark import CleanRow, FaultRow, lower_bound, upper_bound
 
+_OWN = "in its precision"
+"""The column of what was detected without a wider precision, shown where one has shown more."""
 _MARKS = {True: "yes", False: "NO"}
 
 
@@ -25,10 +27,14 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     )
     for name in ("fault", "detected", "located", "cause", "step", "loss curve", "and norm"):
         table.add_column(name, no_wrap=True)
+    shows_own = any(row.found_in for row in rows)
+    if shows_own:
+        table.add_column(_OWN, no_wrap=True)
     table.add_column("what was said", overflow="fold", ratio=1)
     for row in rows:
         marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
         seen = [Text("sees it" if value else "blind") for value in (row.loss_curve, row.loss_and_norm)]
+        seen += [_mark(row.detected and not row.found_in)] if shows_own else []
         quoted = quote(row)
         table.add_row(Text(row.number), *marks, Text(name_step(row) or "-"), *seen, Text(clean(quoted)))
     print_table(table, console)
@@ -60,6 +66,14 @@ def summarize_faults(rows: Sequence[FaultRow]) -> list[str]:
     ):
         rate, bound = hits / max(len(rows), 1), lower_bound(hits, max(len(rows), 1))
         lines.append(f"{name}: {hits} of {len(rows)} ({rate:.0%}; at least {bound:.0%} at 95 % confidence)")
+    if any(row.found_in for row in rows):
+        own = [row for row in rows if not row.found_in]
+        counts = [sum(getattr(row, name) for row in own) for name in ("detected", "located", "cause_named")]
+        lines.append(
+            "in the precision of the fault alone: detected {}, located {}, cause named {} of {}".format(
+                *counts, len(rows)
+            )
+        )
     if num_skipped:
         lines.append(f"{num_skipped} faults were skipped and are not counted")
     num_moe = sum(row.is_moe for row in rows)
@@ -74,9 +88,12 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
     """Return the table as a Markdown page."""
     lines = ["# The fault benchmark", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_faults(rows)]
+    shows_own = any(row.found_in for row in rows)
     headers = (
         *("fault", "bug", "detected", "located", "cause named", "step"),
-        *("losses at 1e-3", "losses and gradient norm at 1e-3", "what was said"),
+        *("losses at 1e-3", "losses and gradient norm at 1e-3"),
+        *([_OWN] if shows_own else []),
+        "what was said",
     )
     table = [
         (
@@ -85,6 +102,7 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
             *("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)),
             name_step(row),
             *("sees it" if value else "blind" for value in (row.loss_curve, row.loss_and_norm)),
+            *(["**no**" if row.found_in or not row.detected else "yes"] if shows_own else []),
             quote(row, mark="`"),
         )
         for row in rows
@@ -103,7 +121,8 @@ def name_finding_place(row: FaultRow) -> str:
 def quote(row: FaultRow, mark: str = "") -> str:
     """Return what was said of a fault, or what became of it; its place stands between two marks."""
     if row.detected and row.finding is not None:
-        return f"{mark}{name_finding_place(row)}{mark}: {describe_cause(row.finding)}"
+        place = f"{mark}{name_finding_place(row)}{mark}" + (f" in {row.found_in}" if row.found_in else "")
+        return f"{place}: {describe_cause(row.finding)}"
     return f"{_call(row)}: {row.reason or 'nothing differs'}"
 
 

@@ -1,22 +1,93 @@
-"""The probes of `moeverify doctor`, on the console."""
+"""The probes of `moeverify doctor`, on the console: while they run, and what they have found."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.numbers import format_seconds
 from moeverify.report.sanitize import clean
-from moeverify.results.probe import ProbeRow
+from moeverify.results.probe import ProbeEvent, ProbeRow
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_NUM_RECENT = 8
 
 
-def render_probes(probes: Sequence[ProbeRow], console: Console) -> None:
-    """Print a line for each probe, in a terminal as a table, in a log with one line each, and a last line."""
+class ProbeProgress(AbstractContextManager["ProbeProgress"]):
+    """Shows the row of a probe as soon as it is known: in a log in a line of its own.
+
+    A terminal shows the last ones above what runs now and since when, until the table says all.
+    """
+
+    def __init__(
+        self, console: Console, num_done: int, num_total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._num_done = num_done
+        self._num_total = num_total
+        self._clock = clock
+        self._running: dict[str, float] = {}
+        self._recent: deque[Text] = deque(maxlen=_NUM_RECENT)
+        self._stack = ExitStack()
+        self._is_live = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+
+    def __enter__(self) -> Self:
+        """Begin to show what runs."""
+        if self._is_live:
+            live = Live(
+                console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True
+            )
+            self._stack.enter_context(live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the lines of a log, and nothing in a terminal."""
+        self._stack.close()
+
+    def on_event(self, event: ProbeEvent) -> None:
+        """Take in that a probe begins, or what it has found."""
+        if event.row is None:
+            self._running[event.name] = self._clock()
+            return
+        self._running.pop(event.name, None)
+        self._num_done += 1
+        row = event.row
+        status = Text(f"{row.status:<4}", style=_STYLES[row.status])
+        count = f"[{self._num_done}/{self._num_total}]"
+        line = Text.assemble(f"{count} ", status, f" {clean(row.name)}: {clean(row.value)}")
+        if self._is_live:
+            self._recent.append(line)
+        else:
+            print_lines(self._console, line)
+
+    def render(self) -> RenderableType:
+        """Return the view of a terminal as it is now, each of its lines as short as the terminal is wide."""
+        now = self._clock()
+        running = [f"{clean(name)} {format_seconds(now - since)}" for name, since in self._running.items()]
+        lines = [*self._recent, Text(f"probing {', '.join(running)}" if running else "starting ranks")]
+        cut = [line.copy() for line in lines]
+        for line in cut:
+            line.truncate(max(self._console.width - 1, 1), overflow="ellipsis")
+        return Group(*cut)
+
+
+def render_probes(probes: Sequence[ProbeRow], console: Console, *, missing: Sequence[str] = ()) -> None:
+    """Print a line for each probe, in a terminal as a table, in a log with one line each, and a last line.
+
+    `missing` are probes without a row, which an interrupt has cut off; the last line names them.
+    """
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
@@ -34,4 +105,6 @@ def render_probes(probes: Sequence[ProbeRow], console: Console) -> None:
     good = len(probes) - failed - warned
     counts = [(f"{good} ok", "ok"), (f"{warned} warn", "warn"), (f"{failed} fail", "fail")]
     line = Text(", ").join(Text(text, style=_STYLES[status]) for text, status in counts)
+    if missing:
+        line.append(f", {len(missing)} not probed: {clean(', '.join(missing))}")
     print_lines(console, line)

@@ -57,7 +57,8 @@ class FaultRow(Record):
 
     `finding` is the first one that follows from none; its step is -1 before the first step. `loss_curve` says
     whether the losses of the same steps differ by more than a relative 1e-3, which is the practice in the field.
-    `expected_places` and `expected_causes` are what should have been found.
+    `expected_places` and `expected_causes` are what should have been found. `found_in` is the wider precision that
+    alone has shown the fault, where its own passes; losses and norms are those of its own.
     """
 
     number: str
@@ -75,6 +76,7 @@ class FaultRow(Record):
     expected_causes: tuple[Cause, ...] = ()
     reason: str = ""
     seconds: float = 0.0
+    found_in: str = ""
 
 
 class CleanRow(Record):

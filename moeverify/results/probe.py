@@ -73,3 +73,10 @@ class ProbeRow(Record):
     value: str
     meaning: str
     status: Status = "ok"
+
+
+class ProbeEvent(Record):
+    """A probe that begins to run, or whose row is known now."""
+
+    name: str
+    row: ProbeRow | None = None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from moeverify.controller import doctor
 from moeverify.controller.doctor import Try
-from moeverify.results.probe import Probe, ProbeRow
+from moeverify.report.probes import ProbeProgress
+from moeverify.results.probe import Probe, ProbeEvent, ProbeRow
 
 ODD = str(Path(__file__).parent / "programs" / "odd_probes.py")
 
@@ -17,7 +23,15 @@ ODD = str(Path(__file__).parent / "programs" / "odd_probes.py")
 @pytest.mark.ranks
 def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
-    rows = {row.name: row for row in doctor.examine()}
+    examination = doctor.Examination()
+    seen = [row.name for row in examination.rows]
+    assert "torch" in seen
+    assert {*seen, *examination.missing} == set(examination.names)
+    examination.run(lambda event: seen.append(event.name) if event.row is not None else None)
+    assert sorted(seen) == sorted(examination.names)  # each is told once
+    assert [row.name for row in examination.rows] == list(examination.names)
+    assert examination.missing == []
+    rows = {row.name: row for row in examination.rows}
     tried = {each.name for each in doctor.CPU_TRIES}
     assert set(rows) >= {"torch", "python", "cores", "ranks on the CPU", "GPUs", *tried}
     assert {name: row.value for name, row in rows.items() if row.status == "fail"} == {}
@@ -28,20 +42,50 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_next_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 3.0})
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 2.0})
     tries = [Try(name, name, 2) for name in ("crash", "fail", "hang")]
     tries.append(Try("average by sum", Probe.AVERAGE, 2))
-    rows = {row.name: row for row in doctor.run_probes(tries, "cpu", ODD)}
-    assert list(rows) == ["crash", "fail", "hang", "average by sum"]
+    rows = {}
+    for event in doctor.run_probes(tries, "cpu", ODD, at_once=at_once):
+        if event.row is not None:
+            rows[event.name] = event.row
+    assert sorted(rows) == ["average by sum", "crash", "fail", "hang"]
+    assert list(rows)[-1] == "hang"  # it was tried again when the others were over
     assert {row.status for row in rows.values()} == {"fail"}
     assert rows["crash"].value.startswith("crashes: ")
     assert "SIGABRT" in rows["crash"].value
     assert "no such thing" in rows["fail"].value
     assert rows["hang"].value.startswith("hangs: ")
     assert rows["average by sum"].value == "returns the sum"
+
+
+@pytest.mark.ranks
+def test_what_a_busy_machine_has_kept_from_its_end_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 2.0})
+    monkeypatch.setenv("FIRST_TRY", str(tmp_path / "first"))
+    events = list(doctor.run_probes([Try("late", Probe.STRIDED, 2)], "cpu", ODD))
+    assert (tmp_path / "first").exists()
+    assert [event.row is None for event in events] == [True, True, False]
+    assert events[-1].row is not None
+    assert events[-1].row.value == "right"
+
+
+@pytest.mark.ranks
+def test_what_runs_ends_where_nobody_waits_for_it() -> None:
+    events = doctor.run_probes([Try("hang", "hang", 2), Try("crash", "crash", 2)], "cpu", ODD, at_once=2)
+    before = psutil.Process().children(recursive=True)  # that other tests have started
+    while next(events).row is None:
+        pass
+    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    assert len(left) >= 4  # what forks agents, that of the probe that hangs, and its ranks
+    events.close()
+    assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
 def test_collectives_are_tried_on_one_gpu_that_two_ranks_share() -> None:
@@ -53,11 +97,61 @@ def test_collectives_are_tried_on_one_gpu_that_two_ranks_share() -> None:
     assert not any(name.endswith("shared GPU") for name in names[2])
 
 
+class Asked(doctor.Examination):
+    """An examination whose one probe finds what `row` says, or is interrupted."""
+
+    row: ProbeRow | None = None
+
+    def __init__(self) -> None:
+        self._found = {"host": ProbeRow(name="host", value="here", meaning="")}
+        self.names = ("host", "gloo", "nccl")
+
+    def run(self, on_event: Callable[[ProbeEvent], None] = lambda event: None) -> None:
+        for name in ("gloo", "nccl"):
+            on_event(ProbeEvent(name=name))
+            if self.row is None and name == "nccl":
+                raise KeyboardInterrupt
+            status = "ok" if self.row is None else self.row.status
+            row = ProbeRow(name=name, value="sums wrong", meaning="no verdict can be trusted", status=status)
+            self._found[name] = row
+            on_event(ProbeEvent(name=name, row=row))
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])
 def test_exit_code(invoke: Any, monkeypatch: pytest.MonkeyPatch, status: Any, code: int) -> None:
-    row = ProbeRow(name="gloo", value="sums wrong", meaning="no verdict can be trusted", status=status)
-    monkeypatch.setattr(doctor, "examine", lambda: [row])
+    monkeypatch.setattr(Asked, "row", ProbeRow(name="", value="", meaning="", status=status))
+    monkeypatch.setattr(doctor, "Examination", Asked)
     told = invoke("doctor")
     assert told.exit_code == code
     assert "no verdict can be trusted" in told.stdout
-    assert f"1 {status}" in told.stdout.splitlines()[-1]
+    assert f"{2 + (status == 'ok')} {status}" in told.stdout.splitlines()[-1].split(", not")[0]
+    assert [line.split(":")[0].split()[-1] for line in told.stderr.splitlines()] == ["gloo", "nccl"]
+    assert told.stderr.startswith("[2/3] ")
+
+
+def test_an_interrupt_leaves_the_rows_that_are_known(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "Examination", Asked)
+    told = invoke("doctor")
+    assert told.exit_code == 130
+    assert "sums wrong" in told.stdout
+    last = told.stdout.splitlines()[-1]
+    assert last == "2 ok, 0 warn, 0 fail, 1 not probed: nccl"
+    assert told.stderr.splitlines()[-1] == "interrupted"
+
+
+def test_a_terminal_shows_what_runs_and_what_was_found() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40)
+    now = 0.0
+    progress = ProbeProgress(console, 2, 4, clock=lambda: now)
+    progress.on_event(ProbeEvent(name="gloo"))
+    progress.on_event(ProbeEvent(name="nccl"))
+    now = 3.0
+    row = ProbeRow(name="gloo", value=40 * "right ", meaning="", status="warn")
+    progress.on_event(ProbeEvent(name="gloo", row=row))
+    console.print(progress.render())
+    found, running = Text.from_ansi(out.getvalue()).plain.splitlines()
+    assert found.startswith("[3/4] warn gloo: right")
+    assert len(found) < 40
+    assert "nccl 3" in running
+    assert "gloo" not in running

@@ -38,3 +38,8 @@ def describe_confirmation(precision: str, answer: CaseResult) -> str:
     if answer.verdict == "mismatch":
         return f"it passes in its own precision: all that is shown is of the run in {precision}"
     return f"it did not run in {precision}, which would see more: {answer.reason}"
+
+
+def describe_unconfirmed(precision: str) -> str:
+    """Return what a pass lacks where a command ends before the run in a wider precision does."""
+    return f"its run in {precision}, which would see more, was cut off"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,16 @@ def hang(context: RankContext) -> Answer:
     return Answer(outcome=Outcome.RIGHT)
 
 
+def be_late(context: RankContext) -> Answer:
+    """Hang the first time alone, as a probe does that others have kept from its end."""
+    first = Path(os.environ["FIRST_TRY"])
+    if context.rank == 0 and not first.exists():
+        first.touch()
+        time.sleep(600)
+    dist.barrier()
+    return Answer(outcome=Outcome.RIGHT)
+
+
 def fail(context: RankContext) -> Answer:
     raise KeyError("no such thing")
 
@@ -47,7 +58,13 @@ def average_by_sum(context: RankContext) -> Answer:
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    probes = {"crash": crash, "hang": hang, "fail": fail, Probe.AVERAGE: average_by_sum}
+    probes = {
+        "crash": crash,
+        "hang": hang,
+        "fail": fail,
+        Probe.STRIDED: be_late,
+        Probe.AVERAGE: average_by_sum,
+    }
     return run_probe(context, job, probes)
 
 

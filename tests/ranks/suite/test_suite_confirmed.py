@@ -6,13 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from suite_faults import round_frequencies
 from typer.testing import CliRunner
 
 from moeverify.cli import build_app
 from moeverify.controller.escalation import escalate, find_confirming
+from moeverify.controller.fault_benchmark import run_faults
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
+from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
+from moeverify.results.benchmark import At
 
 pytestmark = pytest.mark.timeout(900)
 NARROW = make_case("narrow", recipe={"precision": "bfloat16"}, dp_shard=2)
@@ -39,6 +43,26 @@ def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, 
         assert case.lead.is_of_wider_run
         assert case.lead.place is not None
         assert case.lead.place.module == "layers.0.attention"
+
+
+def test_the_benchmark_says_what_its_own_precision_hides(tmp_path: Path) -> None:
+    expected = Expected(where=(At(name="layers.*"),), causes=())
+    fault = Fault(
+        number="Z01",
+        title="rounded",
+        source="none",
+        mechanism="",
+        trigger="",
+        case=NARROW,
+        expected=expected,
+        inject=round_frequencies,
+    )
+    options = RunOptions(device="cpu", cache_folder=tmp_path)
+    (own,) = run_faults([fault], options, lambda event: None)
+    assert (own.detected, own.found_in) == (False, "")
+    (row,) = run_faults([fault], options, lambda event: None, escalates=True)
+    assert (row.detected, row.located, row.found_in) == (True, True, "float64")
+    assert (row.loss_curve, row.loss_and_norm) == (own.loss_curve, own.loss_and_norm)
 
 
 def test_what_is_kept_is_the_verdict_of_both_precisions(

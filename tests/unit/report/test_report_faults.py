@@ -104,6 +104,20 @@ def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:
     assert re.search(r"^A03 +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE)
 
 
+def test_what_a_wider_precision_alone_has_shown_stands_beside_the_narrow_result(
+    rows: list[FaultRow], print_at: Any
+) -> None:
+    rows[0] = rows[0].model_copy(update={"found_in": "float64"})
+    text = print_at(lambda console: render_faults(rows, console), width=200, terminal=False)
+    assert re.search(r"^A01 +yes +yes +yes +0 +blind +sees it +NO +blocks.* in float64: ", text, re.MULTILINE)
+    assert re.search(r"^A02 +yes +yes +yes +init +blind +blind +yes ", text, re.MULTILINE)
+    assert "detected: 2 of 3" in text
+    assert "alone: detected 1, located 1, cause named 1 of 3" in text
+    page = write_faults(rows, ENVIRONMENT, "moeverify faults run")
+    assert [row[8].strip() for row in split_rows(page)[2:]] == ["**no**", "yes", "**no**"]
+    assert "alone: detected 1, located 1, cause named 1 of 3" in page
+
+
 def test_the_page_of_the_clean_matrix() -> None:
     rows = [
         CleanRow(name=name, group=group, verdict=verdict, worst=0.5, tensors=3, detail="x | y")

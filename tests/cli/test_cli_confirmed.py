@@ -1,0 +1,91 @@
+"""A command that ends while wider precisions confirm what passes: what is kept says how far that came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeverify.case.schema import Case
+from moeverify.controller import escalation, run
+from moeverify.report.formats.json import read_run
+from moeverify.results.finding import Finding
+from moeverify.results.run import CaseResult, Event, RunResult
+
+HIDDEN = Finding(check="gradient", kind="gradient", tensor="w", step=0, rank=0, error=1.0, bound=0.1)
+
+
+def end(case: Case, on_event: Callable[[Event], None], *findings: Finding) -> CaseResult:
+    result = CaseResult(
+        name=case.name,
+        file=case.file,
+        verdict="mismatch" if findings else "pass",
+        ranks=2,
+        seconds=1.0,
+        findings=findings,
+    )
+    on_event(Event(kind="case-end", case=case.name, result=result, num_done=1, num_total=1))
+    return result
+
+
+def run_narrow(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+    results = tuple(end(case, on_event) for case in cases)
+    return RunResult(verdict="pass", environment={}, started="", seconds=1.0, launches=1, cases=results)
+
+
+def interrupt(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+    raise KeyboardInterrupt
+
+
+def interrupt_late(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+    for case in cases:
+        end(case, on_event, HIDDEN)
+    raise KeyboardInterrupt
+
+
+def run_to_end(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+    return run_narrow(cases, options, on_event)
+
+
+@pytest.mark.parametrize(
+    ("wide", "verdict", "note"),
+    [
+        (interrupt, "pass", "its run in float64, which would see more, was cut off"),
+        (
+            interrupt_late,
+            "mismatch",
+            "it passes in its own precision: all that is shown is of the run in float64",
+        ),
+        (run_to_end, "pass", "in float64 it passes, too"),
+    ],
+)
+def test_a_pass_says_what_became_of_its_wider_run(
+    invoke: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    case_file: Path,
+    tmp_path: Path,
+    wide: Any,
+    verdict: str,
+    note: str,
+) -> None:
+    monkeypatch.setattr(run, "run_cases", run_narrow)
+    monkeypatch.setattr(escalation, "run_cases", wide)
+    file = tmp_path / "r.json"
+    told = invoke("run", case_file, "--set", "recipe.precision=bfloat16", "--json", file)
+    assert told.exit_code == (0 if wide is run_to_end else 130), told.stderr
+    (case,) = read_run(file).cases
+    assert (case.name, case.verdict, case.notes) == ("fsdp2-2", verdict, (note,))
+    assert note in " ".join(told.stdout.split())
+
+
+def test_without_wider_runs_a_pass_lacks_none(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, case_file: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "run_cases", run_narrow)
+    monkeypatch.setattr(escalation, "run_cases", interrupt)
+    file = tmp_path / "r.json"
+    words = ["--set", "recipe.precision=bfloat16", "--no-escalate", "--json", file]
+    assert invoke("run", case_file, *words).exit_code == 0
+    assert read_run(file).cases[0].notes == ()
