@@ -23,8 +23,8 @@ from moeverify.results.trial import Reason
 class SumOfReplicas:
     """What the sum of the replicas over one axis is: `factor` times the golden, or None and the reason why not.
 
-    `residual` is what is left of the sum, None where there was nothing to add up. `is_whole` says that all ranks of each
-    group hold what was added up: where only some do, an axis inside of this one may be meant.
+    `residual` is what is left of the sum, None where there was nothing to add up. `is_whole` says that all ranks of
+    each group hold what was added up: where only some do, an axis inside of this one may be meant.
     """
 
     axis: str

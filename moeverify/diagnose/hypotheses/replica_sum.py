@@ -29,8 +29,8 @@ class ReplicaSumHypothesis(Hypothesis):
     """What the ranks of an axis hold differs, and the sum of it is the golden, or a mean's multiple of it.
 
     Every axis is tried. The first that explains it is named, axes whose ranks all hold a replica before others, then
-    those of the data before those of the experts, with all axes of the same groups: only another layout can tell these
-    apart.
+    those of the data before those of the experts, with all axes of the same groups: only another layout can tell
+    these apart.
     """
 
     name = "replica_sum"
