@@ -158,17 +158,19 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import escalate, find_confirming, note_unconfirmed
+        from moeverify.controller.escalation import WIDER, escalate, find_confirming, note_unconfirmed
         from moeverify.controller.follow_up import follow_up
         from moeverify.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
-        # A pass below float64 is none until the run in a wider precision is over.
-        confirming = find_confirming(left, self.cases) if self.diagnosis.escalate else {}
-        keep = self.finished.keeping(note_unconfirmed(confirming, on_event), confirming)
+        asks = self.diagnosis.escalate
+        # Below float64 neither a pass nor what has no cause is final until the run in a wider precision is over.
+        confirming = find_confirming(left, self.cases) if asks else {}
+        escalated = {case.name for case in left if asks and WIDER[case.recipe.precision]}
+        keep = self.finished.keeping(note_unconfirmed(confirming, on_event), confirming, escalated)
         result = run_cases(left, self.options, keep)
         result = self.finished.complete(result, self.cases)
-        if self.diagnosis.escalate and result is not None:
+        if asks and result is not None:
             result = escalate(
                 self.cases, result, self.options, show, confirming=confirming, on_confirmed=on_event
             )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moeverify.case.schema import Case
+from moeverify.controller.escalation import needs_escalation
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.machine import choose_device, describe_environment
 from moeverify.controller.options import RunOptions
@@ -89,14 +90,18 @@ class FinishedCases:
         """Return the cases that are not finished."""
         return [case for case in cases if case.name not in self.results]
 
-    def keeping(self, on_event: OnEvent, unconfirmed: Collection[str] = ()) -> OnEvent:
+    def keeping(
+        self, on_event: OnEvent, unconfirmed: Collection[str] = (), escalated: Collection[str] = ()
+    ) -> OnEvent:
         """Return a handler of events that keeps every verdict, then passes the event on.
 
-        A pass of a case that is `unconfirmed`, by name, is not final: `keep_rest` keeps what becomes of it.
+        A pass of a case that is `unconfirmed`, by name, is not final, nor is what an `escalated` one shows without a
+        cause: `keep_rest` keeps what becomes of them.
         """
 
         def keep(result: CaseResult) -> None:
-            if result.verdict != "pass" or result.name not in unconfirmed:
+            is_unconfirmed = result.verdict == "pass" and result.name in unconfirmed
+            if not is_unconfirmed and not (result.name in escalated and needs_escalation(result)):
                 self._keep(result)
 
         return pass_results(keep, on_event)

@@ -10,10 +10,15 @@ from typing import Any
 
 from moeverify.axes.expert_placement import is_placed
 from moeverify.axes.groups import TOP_K, list_degrees
-from moeverify.axes.stages import count_stages
+from moeverify.axes.stages import count_stages, end_ranks
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.clean_matrix import LAYOUTS
-from moeverify.controller.escalation import escalate, needs_escalation, try_precision
+from moeverify.controller.escalation import (
+    escalate,
+    find_confirming,
+    needs_escalation,
+    try_precision,
+)
 from moeverify.controller.fault_benchmark import sees_loss_and_norm, sees_loss_curve
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.machine import choose_device, describe_environment
@@ -95,7 +100,7 @@ class MutationOptions:
 
     The seed parts them in halves too. `keep` is a folder of what is known, from which a run goes on. With `precision`
     all layouts compute in it, else each in its own, most in float64. With `escalates`, findings without a cause are
-    looked at in wider precisions, as `moeverify run` does.
+    looked at in wider precisions, and so is what passes, as `moeverify run` does.
     """
 
     names: Sequence[str] = ()
@@ -275,8 +280,11 @@ def _list_traits(name: str) -> set[tuple[str, object]]:
         count_stages(layout) // layout.pp - 1,
         layout.data_parallel == "fsdp1",
         recipe.model.reference is not None and recipe.model.reference.num_layers > 4,
+        recipe.model.reference is not None
+        and recipe.model.reference.tie_embedding
+        and len(set(end_ranks(layout))) > 1,
     )
-    names = (*_SPECIAL, "stages of a rank", "flat shards", "many layers")
+    names = (*_SPECIAL, "stages of a rank", "flat shards", "many layers", "tied ends")
     return found | {(name, value) for name, value in zip(names, others, strict=True) if value}
 
 
@@ -337,11 +345,13 @@ class MutationRun:
         ]
         faults = {title: self._mutants[name].target for title, name in cases.items()}
         open_ones: list[str] = []  # those of which wider precisions will be asked
+        confirming = find_confirming(made, ()) if escalates else {}
 
         def take(result: CaseResult) -> None:
             name = cases[result.name]
             self._tried[name].append(self._layouts[name][turn])
-            if escalates and needs_escalation(result):
+            passes = result.verdict == "pass" and result.name in confirming
+            if escalates and (passes or needs_escalation(result)):
                 open_ones.append(result.name)
             else:
                 self._take(name, result)
@@ -349,7 +359,7 @@ class MutationRun:
         options = replace(options, require_goldens=False, case_faults=faults)
         result = run_cases(made, options, pass_results(take, on_event))
         if open_ones and result is not None:
-            result = escalate(made, result, options, on_event)
+            result = escalate(made, result, options, on_event, confirming=confirming)
             for each in result.cases:
                 if each.name in open_ones:
                     self._take(cases[each.name], each)

@@ -23,7 +23,8 @@ from moeverify.results.trial import Reason
 class SumOfReplicas:
     """What the sum of the replicas over one axis is: `factor` times the golden, or None and the reason why not.
 
-    `residual` is what is left of the sum, None where there was nothing to add up.
+    `residual` is what is left of the sum, None where there was nothing to add up. `is_whole` says that all ranks of
+    each group hold what was added up: where only some do, an axis inside of this one may be meant.
     """
 
     axis: str
@@ -31,6 +32,7 @@ class SumOfReplicas:
     factor: float | None
     reason: Reason | None = None
     residual: float | None = None
+    is_whole: bool = True
 
     @property
     def explains(self) -> bool:
@@ -64,7 +66,7 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
         return SumOfReplicas(axis, size, None, Reason.NO_MULTIPLE, worst)
     if max(factors) - min(factors) > SAME * abs(max(factors)):
         return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)
-    return SumOfReplicas(axis, size, factors[0], None, worst)
+    return SumOfReplicas(axis, size, factors[0], None, worst, min(map(len, replicas)) == size)
 
 
 def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], dim: int) -> list[int] | None:

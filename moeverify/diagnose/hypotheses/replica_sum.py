@@ -28,8 +28,9 @@ _UNTRIED = (Reason.OTHER_REGIONS, Reason.NOT_HELD, Reason.REPLICAS_EQUAL, Reason
 class ReplicaSumHypothesis(Hypothesis):
     """What the ranks of an axis hold differs, and the sum of it is the golden, or a mean's multiple of it.
 
-    Every axis is tried. The first that explains it is named, axes of the data before those of the experts, with all
-    axes of the same groups: only another layout can tell these apart.
+    Every axis is tried. The first that explains it is named, axes whose ranks all hold a replica before others, then
+    those of the data before those of the experts, with all axes of the same groups: only another layout can tell
+    these apart.
     """
 
     name = "replica_sum"
@@ -53,7 +54,8 @@ class ReplicaSumHypothesis(Hypothesis):
         fitting = [each for each in sums if each.explains]
         if not fitting:
             return Outcome(trials)
-        first = fitting[0]
+        # Of the dp_shard ranks only those that share an expert's slices over etp may hold a part: then it is etp.
+        first = next((each for each in fitting if each.is_whole), fitting[0])
         alike = [each for each in fitting if _same_groups(groups[each.axis], groups[first.axis])]
         explanation = self._explain(tensor, first, alike, inputs)
         evidence = tuple(_observe(each) for each in fitting)

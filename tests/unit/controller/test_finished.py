@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from moeverify.case.schema import Case
+from moeverify.controller.escalation import needs_escalation
 from moeverify.controller.finished import FinishedCases
 from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError, FormatError
+from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.validation.load import load_cases
 
@@ -70,6 +72,28 @@ def test_verdicts_are_taken_and_lost_ranks_run_again(tmp_path: Path, cases: list
     assert whole is not None
     assert [case.name for case in whole.cases] == ["a", "b", "c"]
     assert whole.verdict == "mismatch"
+
+
+def test_what_wider_precisions_are_asked_of_is_kept_with_their_answers(
+    tmp_path: Path, cases: list[Case]
+) -> None:
+    file = tmp_path / "kept.jsonl"
+    first = FinishedCases.open(file, cases, OPTIONS)
+    place = Finding(
+        check="gradient", kind="gradient", tensor="w", step=0, rank=0, ranks=(0,), error=1.0, bound=0.1
+    )
+    open_one = _make_result("a", "mismatch").model_copy(update={"findings": (place,)})
+    for name in ("a", "b"):
+        event = Event(kind="case-end", case=name, result=open_one.model_copy(update={"name": name}))
+        first.keeping(lambda event: None, escalated={"a"})(event)
+    assert _list_left(file, cases) == ["a", "c"]
+    asked = place.model_copy(update={"wider": (Wider(precision="float64", outcome="alike"),)})
+    answered = open_one.model_copy(update={"findings": (asked,)})
+    first.keep_rest([answered])
+    kept = FinishedCases.open(file, cases, OPTIONS)
+    assert kept.results["a"] == answered
+    assert not needs_escalation(kept.results["a"])
+    assert needs_escalation(kept.results["b"])
 
 
 def test_a_case_that_has_changed_runs_again(tmp_path: Path, cases: list[Case]) -> None:

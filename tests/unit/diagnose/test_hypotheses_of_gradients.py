@@ -105,6 +105,25 @@ def test_only_the_axis_that_explains_it_is_named() -> None:
     assert reasons == {"cp": ("untried", Reason.REPLICAS_EQUAL), "tp": ("yes", None)}
 
 
+@pytest.mark.parametrize(("inner", "holders"), [("etp", [[0, 1], [2, 3]]), ("efsdp", [[0, 2], [1, 3]])])
+def test_an_axis_of_which_some_ranks_hold_other_parts_is_not_named_for_the_one_inside(
+    inner: str, holders: list[list[int]]
+) -> None:
+    expected, part = draw(4, 3), draw(4, 3, seed=1)
+    shards = []
+    for number, ranks in enumerate(holders):
+        rows = range(2 * number, 2 * number + 2)
+        region = Region.box(expected.shape, (rows, range(3)))
+        own = part[rows.start : rows.stop]
+        values = (own, expected[rows.start : rows.stop] - own)
+        shards += [RankShard(rank, region, each) for rank, each in zip(ranks, values, strict=True)]
+    tensor = WrongTensor((0, "gradient", WEIGHT), expected, tuple(shards))
+    axes = on_axes(**{"dp_shard": [[0, 1, 2, 3]], inner: holders})
+    explanation = examine("replica_sum", tensor, make_inputs(tensor, axes=axes)).explanation
+    assert explanation.candidates == (Product(times=(inner,)),)
+    assert explanation.operation.num_replicas == 2
+
+
 def test_axes_of_the_same_ranks_are_both_named_unless_one_does_not_affect_the_tensor() -> None:
     expected, part = draw(4, 3), draw(4, 3, seed=1)
     tensor = make_tensor(expected, part, expected - part)

@@ -445,6 +445,47 @@ def test_wider_precisions_are_asked_of_what_has_no_cause(monkeypatch):
         assert ran == [(each, mutant.target) for each in ["bfloat16", *wider]]
 
 
+def test_what_passes_in_a_layout_is_asked_in_float64(monkeypatch):
+    mutant = find_mutant("train.clipping:gradient_norm:double-collective:1")
+    covered = [cover("tp", mutant)]
+    named = find(Cause.SCALE, scale(Product(times=("tp",))))
+    ran = []
+
+    def answer(cases, options, on_event):
+        results = []
+        for case in cases:
+            ran.append((case.recipe.precision, options.case_faults[case.name]))
+            shown = case.recipe.precision == "float64"
+            verdict, findings = ("mismatch", (named,)) if shown else ("pass", ())
+            result = CaseResult(
+                name=case.name, file="", verdict=verdict, ranks=2, seconds=1.0, findings=findings
+            )
+            on_event(Event(kind="case-end", result=result))
+            results.append(result)
+        return RunResult(verdict="pass", environment={}, started="", seconds=1.0, cases=tuple(results))
+
+    monkeypatch.setattr(controller, "run_cases", answer)
+    monkeypatch.setattr(escalation, "run_cases", answer)
+    for escalates, outcome in ((True, "detected"), (False, "survived")):
+        ran.clear()
+        run = controller.MutationRun([mutant], covered, 0, KeptRows(None, {}, MutantRow), "bfloat16")
+        (row,) = run.execute(RunOptions(), lambda event: None, escalates=escalates)
+        assert (row.outcome, row.cases) == (outcome, ("tp",))
+        wider = ["float64"] if escalates else []
+        assert ran == [(each, mutant.target) for each in ["bfloat16", *wider]]
+
+
+def test_a_pipeline_with_a_tied_weight_is_a_layout_of_its_own():
+    # Nothing that has no weight on its first and last stage shows whether these sum its gradient.
+    mutant = find_mutant("parallel.meshes:_group_ends:skip-statement:1")
+    names = ["pp", "tied pp", "tied pp-zbv", "tied tp-sp-lp"]
+    assert ("tied ends", True) in controller._list_traits("tied pp")
+    for name in ("tied tp-sp-lp", "tied pp-zbv"):  # one stage, and two ends on one rank
+        assert ("tied ends", True) not in controller._list_traits(name)
+    covered = [cover(name, mutant) for name in names]
+    assert "tied pp" in controller.choose_layouts(mutant, covered)
+
+
 def test_a_name_leads_to_its_mutant():
     mutant = pick("order_by_expert", "reorder")
     assert find_mutant(mutant.target) == mutant
