@@ -2,7 +2,7 @@
 
 The ranks of one coordinate of an axis have a slice of the gradients: their own shards, and all that the axis
 replicates. A norm that lacks the sum over the axis is that of a rank's own slice; or the ranks then combine their
-norms, as if these were those of one tensor: by a mean, the largest, a sum.
+norms, as if these were those of one tensor, by a mean or a sum; or that of one coordinate is that of all ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from moeverify.results.facts import ClipFacts
 from moeverify.results.operation import NormOfSlices
 from moeverify.results.part import Group
 
-_Combination = Literal["mean", "max", "sum", "root-mean-square"]
+_Combination = Literal["mean", "sum", "root-mean-square"]
 
 _COMBINE: Mapping[_Combination, Callable[[Sequence[float]], float]] = {
     "mean": lambda squares: (sum(map(math.sqrt, squares)) / len(squares)) ** 2,
-    "max": max,
     "sum": lambda squares: sum(map(math.sqrt, squares)) ** 2,
     "root-mean-square": lambda squares: sum(squares) / len(squares),
 }
@@ -55,6 +54,9 @@ def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOf
             return NormOfSlices(combination="own", axes=_name(own), group=group)
         if len(set(facts.norms)) > 1:
             continue
+        one = _find_one(facts, known, group, noise)
+        if one is not None:
+            return one
         for combination, combine in _COMBINE.items():
             found = [
                 name
@@ -118,6 +120,30 @@ def _is_own(facts: ClipFacts, division: _Division, squares: Sequence[float], noi
         abs(facts.norms[rank] ** 2 - square) <= noise * square
         for ranks, square in zip(division, squares, strict=True)
         for rank in ranks
+    )
+
+
+def _find_one(
+    facts: ClipFacts, slices: Mapping[tuple[str, ...], Sequence[float]], group: Group | None, noise: float
+) -> NormOfSlices | None:
+    """Return the slice whose norm all ranks have, by the coordinate where the axes that fit agree in it, or None."""
+    square = facts.norms[0] ** 2
+    places: dict[tuple[str, ...], int] = {}
+    for name, squares in slices.items():
+        fitting = [place for place, each in enumerate(squares) if abs(each - square) <= noise * square]
+        if fitting:
+            places[name] = fitting[0]
+    if not places:
+        return None
+    axes = _name(list(places))
+    found = {axis.times: places[axis.times] for axis in axes}
+    agree = len(set(found.values())) == 1 and all(len(name) == 1 for name in found)
+    return NormOfSlices(
+        combination="one",
+        axes=axes,
+        group=group,
+        coordinate=next(iter(found.values())) if agree else None,
+        is_largest=all(slices[name][place] == max(slices[name]) for name, place in found.items()),
     )
 
 

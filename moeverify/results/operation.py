@@ -220,15 +220,17 @@ class NormOfNorms(Record):
 class NormOfSlices(Record):
     """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
 
-    A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. On each
-    rank the norm is that of its own slice, or on all of them a `combination` of the slices' norms: their mean, the
-    largest, their sum, or the root of the mean of their squares.
+    A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. Each rank
+    has the norm of its own slice; or all have that of one slice, at `coordinate` where all `axes` agree in it; or a
+    `combination` of the slices' norms: their mean, their sum, or the root of the mean of their squares.
     """
 
     kind: Literal["norm-of-slices"] = "norm-of-slices"
-    combination: Literal["own", "mean", "max", "sum", "root-mean-square"]
+    combination: Literal["own", "one", "mean", "sum", "root-mean-square"]
     axes: tuple[Product, ...] = ()
     group: Group | None = None
+    coordinate: int | None = None
+    is_largest: bool = False
 
 
 class NormOfPartials(Record):

@@ -32,9 +32,15 @@ def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -
             f"the gradients match, and {squares} are not summed over {over}: "
             "each rank's gradient norm counts only those of the ranks at its own coordinate"
         )
+    if operation.combination == "one":
+        place = "one coordinate" if operation.coordinate is None else f"coordinate {operation.coordinate}"
+        return (
+            f"the gradients match, and {squares} are not summed over {over}: "
+            f"the gradient norm of all ranks counts only those of the ranks at {place}"
+            + (", where it is largest" if operation.is_largest else "")
+        )
     value = {
         "mean": "the mean of",
-        "max": "the largest of",
         "sum": "the sum of",
         "root-mean-square": "the root of the mean square of",
     }[operation.combination]

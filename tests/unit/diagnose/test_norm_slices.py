@@ -10,6 +10,9 @@ import pytest
 
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.norm_slices import find_norm_of_slices
+from moeverify.report.words.norms import describe_norm_of_slices
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Product
 from moeverify.results.facts import ClipFacts
 from moeverify.results.operation import NormOfSlices
@@ -72,7 +75,6 @@ def test_each_rank_has_the_norm_of_what_it_holds() -> None:
     ("combination", "combine"),
     [
         ("mean", lambda squares: (sum(map(math.sqrt, squares)) / 2.0) ** 2),
-        ("max", max),
         ("sum", lambda squares: sum(map(math.sqrt, squares)) ** 2),
         ("root-mean-square", lambda squares: sum(squares) / 2.0),
     ],
@@ -87,6 +89,20 @@ def test_the_ranks_combine_their_norms(
     assert (found.group is not None) == bool(word)
     if found.group is not None:
         assert all(word in name for name in found.group.tensors)
+
+
+@pytest.mark.parametrize("word", ["", "experts"])
+@pytest.mark.parametrize("coordinate", [0, 1])
+def test_all_ranks_have_the_norm_of_one_coordinate(coordinate: int, word: str) -> None:
+    squares = [hold(ranks, word) for ranks in DP]
+    found = find(*[squares[coordinate]] * 4)
+    assert found is not None
+    assert (found.combination, found.axes) == ("one", (Product(times=("dp",)),))
+    assert (found.coordinate, found.is_largest) == (coordinate, squares[coordinate] == max(squares))
+    subject = Subject(quantity=Quantity.GRADIENT_NORM)
+    said = describe_norm_of_slices(found, Explanation(cause=Cause.NORM, subject=subject, operation=found))
+    assert f"only those of the ranks at coordinate {coordinate}" in said
+    assert ("where it is largest" in said) == found.is_largest
 
 
 def test_a_right_norm_and_one_that_is_off_otherwise_are_not_explained() -> None:
