@@ -159,9 +159,10 @@ def _run_all(
 ) -> list[FaultRow]:
     """Return the rows of all faults; when the run ends early, the table has those that are over."""
     from moeverify.cli.keeper import Keeper
-    from moeverify.controller.fault_benchmark import run_faults, score_finished
+    from moeverify.controller.fault_benchmark import count_unasked, run_faults, score_finished
     from moeverify.report.faults import render_faults
     from moeverify.report.progress import open_progress
+    from moeverify.report.words.wider import describe_num_unasked
 
     keeper = Keeper()
     try:
@@ -176,6 +177,9 @@ def _run_all(
     except BaseException:
         if keeper.results:
             render_faults(score_finished(chosen, keeper.results), context.out)
+            num_unasked = count_unasked(chosen, keeper.results) if escalates else 0
+            if num_unasked:
+                context.out.print(describe_num_unasked(num_unasked))
         raise
 
 

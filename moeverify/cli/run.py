@@ -158,7 +158,7 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import WIDER, escalate, find_confirming, note_unconfirmed
+        from moeverify.controller.escalation import WIDER, escalate, find_confirming, note_unasked
         from moeverify.controller.follow_up import follow_up
         from moeverify.controller.run import run_cases
 
@@ -167,7 +167,8 @@ class _Verification:
         # Below float64 neither a pass nor what has no cause is final until the run in a wider precision is over.
         confirming = find_confirming(left, self.cases) if asks else {}
         escalated = {case.name for case in left if asks and WIDER[case.recipe.precision]}
-        keep = self.finished.keeping(note_unconfirmed(confirming, on_event), confirming, escalated)
+        noting = note_unasked(left, confirming, on_event) if asks else on_event
+        keep = self.finished.keeping(noting, confirming, escalated)
         result = run_cases(left, self.options, keep)
         result = self.finished.complete(result, self.cases)
         if asks and result is not None:

@@ -12,7 +12,7 @@ from moeverify.case.schema import Case, Precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import find_overall_verdict, run_cases
 from moeverify.launch.world import external_world
-from moeverify.report.words.wider import describe_confirmation, describe_unconfirmed
+from moeverify.report.words.wider import describe_confirmation, describe_unasked, describe_unconfirmed
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.validation.rules import validate
@@ -138,23 +138,41 @@ def _strip(case: Case) -> Case:
     return case.model_copy(update={"name": "", "description": "", "file": "", "recipe": recipe})
 
 
-def note_unconfirmed(
-    confirming: Mapping[str, Case], on_event: Callable[[Event], None]
+def note_unasked(
+    cases: Sequence[Case], confirming: Mapping[str, Case], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Return a handler of events that passes them on; a pass says that the wider run is not over.
+    """Return a handler of events that passes them on; a result of which wider precisions are to be asked says so.
 
     Whoever keeps the results of a run that may end early has the truth then: `escalate` takes the note back.
     """
+    by_name = {case.name: case for case in cases}
 
     def handle(event: Event) -> None:
         result = event.result
+        note = None
         if result is not None and result.verdict == "pass" and result.name in confirming:
             note = describe_unconfirmed(confirming[result.name].recipe.precision)
+        elif result is not None and result.name in by_name and needs_escalation(result):
+            wider = [wide.recipe.precision for wide in list_wider(by_name[result.name])]
+            note = describe_unasked(wider) if wider else None
+        if result is not None and note is not None:
             noted = result.model_copy(update={"notes": (*result.notes, note)})
             event = event.model_copy(update={"result": noted})
         on_event(event)
 
     return handle
+
+
+def count_unasked(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> int:
+    """Return of how many of these results, by the names of the cases, wider precisions are still to be asked."""
+    confirming = find_confirming(cases, [])
+    known = [(case, results[case.name]) for case in cases if case.name in results]
+    return sum(
+        case.name in confirming
+        if result.verdict == "pass"
+        else needs_escalation(result) and bool(list_wider(case))
+        for case, result in known
+    )
 
 
 def _confirm_early(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
+from moeverify.controller import escalation
 from moeverify.controller.escalation import change_precision as change_case
 from moeverify.controller.escalation import escalate, find_confirming, try_precision
 from moeverify.controller.options import RunOptions
@@ -63,6 +64,13 @@ def score_finished(
         for fault in faults
         if (name := names[fault.number]) in results
     ]
+
+
+def count_unasked(faults: Sequence[Fault], results: Mapping[str, CaseResult]) -> int:
+    """Return how many of these faults, by the results of their cases, wider precisions have not been asked of."""
+    return escalation.count_unasked(
+        [_case_of(fault.case, fault) for fault in faults if fault.saver is None], results
+    )
 
 
 def _run_saved(

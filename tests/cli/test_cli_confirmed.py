@@ -1,4 +1,4 @@
-"""A command that ends while wider precisions confirm what passes: what is kept says how far that came."""
+"""A command that ends while wider precisions are asked: what is kept says how far that came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeverify.case.schema import Case
-from moeverify.controller import escalation, run
+from moeverify.controller import escalation, fault_benchmark, run
 from moeverify.report.formats.json import read_run
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event, RunResult
@@ -89,3 +89,65 @@ def test_without_wider_runs_a_pass_lacks_none(
     words = ["--set", "recipe.precision=bfloat16", "--no-escalate", "--json", file]
     assert invoke("run", case_file, *words).exit_code == 0
     assert read_run(file).cases[0].notes == ()
+
+
+def run_with_findings(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+    results = tuple(end(case, on_event, HIDDEN) for case in cases)
+    return RunResult(verdict="mismatch", environment={}, started="", seconds=1.0, launches=1, cases=results)
+
+
+@pytest.mark.parametrize(
+    ("precision", "notes"),
+    [
+        (
+            "bfloat16",
+            ("its runs in float32 and float64, where more may be seen of the cause, were cut off",),
+        ),
+        ("float32", ("its run in float64, where more may be seen of the cause, was cut off",)),
+    ],
+)
+def test_a_finding_without_a_cause_says_that_nothing_wider_was_asked(
+    invoke: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    case_file: Path,
+    tmp_path: Path,
+    precision: str,
+    notes: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(run, "run_cases", run_with_findings)
+    monkeypatch.setattr(escalation, "run_cases", interrupt)
+    file = tmp_path / "r.json"
+    told = invoke("run", case_file, "--set", f"recipe.precision={precision}", "--json", file)
+    assert told.exit_code == 130, told.stderr
+    assert read_run(file).cases[0].notes == notes
+
+
+@pytest.mark.parametrize(
+    ("narrow", "words", "said"),
+    [
+        (
+            run_with_findings,
+            ["--precision", "bfloat16"],
+            "2 faults have not been looked at in wider precisions",
+        ),
+        (run_narrow, ["--precision", "bfloat16"], "2 faults have not been looked at in wider precisions"),
+        (run_narrow, ["--precision", "bfloat16", "--no-escalate"], ""),
+        (run_with_findings, [], ""),
+    ],
+)
+def test_a_table_of_faults_that_ends_early_says_what_was_not_asked(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, narrow: Any, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(escalation, "run_cases", interrupt)
+
+    def stop_behind(cases: Sequence[Case], options: Any, on_event: Any) -> RunResult:
+        narrow(cases, options, on_event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fault_benchmark, "run_cases", stop_behind)
+    told = invoke("faults", "run", "A01", "A05", *words)
+    assert told.exit_code == 130, told.stderr
+    shown = " ".join(told.stdout.split())
+    assert "A05" in shown
+    assert ("in wider precisions" in shown) == bool(said)
+    assert said in shown

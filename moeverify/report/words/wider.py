@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 
@@ -43,3 +45,15 @@ def describe_confirmation(precision: str, answer: CaseResult) -> str:
 def describe_unconfirmed(precision: str) -> str:
     """Return what a pass lacks where a command ends before the run in a wider precision does."""
     return f"its run in {precision}, which would see more, was cut off"
+
+
+def describe_unasked(precisions: Sequence[str]) -> str:
+    """Return what a finding without a cause lacks where a command ends before its runs in wider precisions do."""
+    runs, were = ("runs", "were") if len(precisions) > 1 else ("run", "was")
+    return f"its {runs} in {' and '.join(precisions)}, where more may be seen of the cause, {were} cut off"
+
+
+def describe_num_unasked(count: int) -> str:
+    """Return that so many faults of a table that ends early have not been looked at in wider precisions."""
+    faults = "1 fault has" if count == 1 else f"{count} faults have"
+    return f"{faults} not been looked at in wider precisions, where more may be detected and named"
