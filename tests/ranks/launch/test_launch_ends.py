@@ -224,7 +224,7 @@ def test_a_rank_that_alone_does_not_come_up_is_named_and_costs_no_verdict(
 def test_a_rank_that_alone_does_not_come_up_for_the_first_job_is_tried_once_more(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "_START_LIMIT", 12.0)
+    monkeypatch.setattr(monitor, "START_LIMIT", 12.0)
     entry = write_late_entry(programs, tmp_path, "time.sleep(1000)")
     (outcome,) = run_jobs([Job(name="three", num_ranks=3)], entry=entry, folder=tmp_path / "run")
     assert (outcome.state, outcome.launch) == ("done", 2)
