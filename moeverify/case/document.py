@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -74,18 +75,28 @@ def _read_text(path: Path, report: Report) -> str | None:
 
 def parse_text(text: str, file: str, report: Report, *, has_lines: bool = True) -> Entry | None:
     """Return the one value that `text` holds (null if it is empty), or None after reporting why not."""
+    entry, problems = _parse(text, file, has_lines)
+    for problem in problems:
+        report(problem)
+    return entry
+
+
+@lru_cache(maxsize=128)  # a recipe is read for each case that stands on it
+def _parse(text: str, file: str, has_lines: bool) -> tuple[Entry | None, tuple[Problem, ...]]:
+    """Return the one value that `text` holds, if it can be read, and what is wrong with it."""
     yaml = YAML(typ="safe", pure=True)
+    problems: list[Problem] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)
             _check_size(yaml, text)
             node = yaml.compose(text)
         if node is None:
-            return Entry(None, Place(file, 1 if has_lines else None))
-        return _Builder(yaml, file, report, has_lines).build(node, "", _line_of(node), ())
+            return Entry(None, Place(file, 1 if has_lines else None)), ()
+        builder = _Builder(yaml, file, problems.append, has_lines)
+        return builder.build(node, "", _line_of(node), ()), tuple(problems)
     except (YAMLError, RecursionError, _TooLarge) as error:
-        report(_explain(error, text, file, has_lines))
-        return None
+        return None, (*problems, _explain(error, text, file, has_lines))
 
 
 def _explain(error: Exception, text: str, file: str, has_lines: bool) -> Problem:

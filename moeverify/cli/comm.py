@@ -9,7 +9,7 @@ import typer
 
 from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
 from moeverify.cli.context import EXIT_CODES, open_context
-from moeverify.results.collective_run import Collective
+from moeverify.results.collective_name import Collective
 
 _Name = Annotated[
     Collective, typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(Collective)}.", show_default=False)

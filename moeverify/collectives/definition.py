@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from moeverify.results.collective_run import Collective, Part, Parts, RankTransfer, Transfer, flatten
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import Part, Parts, RankTransfer, Transfer, flatten
 
 Sizes = Sequence[Sequence[int]]
 """Sizes[r][s]: how many elements the part has that rank r has for rank s."""

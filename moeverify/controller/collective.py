@@ -14,7 +14,8 @@ from moeverify.jobs import COLLECTIVE_WORKER, CollectiveJob, CollectiveResult
 from moeverify.launch.plan import Backend, JobOutcome, LaunchEvent
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.note import describe_obstacle
-from moeverify.results.collective_run import Collective, CollectiveRun, RankValues
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import CollectiveRun, RankValues
 from moeverify.results.obstacle import TooFewRanks
 
 TIMEOUT = 120.0

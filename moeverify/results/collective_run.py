@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 
+from moeverify.results.collective_name import Collective
 from moeverify.results.record import Record
-
-
-class Collective(StrEnum):
-    """The collectives of `moeverify comm`, called as torch.distributed calls them."""
-
-    ALL_TO_ALL = "all_to_all"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    BROADCAST = "broadcast"
 
 
 class Part(Record):

@@ -21,7 +21,8 @@ from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
 from moeverify.launch.world import find_node
-from moeverify.results.collective_run import Collective, RankTransfer, RankValues, Transfer, flatten
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import RankTransfer, RankValues, Transfer, flatten
 
 # torch 2.13 renamed these two and warns about the names that 2.11 has.
 _GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -134,8 +134,9 @@ def test_reports_do_not_load_torch(keep: Any, tmp_path: Path) -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     code = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'jinja2', 'ruamel'")
+    without_pydantic = GUARD.replace("FORBIDDEN", "'torch', 'numpy', 'jinja2', 'ruamel', 'pydantic'")
     for words in (["--help"], ["run", "--help"], ["--version"]):
-        done = run_alone(code, *words)
+        done = run_alone(code if "run" in words else without_pydantic, *words)
         assert (done.returncode, done.stderr) == (0, "")
         assert "moeverify" in done.stdout
 

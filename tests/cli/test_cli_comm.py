@@ -16,7 +16,8 @@ from moeverify.controller.tasks import make_job
 from moeverify.jobs import CollectiveJob, CollectiveResult, read_result
 from moeverify.launch.launcher import run_jobs
 from moeverify.report.collective_run import render_collective
-from moeverify.results.collective_run import Collective, CollectiveRun
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import CollectiveRun
 
 Invoke = Callable[..., Any]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moeverify.results.collective_run import Collective, Transfer
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import Transfer
 
 
 class Words(NamedTuple):

@@ -10,7 +10,8 @@ from torch import Tensor
 from moeverify.launch.plan import Job
 from moeverify.launch.rank import serve
 from moeverify.launch.runner import RankContext
-from moeverify.results.collective_run import Collective, RankTransfer, Transfer
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import RankTransfer, Transfer
 from moeverify.worker.collective import COLLECTIVES, run_collective
 
 

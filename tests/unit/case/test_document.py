@@ -122,3 +122,18 @@ def test_folder_named_like_a_case(tmp_path: Path, write, find_problems):
     [problem] = find_problems(tmp_path)
     assert problem.file == str(tmp_path / "b.yaml")
     assert "cannot be read" in problem.message
+
+
+def test_a_broken_recipe_is_refused_for_each_case_that_stands_on_it(write, find_problems):
+    recipe = write("recipes/odd.yaml", "model: {preset: stress}\nmodel: {preset: stress}\n")
+    for name in ("one", "two"):
+        (problem,) = find_problems(write(f"{name}.yaml", "recipe: odd\nlayout: {dp_shard: 2}\n"))
+        assert (problem.file, problem.line, problem.path) == (str(recipe), 2, "model")
+
+
+def test_a_recipe_that_was_mended_is_read_anew(write, find_problems):
+    recipe = write("recipes/odd.yaml", "model: {preset: stress}\nmodel: {preset: stress}\n")
+    case = write("one.yaml", "recipe: odd\nlayout: {dp_shard: 2}\n")
+    assert [problem.file for problem in find_problems(case)] == [str(recipe)]
+    recipe.write_text("model: {preset: stress}\n")
+    assert str(recipe) not in [problem.file for problem in find_problems(case)]

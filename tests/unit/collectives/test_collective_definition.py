@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeverify.collectives.definition import TAKES_SPLITS, define_transfer
-from moeverify.results.collective_run import Collective, CollectiveRun, RankValues, Transfer, flatten
+from moeverify.results.collective_name import Collective
+from moeverify.results.collective_run import CollectiveRun, RankValues, Transfer, flatten
 
 sizes_of = st.integers(0, 5)
 
