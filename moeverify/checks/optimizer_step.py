@@ -17,6 +17,7 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute, sample
+from moeverify.checks.step_coefficients import find_decay, find_share, name_share
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
@@ -277,7 +278,7 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
-    facts = _add_rate(fit(row), row, rates)
+    facts = _add_number(_add_rate(fit(row), row, rates), row, shown.case.recipe)
     dtypes = {each.rounded_to for _, each in rows}
     if len(dtypes) == 1 and row.rounded_to:
         is_sure = any(each.is_changed for _, each in rows)
@@ -329,6 +330,19 @@ def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> Recom
         "rate_step": min(others, key=lambda other: abs(other - step), default=None),
     }
     return facts.model_copy(update=found)
+
+
+def _add_number(facts: RecomputedFacts, row: Row, recipe: Recipe) -> RecomputedFacts:
+    """Return the facts with the one number that explains a moment: another decay, or a share of what is added."""
+    if facts.is_unclipped:
+        return facts
+    spec = recipe.optimizer
+    decay, share = find_decay(row, spec, recipe.precision), find_share(row)
+    if decay is not None and (decay.means or not facts.wrong_terms):
+        return facts.model_copy(update={"decay": decay})
+    if share is not None and (name_share(share, spec).is_dampened or len(share.terms) > 1):
+        return facts.model_copy(update={"share": name_share(share, spec)})
+    return facts
 
 
 def _is_rate(actual: float, wanted: float) -> bool:

@@ -18,9 +18,9 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Carried, OwnTokens, Scaled, Unmoved
+from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.step_facts import RecomputedFacts
+from moeverify.results.step_facts import NEAR, RecomputedFacts
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -73,9 +73,22 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     return joined
 
 
-def _rank_head(finding: Finding) -> tuple[bool, bool, int, float]:
+def _rank_head(finding: Finding) -> tuple[bool, bool, bool, int, float]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
-    return not _find_sure_dtype(finding), _find_variant(finding) is None, finding.step, -finding.error
+    is_untold = _find_variant(finding) is None
+    return (
+        not _find_sure_dtype(finding),
+        not _tells_number(finding),
+        is_untold,
+        finding.step,
+        -finding.error,
+    )
+
+
+def _tells_number(finding: Finding) -> bool:
+    """Return whether one number tells how the optimizer has made a moment."""
+    facts = finding.facts
+    return isinstance(facts, RecomputedFacts) and (facts.decay is not None or facts.share is not None)
 
 
 def _find_variant(finding: Finding) -> str | None:
@@ -136,7 +149,7 @@ def merge_with_origins(
     ]
     known = list(recomputed)
     for number, finding in enumerate(known):
-        same = [origin for origin in explained if _is_of_same(origin, finding)]
+        same = [origin for origin in explained if _is_of_same(origin, finding) or _redefines(origin, finding)]
         if same and not finding.follows:
             known[number] = finding.model_copy(update={"follows": same[0].tensor})
     left = []
@@ -197,7 +210,7 @@ def _tells_terms(finding: Finding, origin: Finding) -> bool:
     """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
     facts = finding.facts
     is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.variant)
-    return is_told and _is_of_same(origin, finding)
+    return (is_told or _tells_number(finding)) and _is_of_same(origin, finding)
 
 
 def _tells_parameters(finding: Finding, origin: Finding) -> bool:
@@ -267,6 +280,14 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
     return find_own_tokens(weights, counts, noise=_OWN_NOISE)
 
 
+def _redefines(origin: Finding, loss: Finding) -> bool:
+    """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
+    explanation = origin.explanation
+    if explanation is None or not isinstance(explanation.operation, Redefined):
+        return False
+    return origin.step == loss.step and loss.kind == Kind.LOSS and loss.tensor in explanation.subject.tensors
+
+
 def _is_carried(origin: Finding) -> bool:
     return origin.explanation is not None and isinstance(origin.explanation.operation, Carried)
 
@@ -281,6 +302,9 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
+    of_decay = next((each for each in heads.values() if _is_of_decay(finding, each)), None)
+    if of_decay is not None:
+        return of_decay
     formed = next((each for each in heads.values() if _find_variant(each) in finding.facts.variants), None)
     if formed is not None:
         return formed
@@ -292,6 +316,33 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
         moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step == finding.step]
         return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
+
+
+_OF_BETAS = ("corrected-with-bfloat16-betas", "corrected-with-swapped-betas")
+
+
+def _is_of_decay(finding: Finding, head: Finding) -> bool:
+    """Return whether a result is wrong because a moment decays otherwise, which the head says.
+
+    Bias corrections are made of the same beta. In the first step a moment is 1 - beta times the gradient alone.
+    """
+    facts, known = finding.facts, head.facts
+    if (
+        not isinstance(facts, RecomputedFacts)
+        or not isinstance(known, RecomputedFacts)
+        or known.decay is None
+    ):
+        return False
+    if facts.variant in _OF_BETAS:
+        return True
+    wanted = (1.0 - known.decay.found) / (1.0 - known.decay.expected)
+    moment = _name_result(finding)[1]
+    added = [term for term in facts.terms if term.name != moment and term.expected]
+    has_old = any(term.name == moment and term.found is not None for term in facts.terms)
+    factors = [term.factor for term in added if term.factor is not None]
+    is_same = _name_result(finding) == _name_result(head) and not has_old and bool(factors)
+    # What another term hides of one is not measured: such a term has the recipe's factor, 1.
+    return is_same and any(abs(factor / wanted - 1.0) <= NEAR / 4.0 for factor in factors)
 
 
 def _find_sure_dtype(finding: Finding) -> str:
@@ -331,16 +382,27 @@ def _signature(finding: Finding) -> object:
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
-    if facts.is_rounding_sure:
-        return *_name_result(finding), facts.rounded_to
-    if facts.is_still:
-        return *_name_result(finding), "still"
-    if facts.is_of_rate:
-        return *_name_result(finding), "rate"  # its factor is another one in each step
-    if facts.variant is not None:
-        return *_name_result(finding), facts.variant
+    told = _name_told(facts)
+    if told:
+        return *_name_result(finding), told
     factors = tuple(
         (term.name, term.is_wrong, None if term.factor is None else round(term.factor, 1))
         for term in facts.terms
     )
     return *_name_result(finding), factors
+
+
+def _name_told(facts: RecomputedFacts) -> str:
+    """Return what tells of all elements how a result was made, or nothing."""
+    told = {
+        facts.rounded_to: facts.is_rounding_sure,
+        "still": facts.is_still,
+        "rate": facts.is_of_rate,  # its factor is another one in each step
+        facts.variant or "": facts.variant is not None,
+    }
+    for name, is_told in told.items():
+        if is_told:
+            return name
+    if facts.decay is not None:
+        return f"decay {facts.decay.means or round(facts.decay.found, 4)}"
+    return "" if facts.share is None else f"share {facts.share.is_dampened or round(facts.share.found, 2)}"

@@ -338,7 +338,8 @@ def names_operation(facts: Facts | None) -> bool:
     not those of its scores. What else they are is found where the modules are compared.
     """
     if isinstance(facts, RecomputedFacts):
-        return facts.is_rounding_sure or facts.is_still or bool(facts.wrong_terms or facts.variant)
+        is_told = facts.wrong_terms or facts.variant or facts.decay or facts.share
+        return facts.is_rounding_sure or facts.is_still or bool(is_told)
     if isinstance(facts, CrossEntropyFacts):
         return bool(facts.dtype)
     if isinstance(facts, RouterGradientFacts):

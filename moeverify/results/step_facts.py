@@ -62,10 +62,35 @@ StepVariant = Literal[
     "no-second-correction",
     "corrected-for-next-step",
     "corrected-for-step-before",
+    "corrected-with-bfloat16-betas",
+    "corrected-with-swapped-betas",
     "decay-with-corrections",
     "decay-without-rate",
     "nesterov",
 ]
+
+
+DecayMeaning = Literal["", "complement", "bfloat16", "float16", "other-beta"]
+
+
+class DecayFacts(Record):
+    """A moment that decays by `found` in place of `expected`, and takes 1 - `found` of what the step adds.
+
+    `means` is what `found` is: 1 - `expected`, `expected` rounded to a dtype, the optimizer's other beta, or nothing
+    that is known.
+    """
+
+    expected: float
+    found: float
+    means: DecayMeaning = ""
+
+
+class ShareFacts(Record):
+    """A moment to which a step adds `found` times the sum of `terms`; `is_dampened` where that is 1 - momentum."""
+
+    found: float
+    terms: tuple[str, ...]
+    is_dampened: bool = False
 
 
 class RecomputedFacts(Record):
@@ -76,7 +101,8 @@ class RecomputedFacts(Record):
     explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
     where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
-    do not. `variants` are the formulas of the step that give what a smaller sample has, up to rounding; the right one
+    do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
+    the formulas of the step that give what a smaller sample has, up to rounding; the right one
     is among them where that tells nothing.
     """
 
@@ -90,6 +116,8 @@ class RecomputedFacts(Record):
     rounded_to: str = ""
     is_rounding_sure: bool = False
     is_still: bool = False
+    decay: DecayFacts | None = None
+    share: ShareFacts | None = None
     variants: tuple[StepVariant, ...] = ()
 
     @property

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import NEAR, RecomputedFacts, StepVariant, TermFacts
+from moeverify.results.step_facts import (
+    NEAR,
+    DecayFacts,
+    RecomputedFacts,
+    ShareFacts,
+    StepVariant,
+    TermFacts,
+)
 
 Said = tuple[str, tuple[str, ...]]
 """The cause, and the evidence for it."""
@@ -17,15 +24,12 @@ def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
     """Return how a result of the optimizer was made otherwise, as far as that is known, and what was seen."""
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     wrong = facts.wrong_terms
-    if facts.is_rounding_sure:
-        what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
-        cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
-        return cause, (f"each is what the right one is rounded to in {facts.rounded_to}",)
-    if facts.variant is not None:
-        return _describe_variant(facts, facts.variant)
+    told = _describe_told(facts, finding, quantity)
+    if told is not None:
+        return told
     if not wrong:
-        others = (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
-        return f"{quantity} does not follow from the rank's own gradient, moments and options", others
+        cause = f"{quantity} does not follow from the rank's own gradient, moments and options"
+        return cause, _count_others(facts)
     if facts.is_still:
         return f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", ()
     if facts.is_of_rate:
@@ -47,9 +51,51 @@ def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
         for term in facts.terms
         if term.found is not None
     ]
-    if facts.others:
-        evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
+    evidence += _count_others(facts)
     return f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", tuple(evidence)
+
+
+def _describe_told(facts: RecomputedFacts, finding: Finding, quantity: str) -> Said | None:
+    """Return what one number, dtype or formula tells of all elements, None where none does."""
+    if facts.is_rounding_sure:
+        what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
+        cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
+        return cause, (f"each is what the right one is rounded to in {facts.rounded_to}",)
+    if facts.variant is not None:
+        return _describe_variant(facts, facts.variant)
+    if facts.decay is not None:
+        return _describe_decay(facts, facts.decay, quantity)
+    return None if facts.share is None else _describe_share(facts, facts.share, quantity)
+
+
+def _describe_decay(facts: RecomputedFacts, decay: DecayFacts, quantity: str) -> Said:
+    means = {
+        "complement": ", which is 1 - beta",
+        "bfloat16": ", which is that rounded to bfloat16",
+        "float16": ", which is that rounded to float16",
+        "other-beta": ", which is the other beta",
+        "": "",
+    }[decay.means]
+    cause = (
+        f"the optimizer computes {quantity} otherwise: "
+        f"with a beta of {decay.found:.5g} in place of {decay.expected:.5g}{means}"
+    )
+    evidence = "with that beta it is what the rank's own gradient and moments give"
+    return cause, (evidence, *_count_others(facts))
+
+
+def _describe_share(facts: RecomputedFacts, share: ShareFacts, quantity: str) -> Said:
+    dampened = ", which is 1 - momentum, as with dampening" if share.is_dampened else ""
+    cause = (
+        f"the optimizer computes {quantity} otherwise: {' and '.join(share.terms)} "
+        f"{'count' if len(share.terms) > 1 else 'counts'} {share.found:.4g} times{dampened}"
+    )
+    evidence = "with that factor it is what the rank's own gradient and moments give"
+    return cause, (evidence, *_count_others(facts))
+
+
+def _count_others(facts: RecomputedFacts) -> tuple[str, ...]:
+    return (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
 
 
 _VARIANTS: Mapping[StepVariant, str] = {
@@ -61,6 +107,8 @@ _VARIANTS: Mapping[StepVariant, str] = {
     "no-second-correction": "the second moment's bias correction is left out",
     "corrected-for-next-step": "the bias corrections are those of the next step",
     "corrected-for-step-before": "the bias corrections are those of the step before",
+    "corrected-with-bfloat16-betas": "the bias corrections are those of betas rounded to bfloat16",
+    "corrected-with-swapped-betas": "the bias corrections are those of each other's beta",
     "decay-with-corrections": "the weight decay is multiplied by the moments' bias corrections",
     "decay-without-rate": "the weight decay is not multiplied by the learning rate",
     "nesterov": "the momentum is Nesterov's",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ def forgetting(case: Case) -> Iterator[Problem]:
     if max(case.recipe.optimizer.betas) >= 1.0:
         message = "a beta of 1 never forgets, and divides by zero"
         yield blame("recipe.optimizer.betas", message, "write numbers below 1")
+
+
+def round_to_bfloat16(value: float) -> float:
+    """Return the nearest number of 8 significant bits."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * 256.0) / 256.0, exponent)
 
 
 class AdamKind(OptimizerKind):
@@ -117,8 +124,8 @@ class AdamKind(OptimizerKind):
         def move(mean: Tensor, root: Tensor) -> Tensor:
             return -step.lr * mean / root + decayed
 
-        def correct(number: int) -> Tensor:
-            powers = [1.0 - beta**number for beta in spec.betas]
+        def correct(number: int, betas: Sequence[float] = spec.betas) -> Tensor:
+            powers = [1.0 - beta**number for beta in betas]
             return move(mean / powers[0], (square / powers[1]).sqrt() + spec.eps)
 
         right = correct(step.number)
@@ -131,6 +138,11 @@ class AdamKind(OptimizerKind):
             "no-second-correction": move(mean / first, square.sqrt() + spec.eps),
             "corrected-for-next-step": correct(step.number + 1),
         }
+        if spec.betas[0] != spec.betas[1]:
+            found["corrected-with-swapped-betas"] = correct(step.number, spec.betas[::-1])
+        found["corrected-with-bfloat16-betas"] = correct(
+            step.number, [round_to_bfloat16(b) for b in spec.betas]
+        )
         if step.number > 1:
             found["corrected-for-step-before"] = correct(step.number - 1)
         if self.decays_weight and step.weight_decay:
