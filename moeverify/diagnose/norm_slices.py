@@ -57,14 +57,32 @@ def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOf
         one = _find_one(facts, known, group, noise)
         if one is not None:
             return one
-        for combination, combine in _COMBINE.items():
+        combined = _find_combination(facts, known, group, noise)
+        if combined is not None:
+            return combined
+    return None
+
+
+def _find_combination(
+    facts: ClipFacts, slices: Mapping[tuple[str, ...], Sequence[float]], group: Group | None, noise: float
+) -> NormOfSlices | None:
+    """Return what a norm of all ranks is made of the slices' norms, or of those of the group alone, or None."""
+    inside = set(facts.squares if group is None else group.tensors)
+    others = sum(square for name, square in facts.squares.items() if name not in inside)
+    square = facts.norms[0] ** 2
+    for combination, combine in _COMBINE.items():
+        for apart in (0.0,) if group is None else (0.0, others):
             found = [
                 name
-                for name, squares in known.items()
-                if abs(combine(squares) - facts.norms[0] ** 2) <= noise * facts.norms[0] ** 2
+                for name, squares in slices.items()
+                if abs(combine([max(each - apart, 0.0) for each in squares]) + apart - square)
+                <= noise * square
             ]
             if found:
-                return NormOfSlices(combination=combination, axes=_name(found), group=group)
+                is_apart = apart > 0.0
+                return NormOfSlices(
+                    combination=combination, axes=_name(found), group=group, is_apart=is_apart
+                )
     return None
 
 

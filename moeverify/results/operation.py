@@ -222,7 +222,8 @@ class NormOfSlices(Record):
 
     A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. Each rank
     has the norm of its own slice; or all have that of one slice, at `coordinate` where all `axes` agree in it; or a
-    `combination` of the slices' norms: their mean, their sum, or the root of the mean of their squares.
+    `combination` of the slices' norms: their mean, their sum, or the root of the mean of their squares. With
+    `is_apart` it is one of the norms of `group` alone, whose square is added to the others.
     """
 
     kind: Literal["norm-of-slices"] = "norm-of-slices"
@@ -231,6 +232,17 @@ class NormOfSlices(Record):
     group: Group | None = None
     coordinate: int | None = None
     is_largest: bool = False
+    is_apart: bool = False
+
+
+BiasRule = Literal["reversed", "frequency", "median", "unsigned", "centred"]
+
+
+class MovedOtherwise(Record):
+    """A selection bias moves by the counts of the step, by another `rule` than the sign of their mean less each."""
+
+    kind: Literal["moved-otherwise"] = "moved-otherwise"
+    rule: BiasRule
 
 
 class NormOfPartials(Record):
@@ -422,6 +434,7 @@ Operation = Annotated[
     | Unmoved
     | NormOfNorms
     | NormOfSlices
+    | MovedOtherwise
     | NormOfPartials
     | Reclipped
     | Unclipped

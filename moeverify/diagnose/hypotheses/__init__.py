@@ -40,7 +40,7 @@ ORDER = (
         "added_values",
         "misreduced",
     ),
-    ("gradient_norm",),
+    ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),

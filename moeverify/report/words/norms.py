@@ -44,10 +44,10 @@ def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -
         "sum": "the sum of",
         "root-mean-square": "the root of the mean square of",
     }[operation.combination]
-    return (
-        f"the gradients match, and {squares} are not summed over {over}: "
-        f"the gradient norm is {value} the norms at each coordinate"
-    )
+    made = f"the gradient norm is {value} the norms at each coordinate"
+    if operation.is_apart:
+        made = f"their part of the gradient norm is the square of {value} their norms at each coordinate"
+    return f"the gradients match, and {squares} are not summed over {over}: {made}"
 
 
 def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanation) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
+from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
     NO_COUNT,
     describe_amount,
@@ -49,6 +50,7 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     Moved,
+    MovedOtherwise,
     NormOfNorms,
     NormOfPartials,
     NormOfSlices,
@@ -335,6 +337,7 @@ describe_operation.register(Unwritten, describe_unwritten)
 describe_operation.register(NormOfNorms, describe_norm_of_norms)
 describe_operation.register(NormOfPartials, describe_norm_of_partials)
 describe_operation.register(NormOfSlices, describe_norm_of_slices)
+describe_operation.register(MovedOtherwise, describe_moved_otherwise)
 describe_operation.register(Reclipped, describe_reclipped)
 
 

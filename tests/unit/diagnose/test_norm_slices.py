@@ -91,6 +91,31 @@ def test_the_ranks_combine_their_norms(
         assert all(word in name for name in found.group.tensors)
 
 
+@pytest.mark.parametrize(
+    ("combination", "combine"),
+    [
+        ("mean", lambda norms: sum(norms) / 2.0),
+        ("sum", sum),
+        ("root-mean-square", lambda norms: math.sqrt(sum(norm**2 for norm in norms) / 2.0)),
+    ],
+)
+def test_the_norms_of_experts_are_combined_before_the_others_are_added(
+    combination: str, combine: Callable[[Sequence[float]], float]
+) -> None:
+    others = sum(square for name, square in SQUARES.items() if "experts" not in name)
+    norms = [math.sqrt(hold(ranks, "experts") - others) for ranks in DP]
+    found = find(*[combine(norms) ** 2 + others] * 4)
+    assert found is not None
+    assert (found.combination, found.axes) == (combination, (Product(times=("dp",)),))
+    assert found.group is not None
+    assert all("experts" in name for name in found.group.tensors)
+    if combination != "root-mean-square":  # there it is the same as that of all squares
+        assert found.is_apart
+        subject = Subject(quantity=Quantity.GRADIENT_NORM)
+        said = describe_norm_of_slices(found, Explanation(cause=Cause.NORM, subject=subject, operation=found))
+        assert f"is the square of the {combination} of their norms at each coordinate" in said
+
+
 @pytest.mark.parametrize("word", ["", "experts"])
 @pytest.mark.parametrize("coordinate", [0, 1])
 def test_all_ranks_have_the_norm_of_one_coordinate(coordinate: int, word: str) -> None:

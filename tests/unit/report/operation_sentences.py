@@ -17,6 +17,7 @@ from moeverify.results.operation import (
     Change,
     Misplaced,
     Misreduced,
+    MovedOtherwise,
     NormOfNorms,
     NormOfPartials,
     NormOfSlices,
@@ -149,6 +150,28 @@ OPERATIONS = [
         "the gradients match, and the squares of the 2 expert parameters are not summed over tp: the gradient norm "
         "is the mean of the norms at each coordinate",
         "gradient norm, axis tp",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfSlices(
+                combination="sum",
+                axes=(TP,),
+                group=Group(tensors=("a", "b"), family="expert"),
+                is_apart=True,
+            ),
+        ),
+        "the gradients match, and the squares of the 2 expert parameters are not summed over tp: their part of the "
+        "gradient norm is the square of the sum of their norms at each coordinate",
+        "gradient norm, axis tp",
+    ),
+    (
+        explain(
+            Cause.STATE, Quantity.BUFFER, MovedOtherwise(rule="reversed"), tensors=("router.selection_bias",)
+        ),
+        "the selection bias moves in the wrong direction: up where an expert has more tokens than the mean",
+        "",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),

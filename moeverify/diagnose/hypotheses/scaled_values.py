@@ -1,0 +1,86 @@
+"""Hypothesis: initial values are a number of times the right ones, as of a deviation that a shard's sizes give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeverify.diagnose.factors import find_factor, find_root
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor, Source
+from moeverify.results.operation import Scaled
+from moeverify.results.part import WHOLE, Contribution
+
+_FEWEST = 4
+"""Elements that are not zero: of fewer, a number of times their values is as well some other values."""
+
+
+class ScaledValues(Hypothesis):
+    """Each element is one number of times the right one, up to the rounding of both to the dtype of the weights.
+
+    A deviation that is one over the root of a fan-in is larger by the root of an axis where that divides the fan-in
+    and the shard's own is taken.
+    """
+
+    name = "scaled_values"
+    quantities = frozenset({Quantity.INITIAL_VALUE})
+
+    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
+        """Return all that is wrong, which one deviation may explain, and each alone."""
+        del quantity
+        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Fit one number on all elements, and look at each."""
+        products = sum(float((tensor.expected * tensor.whole).sum()) for tensor in tensors)
+        squares = sum(float(tensor.expected.square().sum()) for tensor in tensors)
+        if not squares or not all(_has_values(tensor) for tensor in tensors):
+            return self.refuse()
+        value = products / squares
+        if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
+            return self.refuse()
+        factor = _name(value, inputs.sources_of(tensors), unit=_unit_of(tensors[0]))
+        operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
+        return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
+
+
+def _unit_of(tensor: WrongTensor) -> float:
+    return float(torch.finfo(tensor.precision).eps)
+
+
+def _has_values(tensor: WrongTensor) -> bool:
+    held = [shard for shard in tensor.shards if shard.region.numel]
+    is_whole = all(shard.local is not None and shard.local.numel() == shard.region.numel for shard in held)
+    return is_whole and int(tensor.expected.count_nonzero()) >= _FEWEST
+
+
+def _is_scaled(tensor: WrongTensor, value: float) -> bool:
+    """Return whether all elements of all shards are so many times the right ones, and the right ones are others."""
+    unit = _unit_of(tensor)
+    for shard in tensor.shards:
+        if not shard.region.numel:
+            continue
+        actual, wanted = shard.values(), value * tensor.expected_of(shard)
+        # Both were rounded, each by half a unit of its own size, and the product before it was stored.
+        allowed = 2.0 * unit * torch.maximum(actual.abs(), wanted.abs())
+        if not bool(((actual - wanted).abs() <= allowed).all()):
+            return False
+    return not torch.equal(tensor.whole, tensor.expected)
+
+
+def _name(value: float, sources: Sequence[Source], *, unit: float) -> Factor:
+    """Return the factor with the axes whose size, or its root, it is, to as many digits as rounding leaves."""
+    for source in sources:
+        for power, size in ((1, source.size), (2, source.size)):
+            for wanted in (size ** (1.0 / power), size ** (-1.0 / power)):
+                if source.size > 1 and abs(value / wanted - 1.0) <= max(unit, 1e-9):
+                    return find_factor(wanted, sources, power=power)
+    return find_root(value, sources)
+
+
+HYPOTHESIS = ScaledValues()

@@ -1,0 +1,114 @@
+"""Initial values of another deviation, and selection biases that move by another rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
+
+from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
+from moeverify.report.words.bias import describe_moved_otherwise
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.operation import MovedOtherwise, Scaled
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def store(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).to(torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("value", "power"), [(math.sqrt(2.0), 2), (0.5, 1), (math.sqrt(0.5), 2)])
+def test_values_of_another_deviation_have_the_root_of_an_axis(
+    value: float, power: int, dtype: torch.dtype
+) -> None:
+    expected = draw(16, 8)
+    wrong = store(value * expected, dtype)
+    tensor = make_sharded(
+        store(expected, dtype), wrong[:8], wrong[8:], kind="initial_weight", precision=dtype
+    )
+    explanation = examine("scaled_values", tensor, make_inputs(tensor, axes=AXES)).explanation
+    assert explanation.cause is Cause.SCALE
+    assert isinstance(explanation.operation, Scaled)
+    (whole,) = explanation.operation.contributions
+    assert whole.factor.value == pytest.approx(value, rel=2 * torch.finfo(dtype).eps)
+    assert whole.factor.power == power
+    assert whole.factor.equals
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_one_deviation_are_one_cause_and_those_of_two_are_not(dtype: torch.dtype) -> None:
+    def scale(value: float, seed: int, name: str) -> object:
+        expected = draw(8, 8, seed=seed)
+        wrong = store(value * expected, dtype)
+        return make_tensor(store(expected, dtype), wrong, name=name, kind="initial_weight", precision=dtype)
+
+    hypothesis = find_hypothesis("scaled_values")
+    alike = [scale(1.3, 1, "a"), scale(1.3, 2, "b")]
+    assert hypothesis.test(alike, make_inputs(*alike)).explanation is not None
+    other = [scale(1.3, 1, "a"), scale(1.4, 2, "b")]
+    assert hypothesis.test(other, make_inputs(*other)).explanation is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_another_seed_and_one_wrong_element_are_no_multiple(dtype: torch.dtype) -> None:
+    expected = store(draw(8, 8), dtype)
+    touched = store(1.5 * expected, dtype)
+    touched[3, 3] *= 1.5
+    for wrong in (store(draw(8, 8, seed=1), dtype), touched, torch.zeros_like(expected), -expected):
+        tensor = make_tensor(expected, wrong, kind="initial_weight", precision=dtype)
+        assert examine("scaled_values", tensor).explanation is None
+    few = make_tensor(expected[0, :2].clone(), 2.0 * expected[0, :2], kind="initial_weight", precision=dtype)
+    assert examine("scaled_values", few).explanation is None
+
+
+COUNTS = torch.tensor([12, 3, 0, 25, 7, 7, 1, 9], dtype=torch.int64)
+RATE = 0.01
+BEFORE = torch.linspace(-0.05, 0.04, 8, dtype=torch.float64)
+SIGNS = torch.sign(COUNTS.double().mean() - COUNTS.double())
+
+
+def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
+    expected, actual = BEFORE + RATE * SIGNS, BEFORE + moved
+    bias = make_tensor(
+        expected, actual, actual.clone(), name="layers.1.moe.router.selection_bias", kind="buffer"
+    )
+    times = {INITIAL_VALUE: BEFORE} if first else {STEP_BEFORE: BEFORE}
+    inputs: DiagnosisInputs = replace(
+        make_inputs(bias),
+        earlier=lambda key: times,
+        golden=lambda kind, name, before: COUNTS if name == "layers.1.moe.router" else None,
+    )
+    explanation = examine("bias_rule", bias, inputs).explanation
+    return None if explanation is None else explanation.operation
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "moved"),
+    [
+        ("reversed", -RATE * SIGNS),
+        ("frequency", RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
+        ("median", RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
+        ("unsigned", 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
+        ("centred", RATE * (SIGNS - SIGNS.mean())),
+    ],
+)
+def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
+    found = look(moved, first=first)
+    assert found == MovedOtherwise(rule=rule)
+    subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))
+    said = describe_moved_otherwise(found, Explanation(cause=Cause.STATE, subject=subject, operation=found))
+    assert said.startswith("the selection bias moves ")
+
+
+def test_a_bias_that_moves_by_no_rule_is_not_explained() -> None:
+    assert look(torch.zeros(8, dtype=torch.float64)) is None
+    assert look(RATE * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, 1], dtype=torch.float64)) is None
+    assert look(2.0 * RATE * SIGNS) is None
