@@ -39,6 +39,11 @@ def _of_chosen_normalized(seen: _Seen) -> Tensor:
     return of_chosen / of_chosen.sum(dim=-1, keepdim=True)
 
 
+def _of_chosen_sigmoid(seen: _Seen) -> Tensor:
+    of_chosen = seen.logits.sigmoid() * seen.chosen
+    return of_chosen / of_chosen.sum(dim=-1, keepdim=True)
+
+
 _WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
     "softmax": lambda seen: seen.logits.softmax(dim=-1),
     "sigmoid": lambda seen: seen.logits.sigmoid() / seen.logits.sigmoid().sum(dim=-1, keepdim=True),
@@ -48,8 +53,14 @@ _WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
     "logits": lambda seen: seen.logits,
     "chosen": _of_chosen,
     "chosen-normalized": _of_chosen_normalized,
+    "chosen-softmax": lambda seen: seen.logits.masked_fill(seen.chosen == 0.0, -torch.inf).softmax(dim=-1),
+    "chosen-sigmoid": _of_chosen_sigmoid,
 }
-_RIGHT = {"softmax": ("softmax", "softmax-of-scores"), "sigmoid": ("sigmoid",)}
+_RIGHT = {
+    # A softmax of the chosen logits is what their probabilities are, divided by their sum.
+    "softmax": ("softmax", "softmax-of-scores", "chosen-softmax"),
+    "sigmoid": ("sigmoid", "chosen-sigmoid"),
+}
 """By the score of a router: ways that are the right one, or another one of these."""
 
 

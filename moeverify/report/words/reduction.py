@@ -30,6 +30,11 @@ _REDEFINED: Mapping[tuple[str, str], str] = {
     ("probabilities", "softmax-of-scores"): "a softmax of the scores in place of the divided scores",
     ("probabilities", "logits"): "the logits in place of the probabilities",
     ("probabilities", "chosen"): "the probabilities of the chosen experts alone",
+    ("probabilities", "chosen-softmax"): "a softmax of the chosen experts' logits alone",
+    (
+        "probabilities",
+        "chosen-sigmoid",
+    ): "the sigmoid of the chosen experts' logits alone, divided by its sum",
     (
         "probabilities",
         "chosen-normalized",

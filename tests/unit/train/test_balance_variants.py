@@ -89,6 +89,24 @@ def test_probabilities_of_the_chosen_experts_sum_to_one_where_they_are_divided()
     assert float(stats.probability_sum.detach().sum()) == pytest.approx(float(valid.sum()))
 
 
+@pytest.mark.parametrize(
+    ("score", "way", "other"),
+    [("sigmoid", "chosen-softmax", "softmax"), ("softmax", "chosen-sigmoid", "sigmoid")],
+)
+def test_the_other_score_of_the_chosen_logits_is_that_of_another_router(
+    score: str, way: str, other: str
+) -> None:
+    router, choosing = make_router(score=score), make_router(score=other)
+    choosing.spec = choosing.spec.model_copy(update={"renormalize": True, "route_scale": 1.0})
+    x, valid = draw_input()
+    ids = router(x, valid).ids
+    choosing.replay = ids
+    stats = run_variant(router, ("probabilities", way))
+    weights = choosing(x, valid).weights * valid.unsqueeze(-1)
+    expected = torch.zeros(*ids.shape[:-1], 8, dtype=torch.float64).scatter(-1, ids, weights).sum(dim=1)
+    torch.testing.assert_close(stats.probability_sum, expected)
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_no_variant_is_the_right_one_or_another_variant(score: str) -> None:
     router = make_router(**{**GROUPED, "score": score}, selection_bias_rate=0.1)
