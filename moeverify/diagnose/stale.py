@@ -1,8 +1,11 @@
-"""A module that computes with the weights of a step earlier, from the right input."""
+"""A module that computes with the weights of a step earlier, all of them or one, from the right input."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor, nn
 
 from moeverify.case.schema import Recipe
 from moeverify.diagnose.components import load_weights
@@ -28,9 +31,24 @@ def explains_stale(
     if step > 1:
         load_weights(program, golden, step - 2)
     module = dict(program.model.named_modules()).get(origin.module)
-    if module is None or not list(module.parameters(recurse=False)):
+    if module is None:
         return None
-    with torch.no_grad():
-        output = module(origin.input.to(device=device, dtype=torch.float64)).cpu()
+    old = {name: weight.detach().clone() for name, weight in module.named_parameters(recurse=False)}
+    if not old:
+        return None
+    load_weights(program, golden, step - 1)
+    new = {name: weight.detach().clone() for name, weight in module.named_parameters(recurse=False)}
+    # A bucket may hold one of them alone; all together are what a module holds that was not gathered again.
+    choices = [old, *({**new, name: value} for name, value in old.items())]
+    return any(_gives(module, chosen, origin, device) for chosen in choices)
+
+
+@torch.no_grad()
+def _gives(module: nn.Module, weights: Mapping[str, Tensor], origin: Origin, device: torch.device) -> bool:
+    """Return whether a module with these weights of its own makes the output that was read of the input."""
+    assert origin.input is not None
+    for name, weight in module.named_parameters(recurse=False):
+        weight.copy_(weights[name])
+    output = module(origin.input.to(device=device, dtype=torch.float64)).cpu()
     actual = origin.tensor.whole
     return float((output - actual).norm()) < _SAME * float(actual.norm())
