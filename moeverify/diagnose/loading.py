@@ -47,6 +47,7 @@ def _explain_loaded(loaded: Sequence[Finding], inputs: DiagnosisInputs) -> Itera
         tensor.name: origin for cause, origin in zip(causes, origins, strict=True) for tensor in cause.tensors
     }
     moved = _find_moved(loaded, heads)
+    options: dict[object, str] = {}
     for finding in loaded:
         head = heads.get(finding.tensor)
         if head is None:  # more were wrong than are examined
@@ -58,7 +59,17 @@ def _explain_loaded(loaded: Sequence[Finding], inputs: DiagnosisInputs) -> Itera
             # outside of their tensors altogether: what they hold is no value that is known.
             is_unknown = head.explanation is None or isinstance(head.explanation.operation, Altered)
             follows = moved.get(_kind_of(finding.tensor), "") if is_unknown else ""
+            option = _find_option(finding)
+            if option is not None and is_unknown:
+                first = options.setdefault(option, finding.tensor)
+                follows = first if first != finding.tensor else ""
             yield head.model_copy(update={"follows": follows})
+
+
+def _find_option(finding: Finding) -> object:
+    """Return what is equal for parameters of which one option of the optimizer is wrong alike; None of tensors."""
+    parameter, _, option = finding.tensor.partition(": ")
+    return (option, finding.expected, finding.actual) if parameter and option else None
 
 
 def _find_moved(loaded: Sequence[Finding], heads: Mapping[str, Finding]) -> dict[str, str]:

@@ -123,7 +123,7 @@ class TrainingState:
             for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True)
         }
         for name, group in self._groups():
-            found |= {f"{name}: {key}": float(group[key]) for key in ("lr", "weight_decay", "initial_lr")}
+            found |= {f"{name}: {key}": value for key, value in _list_numbers(group)}
             found[f"{name}: scheduled lr"] = float(rates[id(group)])
         return found
 
@@ -153,6 +153,17 @@ class TrainingState:
             self.schedule.step()
         self.step += 1
         self.position += 1
+
+
+def _list_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield every option of a group that is a number, and each number of one that is several."""
+    for key, value in group.items():
+        if key in _IMPLEMENTATION:
+            continue
+        if isinstance(value, int | float):
+            yield key, float(value)
+        elif isinstance(value, tuple | list):
+            yield from ((f"{key} {place}", float(each)) for place, each in enumerate(value))
 
 
 def _like(old: Any, new: Any) -> Any:
