@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 from moeverify.case.schema import Case, Precision
+from moeverify.controller.escalation import escalate as ask_wider
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.controller.scratch import scratch_folder
@@ -77,6 +78,7 @@ def verify(
     checks: Mapping[str, Any] | None = None,
     name: str = "verify",
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    escalate: bool = True,
 ) -> Verification:
     """Return what one device and the layout, on ranks of its own, compute differently.
 
@@ -84,7 +86,8 @@ def verify(
     it torch's DDP, FSDP1 or FSDP2 does. `step(model, optimizer, micro_batches)` makes the optimizer steps, if it is
     given. Functions are given themselves or as `package.module:function`; the
     ranks import them, so they must stand in a module. `layout`, `optimizer` and `checks` have the fields that
-    they have in a case file, and so have the numbers.
+    they have in a case file, and so have the numbers. With `escalate`, a finding below float64 without a sure cause
+    is looked at in wider precisions, as `moeverify run` does. A pass is not: the model may keep a dtype of its own.
 
     Raises: CaseError where the case is no valid one, MachineError where this machine has too few ranks for it
     or this process is itself one of several ranks.
@@ -110,20 +113,23 @@ def verify(
         "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
         "checks": dict(checks or {}),
     }
-    return _run(build_case(fields), device)
+    return _run(build_case(fields), device, escalates=escalate)
 
 
-def _run(case: Case, device: Literal["auto", "cpu", "cuda"]) -> Verification:
+def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> Verification:
     """Return what came of a case for which no golden is recorded."""
     with scratch_folder() as nothing:
         options = RunOptions(device=device, golden_folder=nothing)
         result = run_cases([case], options, _ignore)
-    assert result is not None
-    if result.cases[0].verdict == "skipped":
-        raise MachineError(result.cases[0].reason)
-    # The notes say that no golden is recorded: here none is meant to be.
-    quiet = result.cases[0].model_copy(update={"notes": ()})
-    return Verification(word_run(result.model_copy(update={"cases": (quiet,)})))
+        assert result is not None
+        if result.cases[0].verdict == "skipped":
+            raise MachineError(result.cases[0].reason)
+        # The notes say that no golden is recorded: here none is meant to be.
+        quiet = result.cases[0].model_copy(update={"notes": ()})
+        result = result.model_copy(update={"cases": (quiet,)})
+        if escalates:
+            result = ask_wider([case], result, options, _ignore)
+    return Verification(word_run(result))
 
 
 def name_function(function: Function, field: str) -> str:

@@ -5,14 +5,20 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import find_overall_verdict, run_cases
 from moeverify.launch.world import external_world
-from moeverify.report.words.wider import describe_confirmation, describe_unasked, describe_unconfirmed
+from moeverify.report.words.wider import (
+    describe_confirmation,
+    describe_left_out,
+    describe_unasked,
+    describe_unconfirmed,
+)
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.validation.rules import validate
@@ -54,7 +60,7 @@ def escalate(
 
     Cases that pass are asked, too, where `confirming` has one for them: see `find_confirming`. `on_confirmed` gets
     the end of each, with what the case itself is now, in the place of `on_event`. All run under the same fault.
-    Ranks that somebody else has started run nothing more.
+    Ranks that somebody else has started run nothing more: a note says what was not asked.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -65,8 +71,11 @@ def escalate(
         elif answered.verdict == "pass" and confirming and answered.name in confirming:
             asked[answered.name] = [confirming[answered.name]]
     wanted = [wide for wides in asked.values() for wide in wides]
-    if not wanted or external_world() is not None:
+    if not wanted:
         return result
+    if external_world() is not None:
+        left_out = (_note_left_out(each, asked.get(each.name, ())) for each in result.cases)
+        return result.model_copy(update={"cases": tuple(left_out)})
     faults = {
         wide.name: fault
         for name, wides in asked.items()
@@ -91,6 +100,46 @@ def escalate(
     return result.answered(tuple(merged), answers).model_copy(
         update={"verdict": find_overall_verdict(merged)}
     )
+
+
+def escalate_stream(
+    results: Generator[CaseResult],
+    cases: Sequence[Case],
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+) -> Generator[CaseResult]:
+    """Yield results of these cases as they come, and at the end those of which wider precisions are asked.
+
+    One launch serves these, as in `escalate`. Closing the iterator closes the `results`.
+    """
+    confirming = find_confirming(cases, cases)
+    by_name = {case.name: case for case in cases}
+    open_ones = []
+    with closing(results):
+        for result in results:
+            if _is_open(by_name[result.name], result, confirming):
+                open_ones.append(result)
+            else:
+                yield result
+    if open_ones:
+        verdict = find_overall_verdict(open_ones)
+        run = RunResult(verdict=verdict, environment={}, cases=tuple(open_ones))
+        yield from escalate(cases, run, options, on_event, confirming=confirming).cases
+
+
+def _is_open(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> bool:
+    """Return whether wider precisions are to be asked of a result."""
+    if result.verdict == "pass":
+        return case.name in confirming
+    return needs_escalation(result) and bool(list_wider(case))
+
+
+def _note_left_out(result: CaseResult, wides: Sequence[Case]) -> CaseResult:
+    """Return a result that says what was not asked of it, if anything."""
+    if not wides:
+        return result
+    note = describe_left_out([wide.recipe.precision for wide in wides])
+    return result.model_copy(update={"notes": (*result.notes, note)})
 
 
 def needs_escalation(case: CaseResult) -> bool:
@@ -167,12 +216,7 @@ def count_unasked(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> i
     """Return of how many of these results, by the names of the cases, wider precisions are still to be asked."""
     confirming = find_confirming(cases, [])
     known = [(case, results[case.name]) for case in cases if case.name in results]
-    return sum(
-        case.name in confirming
-        if result.verdict == "pass"
-        else needs_escalation(result) and bool(list_wider(case))
-        for case, result in known
-    )
+    return sum(_is_open(case, result, confirming) for case, result in known)
 
 
 def _confirm_early(

@@ -54,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="Where full tensors of goldens are kept; they can be made again.",
     )
+    group.addoption(
+        "--moeverify-no-escalate",
+        action="store_true",
+        help="Do not run cases below float64 in wider precisions, too, for a cause or for what rounding hides.",
+    )
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:

@@ -65,6 +65,8 @@ class CaseItem(pytest.Item):
         result = CaseSession.of(self.config).result(self.case, wanted)
         if result.checks:
             self.add_report_section("call", "checks", _list_checks(result))
+        if result.verdict == "pass" and result.notes:
+            self.add_report_section("call", "notes", "\n".join(result.notes))
         if result.verdict == "skipped":
             pytest.skip(result.reason)
         if result.verdict != "pass":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.case.schema import Case
+from moeverify.controller.escalation import escalate_stream
 from moeverify.controller.golden import record_goldens
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import stream_cases
@@ -24,13 +25,15 @@ class CaseRunner:
     Alone, it reads the verdicts from the launch as the tests ask for them. As one of several workers
     (`shared` is a folder that all of them have) the first that asks runs everything while the others wait,
     whichever tests each of them was given: the machine never has the ranks of two cases at once. `rows` says
-    what became of the goldens where `update` is set.
+    what became of the goldens where `update` is set. With `escalates`, results of which wider precisions are asked
+    come last, as `moeverify run` would have them.
     """
 
-    def __init__(self, options: RunOptions, *, update: bool, shared: Path | None) -> None:
+    def __init__(self, options: RunOptions, *, update: bool, escalates: bool, shared: Path | None) -> None:
         self.rows: list[GoldenRow] = []
         self._options = options
         self._update = update
+        self._escalates = escalates
         self._shared = shared
         self._results: dict[str, CaseResult] = {}
         self._stream: Generator[CaseResult] | None = None
@@ -64,7 +67,10 @@ class CaseRunner:
     def _run(self, wanted: Sequence[Case]) -> Generator[CaseResult]:
         if self._update:
             self.rows = record_goldens(wanted, self._options, _ignore)
-        with closing(stream_cases(wanted, self._options, _ignore)) as results:
+        results = stream_cases(wanted, self._options, _ignore)
+        if self._escalates:
+            results = escalate_stream(results, wanted, self._options, _ignore)
+        with closing(results):
             yield from results
 
     def _run_shared(self, wanted: Sequence[Case], folder: Path) -> Generator[CaseResult]:

@@ -35,7 +35,10 @@ class CaseSession:
         self.options = _read_options(config)
         shared = getattr(config, "workerinput", {}).get("moeverify_folder")
         self._runner = CaseRunner(
-            self.options, update=config.getoption("update_golden"), shared=Path(shared) if shared else None
+            self.options,
+            update=config.getoption("update_golden"),
+            escalates=not config.getoption("moeverify_no_escalate"),
+            shared=Path(shared) if shared else None,
         )
 
     @classmethod
@@ -59,6 +62,8 @@ class CaseSession:
             words += ["--goldens", str(self.options.golden_folder)]
         if self.options.cache_folder is not None:
             words += ["--cache", str(self.options.cache_folder)]
+        if self._config.getoption("moeverify_no_escalate"):
+            words.append("--no-escalate")
         return shlex.join(words)
 
     @property

@@ -53,6 +53,26 @@ def test_wrong_model_is_not_ok() -> None:
     assert "MISMATCH" in repr(result)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("escalate", [True, False])
+def test_a_finding_below_float64_is_asked_of_wider_precisions(escalate: bool) -> None:
+    chosen: dict[str, Any] = FAST | {"precision": "bfloat16", "escalate": escalate}
+    result = moeverify.verify("my_gpt.model:make", parallelize="my_gpt.wrong:parallelize", **chosen)
+    assert not result.ok
+    assert any(finding.wider for finding in result.findings) == escalate, str(result)
+    assert ("in float32 and float64" in str(result) or "found in float64" in str(result)) == escalate
+
+
+@pytest.mark.ranks
+def test_a_pass_of_an_own_model_is_not_asked_of_wider_precisions() -> None:
+    result = moeverify.verify(
+        "my_gpt.model:make", **FAST | {"precision": "bfloat16", "layout": {"dp_shard": 2}}
+    )
+    assert result.ok, str(result)
+    assert result.result.launches == 1
+    assert result.case.notes == ()
+
+
 def make_here() -> None:
     pass
 

@@ -53,6 +53,12 @@ def describe_unasked(precisions: Sequence[str]) -> str:
     return f"its {runs} in {' and '.join(precisions)}, where more may be seen of the cause, {were} cut off"
 
 
+def describe_left_out(precisions: Sequence[str]) -> str:
+    """Return what ranks of another launcher leave out, which run what they were started for and nothing more."""
+    names = " and ".join(precisions)
+    return f"not asked in {names}, where more may be seen: without torchrun or srun the same command does"
+
+
 def describe_num_unasked(count: int) -> str:
     """Return that so many faults of a table that ends early have not been looked at in wider precisions."""
     faults = "1 fault has" if count == 1 else f"{count} faults have"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,19 @@ checks:
   repeat: never
   skip: [loss]
   tolerance: {kind: exact}
+"""
+# As if `pytest` had the option --fault of `moeverify run`.
+FAULTY = """
+from dataclasses import replace
+from moeverify.pytest_plugin import session
+
+read_options = session._read_options
+session._read_options = lambda config: replace(read_options(config), fault="suite_faults:round_frequencies")
+"""
+NARROW = """\
+recipe: {base: tiny, name: tiny-bf16, precision: bfloat16}
+layout: {dp_shard: 2}
+checks: {repeat: never}
 """
 # Several sessions in one process: what they import takes longer than what they collect.
 COLLECT = """\
@@ -84,6 +98,22 @@ def test_workers_share_one_launch_and_a_failure_says_where_what_and_how_to_repea
     assert re.search(r"^recorded +golden/tiny\.cpu\.json$", done.out, re.MULTILINE)
     assert list(project.goldens) == ["tiny.cpu.json"]
     assert project.find_remains() == []
+
+
+def test_what_bfloat16_hides_fails_with_what_float64_shows(project: Any) -> None:
+    project.write_case("narrow", NARROW)
+    (project.folder / "conftest.py").write_text(SPY + FAULTY)
+    project.variables["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
+    done = run_pytest(project, "cases", "-n", "2", "-k", "narrow")
+    assert done.code == 1, done
+    assert read_launches(project) == ["narrow"]
+    assert re.search(r"^cases/narrow\.yaml:2: mismatch: ", done.out, re.MULTILINE)
+    assert "found in float64: in the case's own precision it is less than what rounding may do" in done.out
+    alone = run_pytest(project, "cases/narrow.yaml", "--moeverify-no-escalate")
+    assert alone.code == 0, alone
+    assert "1 passed" in alone.out
 
 
 def test_goldens_in_continuous_integration(project: Any) -> None:
