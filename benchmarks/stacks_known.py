@@ -98,7 +98,7 @@ RELEASES_KNOWN = {
 RELEASES_KNOWN |= {
     (release, "flag-without-size"): KnownBug(
         release=f"transformers {release}",
-        reason="`tp_size` and `ep_size` become 1, so that no rank has a part of the model, and no word is said of it",
+        reason="without a size `tp_size` and `ep_size` are 1, so that every rank has the whole model",
         page="",
         wrong="axis tp",
         cause="no parameter is divided over tp",
