@@ -47,7 +47,7 @@ hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files
 samples: $(VENV)/installed try-megablocks ## Make the outputs and tables that README and docs show anew
 	$(BIN)/python docs/samples.py
 
-stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about an hour
+stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about 15 minutes
 	$(BIN)/python benchmarks/stacks.py
 
 golden: $(VENV)/installed ## Record what is missing in golden/, refresh what has changed

@@ -55,7 +55,7 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
         divided = axis.divides
         if divided is None or not axis.views(case.layout) or not divided.applies(case):
             continue
-        if divided.kind == Kind.TOKEN_LOSS and not case.recipe.model.gives_token_losses:
+        if divided.kind == Kind.TOKEN_LOSS and not _shows_token_losses(case):
             continue
         if divided.kind == Kind.INITIAL_WEIGHT and case.layout.parallelize is not None:
             continue  # how a user's own code divides parameters is not ours to say
@@ -64,3 +64,8 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
             groups = view.groups(axis.name)
             claims[axis.name] = Claim(divided.kind, groups, divided.part, divided.modules, divided.once)
     return claims
+
+
+def _shows_token_losses(case: Case) -> bool:
+    """Return whether the run shows the loss of each token; a user's own step computes it where nobody sees it."""
+    return case.recipe.step is None and case.recipe.model.gives_token_losses

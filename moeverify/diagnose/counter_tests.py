@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from moeverify.diagnose.families import name_family
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.diagnose.noisy_fit import is_left_by_rounding
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.observation import RightAlike
 
@@ -31,6 +34,31 @@ def count_right_alike(
         num_right = sum(name not in wrong for name in alike)
         if num_right:
             yield RightAlike(axis=axis, num_right=num_right, num_alike=len(alike))
+
+
+def list_ranks_alone(tensors: Sequence[WrongTensor]) -> tuple[int, ...]:
+    """Return the ranks on which tensors are wrong, of all the same, where replicas of the same values are right."""
+    found = {_list_wrong_replicas(tensor) for tensor in tensors}
+    return next(iter(found)) if len(found) == 1 else ()
+
+
+def _list_wrong_replicas(tensor: WrongTensor) -> tuple[int, ...]:
+    """Return the ranks whose replicas are wrong; none where some region has no right replica, or no wrong one."""
+    by_region: dict[str, dict[int, bool]] = {}
+    for shard in tensor.shards:
+        if shard.local is not None and shard.region.numel:
+            by_region.setdefault(shard.region.key, {})[shard.rank] = _is_right(tensor, shard)
+    if not by_region or not all(len(set(are_right.values())) == 2 for are_right in by_region.values()):
+        return ()
+    wrong = (rank for are_right in by_region.values() for rank, is_right in are_right.items() if not is_right)
+    return tuple(sorted(wrong))
+
+
+def _is_right(tensor: WrongTensor, shard: RankShard) -> bool:
+    expected, precision = tensor.expected_of(shard), torch.finfo(tensor.precision)
+    if precision.bits <= 16:
+        return is_left_by_rounding(shard.values(), expected, precision.eps / 2.0)
+    return tensor.error_of(shard) <= tensor.exact * float(expected.norm())
 
 
 def _find_place(name: str, axis: str, inputs: DiagnosisInputs) -> tuple[bool, str, frozenset[str]]:

@@ -8,7 +8,7 @@ one token are equal where they go in, so each is taken for the copy that comes o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -25,10 +25,15 @@ Call = tuple[int, str, int]
 
 @dataclass(frozen=True)
 class Places:
-    """Which rows of the golden's the rows of each call are; `is_shared` where other ranks have the same ones too."""
+    """Which rows of the golden's the rows of each call are; `is_shared` where other ranks have the same ones too.
+
+    `are_sure` says of each row whether it went in as the golden's does, of which there are as many. The others have
+    what was left: they may be rows that a rank computes and throws away, such as those of other ranks' experts.
+    """
 
     of_call: Mapping[Call, tuple[int, ...]]
     is_shared: bool
+    are_sure: Mapping[Call, tuple[bool, ...]] = field(default_factory=dict)
 
 
 def place_rows(
@@ -55,17 +60,18 @@ def place_rows(
         together: dict[int, list[Call]] = {}
         for call in calls:
             together.setdefault(call[0] if is_shared else groups.get(call[0], 0), []).append(call)
-        placed = {}
+        placed, are_sure = {}, {}
         for members in together.values():
             rows = torch.cat([calls[call] for call in members])
             if len(rows) != len(expected):
                 break
-            places = _match(rows, expected, _num_columns(golden), equal)
+            places, sure = _match(rows, expected, _num_columns(golden), equal)
             for call in members:
                 size = len(calls[call])
                 placed[call], places = tuple(places[:size]), places[size:]
+                are_sure[call], sure = tuple(sure[:size]), sure[size:]
         else:
-            return Places(placed, is_shared and len(together) > 1)
+            return Places(placed, is_shared and len(together) > 1, are_sure)
     return nowhere
 
 
@@ -99,14 +105,15 @@ def _num_columns(readings: Sequence[Reading]) -> int:
     return sum(reading.local.shape[-1] for reading in readings if reading.end == "input")
 
 
-def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> list[int]:
+def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> tuple[list[int], list[bool]]:
     """Return for each row the golden's row that it is, each once; what is no copy of any gets what is left.
 
-    Shapes: `rows` and `expected` (N, inputs and outputs).
+    With it goes whether each is sure (`Places`). Shapes: `rows` and `expected` (N, inputs and outputs).
     """
     distance = _measure(rows[:, :num_inputs], expected[:, :num_inputs])
     # Inputs first: of rows that differ by rounding the outputs decide, by less than any other input would.
-    cost = torch.where(distance <= equal, 0.0, 1.0 + distance)
+    is_equal = distance <= equal
+    cost = torch.where(is_equal, 0.0, 1.0 + distance)
     outputs = _measure(rows[:, num_inputs:], expected[:, num_inputs:])
     cost += 0.5 * outputs / outputs.amax().clamp(min=1e-300)
     places = torch.full((len(rows),), -1)
@@ -121,7 +128,25 @@ def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> lis
         taken = winner >= 0
         places[winner[taken]] = open_places[taken]
         free[open_places[taken]] = False
-    return [int(place) for place in places]
+    are_sure = _is_sure(places, expected, num_inputs, is_equal, outputs, equal)
+    return [int(place) for place in places], [bool(sure) for sure in are_sure]
+
+
+def _is_sure(
+    places: Tensor, expected: Tensor, num_inputs: int, is_equal: Tensor, outputs: Tensor, equal: float
+) -> Tensor:
+    """Return of each row whether it is the golden's row in its place, and no other one can be it, (N,).
+
+    Among copies of a token what they become decides. `is_equal` says of which inputs are equal, and `outputs` is how
+    far what came out is, (N, N) of rows and the golden's.
+    """
+    wanted, made = expected[:, :num_inputs], expected[:, num_inputs:]
+    copies = _measure(wanted, wanted) <= equal
+    is_one_of_many = copies.sum(dim=0) > 1
+    copies &= (_measure(made, made) <= equal) | ~is_one_of_many
+    claims = is_equal & ((outputs <= equal) | ~is_one_of_many)
+    is_fair = claims.sum(dim=0) == copies.sum(dim=0)
+    return is_fair[places] & claims[torch.arange(len(places)), places]
 
 
 def _measure(found: Tensor, wanted: Tensor) -> Tensor:

@@ -117,10 +117,17 @@ class AllReadings:
         if golden.direction == BACKWARD and places.is_shared:
             return  # of the gradient of what all have, each has a part
         for rank, reading, _ in read:
-            rows = places.of_call.get((rank, module, reading.micro_batch))
+            call = (rank, module, reading.micro_batch)
+            rows = places.of_call.get(call)
             if not rows:
                 continue
             local = rows_of(reading)[None]
+            if golden.direction == BACKWARD:
+                # A gradient goes with the row that went in; one that did not go in on one device has none there.
+                sure = [at for at, is_sure in enumerate(places.are_sure[call]) if is_sure]
+                rows, local = tuple(rows[at] for at in sure), local[:, sure]
+                if not rows:
+                    continue
             region = locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
             if region is not None:
                 yield rank, reading, region, local

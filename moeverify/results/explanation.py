@@ -87,8 +87,8 @@ class Explanation(Record):
         """Return whether it says what was done to the right values, and not alone where or by how much they are off.
 
         Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
-        a measurement; so is zero, which a sum that is missing leaves as well. Runs that differ among themselves are
-        explained by that alone.
+        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Runs
+        that differ among themselves are explained by that alone.
         """
         operation = self.operation
         if isinstance(operation, Altered):
@@ -101,7 +101,7 @@ class Explanation(Record):
         if isinstance(operation, Carried) and operation.factor is not None:
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
-            return any(
+            return bool(operation.ranks) or any(
                 each.part != WHOLE or each.factor.equals or each.factor.rounded
                 for each in operation.contributions
             )

@@ -36,7 +36,8 @@ class Scaled(Record):
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
     means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
     the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
-    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them.
+    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them. `ranks`
+    are those that have it so, where replicas on other ranks are right.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -46,6 +47,7 @@ class Scaled(Record):
     reduced_again: IssuedCollective | None = None
     own_tokens: OwnTokens | None = None
     clip: PartialClip | None = None
+    ranks: tuple[int, ...] = ()
 
 
 class Unreduced(Record):

@@ -37,7 +37,7 @@ def gradient_norm(
     sum_over_shards: SumOverShards | None = None,
     sum_over_stages: SumOverShards | None = None,
 ) -> Tensor:
-    """Return the 2-norm of all gradients together, () and equal on every rank; float32 at least.
+    """Return the 2-norm of all gradients together, () and equal on every rank, in the widest dtype; float32 at least.
 
     torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
     `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
@@ -54,10 +54,13 @@ def gradient_norm(
         gradient = torch.zeros_like(shard.tensor) if shard.tensor.grad is None else shard.tensor.grad
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         by_mesh.setdefault(mesh, []).append(gradient)
+    # Norms of a few tensors in float32, such as a router's, would round the total of the others in float64.
+    dtypes = {widen(gradient.dtype) for gradients in by_mesh.values() for gradient in gradients}
+    dtype = max(dtypes, key=lambda each: each.itemsize)
     squares = []
     for mesh, gradients in by_mesh.items():
         # torch's foreach norm refuses DTensors of several meshes together: experts and the rest have two.
-        norm = norm_of_one_mesh(gradients)
+        norm = norm_of_one_mesh(gradients, dtype)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         square = norm.square()
@@ -67,15 +70,14 @@ def gradient_norm(
 
 
 @seam
-def norm_of_one_mesh(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of gradients that share a mesh, (); float32 at least.
+def norm_of_one_mesh(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of gradients that share a mesh, (), summed in `dtype`.
 
     `get_total_norm` keeps the norm of each tensor, and that of all, in the gradients' dtype: in bfloat16 up to 4e-3
     off, more than a whole parameter makes that is counted twice. Megatron takes norms in float32 as well.
     """
-    if all(gradient.dtype == widen(gradient.dtype) for gradient in gradients):
+    if all(gradient.dtype == dtype for gradient in gradients):
         return get_total_norm(gradients)
-    dtype = max((widen(gradient.dtype) for gradient in gradients), key=lambda each: each.itemsize)
     norms: tuple[Tensor, ...] = torch._foreach_norm(list(gradients), 2.0, dtype=dtype)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -21,15 +21,17 @@ from moeverify.train.subject import Run, Vector
 
 
 def differentiate(loss: Tensor, shards: Sequence[LocalShard]) -> Vector:
-    """Return the gradient of a loss () by the names of parameters; zero for those that it does not depend on."""
-    if not loss.requires_grad:
-        return {shard.name: _bring(torch.zeros_like(shard.tensor)) for shard in shards}
-    parameters = [shard.tensor for shard in shards]
-    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    return {
-        shard.name: _bring(torch.zeros_like(shard.tensor) if gradient is None else gradient)
-        for shard, gradient in zip(shards, gradients, strict=True)
-    }
+    """Return the gradient of a loss () by the names of parameters; zero for frozen ones and what it does not use."""
+    # A frozen one is refused by autograd even where unused ones are allowed.
+    trained = [shard for shard in shards if shard.tensor.requires_grad] if loss.requires_grad else []
+    parameters = [shard.tensor for shard in trained]
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) if trained else ()
+    found = {shard.name: gradient for shard, gradient in zip(trained, gradients, strict=True)}
+    vector: Vector = {}
+    for shard in shards:
+        gradient = found.get(shard.name)
+        vector[shard.name] = _bring(torch.zeros_like(shard.tensor) if gradient is None else gradient)
+    return vector
 
 
 def _bring(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeverify.diagnose.counter_tests import count_right_alike
+from moeverify.diagnose.counter_tests import count_right_alike, list_ranks_alone
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -31,7 +31,8 @@ class NoisyFactorHypothesis(Hypothesis):
     """All have one factor that is an integer of the run, or one over it, within its standard error.
 
     What is left must look like rounding (`moeverify.diagnose.noisy_fit`). A number that no integer is, or that
-    several are, stays without a cause: what a residual of some percent hides could be most of it.
+    several are, stays without a cause: what a residual of some percent hides could be most of it. So does one that
+    some ranks alone have, while replicas on others are right.
     """
 
     name = "noisy_factor"
@@ -55,7 +56,8 @@ class NoisyFactorHypothesis(Hypothesis):
         measured = Contribution(part=WHOLE, factor=Factor(value=factor.value))
         seen = FitResult(contributions=(measured,), residual=factor.residual)
         found = name_factor(factor, inputs.sources_of(tensors))
-        if found is None or not is_far_from_one(factor):
+        # What ranks reduce comes out alike on all of them: replicas that are right refute a factor of the run.
+        if found is None or not is_far_from_one(factor) or list_ranks_alone(tensors):
             return self.refuse(seen, residual=factor.residual)
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=found),))
         explanation = explain_by(Cause.SCALE, operation, tensors, inputs, residual=factor.residual)

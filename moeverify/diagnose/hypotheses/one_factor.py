@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeverify.axes.groups import TOKENS, VALID_TOKENS
-from moeverify.diagnose.counter_tests import count_right_alike
+from moeverify.diagnose.counter_tests import count_right_alike, list_ranks_alone
 from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
@@ -68,8 +68,12 @@ class OneFactor(LinearFit):
         return [(WHOLE, lambda name: whole[name])]
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
-        """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance."""
-        return super().sources(tensors, inputs) if tensors[0].quantity in _REDUCED else []
+        """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance.
+
+        None either where only some replicas have the factor: what ranks reduce comes out alike on all of them.
+        """
+        is_reduced = tensors[0].quantity in _REDUCED and not list_ranks_alone(tensors)
+        return super().sources(tensors, inputs) if is_reduced else []
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
         """Return the tokens of the batch: no axis has their number by chance."""
@@ -96,11 +100,20 @@ class OneFactor(LinearFit):
             outcome = _replay(outcome, outcome.explanation, tensors, inputs)
         if outcome.explanation is not None:
             seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
-            outcome = replace(outcome, observations=seen)
+            outcome = replace(outcome, observations=seen, explanation=_restrict(outcome.explanation, tensors))
         if outcome.explanation is None or cause is None:
             return outcome
         explanation = outcome.explanation.model_copy(update={"cause": cause})
         return Outcome(outcome.trials, explanation, outcome.observations, outcome.num_coefficients)
+
+
+def _restrict(explanation: Explanation, tensors: Sequence[WrongTensor]) -> Explanation:
+    """Return the explanation with the ranks that alone have the factor."""
+    ranks = list_ranks_alone(tensors)
+    if not ranks or not isinstance(explanation.operation, Scaled):
+        return explanation
+    restricted = explanation.operation.model_copy(update={"ranks": ranks})
+    return explanation.model_copy(update={"operation": restricted})
 
 
 def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanation:

@@ -96,7 +96,8 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     if any(each.part.added or each.part.group or each.part.block for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
-        return _describe_whole(wrong[0], explanation)
+        alone = f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
+        return _describe_whole(wrong[0], explanation) + alone
     if all(each.part.tokens is None for each in wrong):
         return _describe_terms(wrong, explanation)
     return _describe_shares(wrong)

@@ -40,6 +40,7 @@ def describe_place(explanation: Explanation) -> str:
         words.append(f"{' and '.join(subject.tensors)} loss")
     if isinstance(operation, Scaled):
         words.append("denominators" if operation.local_means else _name_parts(operation))
+        words.append(format_ranks(operation.ranks) if operation.ranks else "")
     elif isinstance(operation, Moved):
         words.append("" if operation.dim is None else f"dim {operation.dim}")
     elif isinstance(operation, Replaced):

@@ -8,6 +8,7 @@ import pytest
 
 from moeverify.axes.claims import axis_claims
 from moeverify.axes.mesh import MeshPlan
+from moeverify.case.schema import Case
 from moeverify.faults.setting import make_case
 
 
@@ -32,3 +33,16 @@ def claims_of(**layout: Any) -> dict[str, str]:
 )
 def test_experts_and_the_rest_are_claimed_apart(layout: dict[str, Any], parts: dict[str, str]) -> None:
     assert claims_of(**layout) == parts
+
+
+@pytest.mark.parametrize("loss", [None, "mine:loss"])
+@pytest.mark.parametrize("step", [None, "mine:step"])
+def test_rows_are_claimed_by_losses_of_tokens_only_where_these_are_shown(
+    loss: str | None, step: str | None
+) -> None:
+    model = {"factory": "mine:make", "loss": loss, "vocab_size": 16}
+    layout = {"dp_shard": 2, "parallelize": "mine:parallelize"}
+    recipe = {"name": "mine", "model": model, "step": step}
+    case = Case.model_validate({"name": "mine", "recipe": recipe, "layout": layout})
+    claims = axis_claims(case, MeshPlan.of(case.layout))
+    assert ("dp_shard" in claims) == (loss is None and step is None)

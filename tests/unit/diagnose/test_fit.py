@@ -20,6 +20,7 @@ from wrong_tensors import (
 
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.fit import fit_columns
+from moeverify.report.words.cause import describe_explanation
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product, Source
 from moeverify.results.operation import Scaled
@@ -61,6 +62,42 @@ def test_one_factor_is_found_with_its_axis(weight: float, product: Product) -> N
     assert wrong_parts(explanation) == {WHOLE: pytest.approx(weight, abs=1e-12)}
     assert explanation.candidates == (product,)
     assert explanation.subject.tensors == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("factors", "ranks", "sentence"),
+    [
+        ((1.0, 2.0), (1,), "the gradient is 2x too large, on rank 1 alone"),
+        ((2.0, 1.0, 1.0, 2.0), (0, 3), "the gradient is 2x too large, on ranks 0, 3 alone"),
+        ((2.0, 2.0), (), "the gradient is 2x too large; 2 = tp"),
+        ((3.0, 2.0), (), "the gradient is 3x too large"),  # the worst replica is told, and no other is right
+    ],
+)
+def test_a_factor_of_some_replicas_is_told_of_their_ranks_and_of_no_axis(
+    factors: tuple[float, ...], ranks: tuple[int, ...], sentence: str
+) -> None:
+    expected = draw(4, 6)
+    wrong = make_tensor(expected, *(factor * expected for factor in factors))
+    axes = Axes({}, [Source(name="tp", size=2)])
+    explanation = fit("one_factor", [wrong], make_components(), axes).explanation
+    assert explanation is not None
+    assert isinstance(explanation.operation, Scaled)
+    assert explanation.operation.ranks == ranks
+    assert describe_explanation(explanation) == sentence
+
+
+def test_in_16_bits_a_factor_of_some_replicas_is_no_integer_of_the_run() -> None:
+    expected = draw(64, 64)
+    rounded = expected.bfloat16().double()
+    axes = Axes({}, [Source(name="tp", size=2)])
+
+    def test(*factors: float) -> Any:
+        replicas = (factor * rounded for factor in factors)
+        wrong = make_tensor(expected, *replicas, precision=torch.bfloat16)
+        return fit("noisy_factor", [wrong], make_components(), axes).explanation
+
+    assert test(2.0, 2.0).candidates == (Product(times=("tp",)),)
+    assert test(1.0, 2.0) is None
 
 
 def test_axes_of_one_size_are_candidates_alike() -> None:

@@ -155,6 +155,26 @@ def test_rows_that_every_rank_has_are_compared_forward_alone() -> None:
     assert found.num_right == {"forward": 2, "backward": 0}
 
 
+@pytest.mark.parametrize("garbage", ["another row", "a copy of an own one"])
+def test_gradients_of_rows_that_a_rank_throws_away_are_not_compared(garbage: str) -> None:
+    """Each rank of tp computes the rows of all experts, and multiplies those of the other rank's by zero."""
+    golden, rows, results, gradients = read_golden()
+    by_rank = []
+    for rank, own in enumerate(OF_RANKS):
+        others = [row for row in range(len(ROWS)) if row not in own]
+        takes, returns, passed = rows.clone(), results.clone(), gradients.clone()
+        passed[others] = 0.0
+        if garbage == "another row":
+            takes[others], returns[others] = draw(5, WIDTH, seed=7), draw(5, WIDTH, seed=8)
+        else:  # what these put out is the same, so that nothing tells which of the two it is
+            takes[others], returns[others] = rows[own], results[own]
+        tokens = golden[-1].local[rank : rank + 1]
+        readings = [*read_experts(takes, returns, passed), replace(golden[-1], local=tokens)]
+        by_rank.append(RankReadings(readings, [(range(rank, rank + 1), range(3))]))
+    places = {0: {"tp": 0}, 1: {"tp": 1}}
+    assert not find_origins(golden, by_rank, places, 2, torch.float64).origins
+
+
 class TopOne(nn.Module):
     """Turns tokens into rows, sorted by a number, and puts them back."""
 

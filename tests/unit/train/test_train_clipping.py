@@ -7,6 +7,7 @@ import torch
 
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
+from moeverify.train import clipping
 from moeverify.train.clipping import clip_coefficient, clip_gradients, gradient_norm
 from moeverify.train.program import Program
 
@@ -32,6 +33,24 @@ def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
     norm = gradient_norm([hold(gradient) for gradient in gradients])
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx((300.0**2 + 1.0) ** 0.5, rel=1e-7)
+
+
+def test_a_gradient_in_float32_beside_wider_ones_does_not_round_the_norm():
+    # float32 has nothing between 16777216 and 16777218, the norm of the narrow gradient rounds to one of them.
+    narrow, wide = torch.tensor([2.0**24, 5792.0]), torch.tensor([3.0], dtype=torch.float64)
+    exact = (2.0**48 + 5792.0**2 + 9.0) ** 0.5
+    assert gradient_norm([hold(narrow), hold(wide)]).item() == pytest.approx(exact, rel=1e-15)
+
+
+def test_a_mesh_of_float32_gradients_does_not_round_the_norm_of_all(monkeypatch):
+    # Each mesh has a norm of its own: here that of the narrow gradients and that of the wide one.
+    narrow, wide = torch.tensor([2.0**24, 5792.0]), torch.tensor([3.0], dtype=torch.float64)
+    asked = []
+    measure = clipping.norm_of_one_mesh
+    monkeypatch.setattr(clipping, "norm_of_one_mesh", lambda *given: asked.append(given) or measure(*given))
+    gradient_norm([hold(narrow), hold(wide)])
+    assert {dtype for _, dtype in asked} == {torch.float64}
+    assert measure([narrow], torch.float64).item() == pytest.approx((2.0**48 + 5792.0**2) ** 0.5, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

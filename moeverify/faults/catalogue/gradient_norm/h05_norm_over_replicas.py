@@ -14,6 +14,7 @@ from moeverify.results.place import Stage
 
 def inject(patch: Patch) -> None:
     """Sum the squares over all data ranks, which in the case are all ranks, instead of those of one replica."""
+    import torch
     import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.tensor import DTensor
@@ -23,8 +24,8 @@ def inject(patch: Patch) -> None:
     from moeverify.train.clipping import norm_of_one_mesh
 
     @patch.wrap(norm_of_one_mesh)
-    def sum_over_all(original: Original[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        norm = original([local_part(gradient) for gradient in gradients])
+    def sum_over_all(original: Original[Tensor], gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        norm = original([local_part(gradient) for gradient in gradients], dtype)
         if not any(isinstance(gradient, DTensor) for gradient in gradients):
             return norm
         assert dist.group.WORLD is not None

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     """Take the norm of what `change` makes of each gradient; the gradients themselves stay as they are."""
+    import torch
+
     from moeverify.train.clipping import norm_of_one_mesh
 
     @patch.wrap(norm_of_one_mesh)
-    def measure_changed(original: Original[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        return original([change(gradient) for gradient in gradients])
+    def measure_changed(
+        original: Original[Tensor], gradients: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        return original([change(gradient) for gradient in gradients], dtype)
 
 
 def expert_mesh(gradient: Tensor) -> DeviceMesh | None:

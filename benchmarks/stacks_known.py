@@ -1,0 +1,107 @@
+"""What differs in releases of others and is explained: in which cells of benchmarks/stacks.py, and by what."""
+
+from dataclasses import dataclass
+
+FOUND = "../../examples/found/"  # seen from the page
+
+# Families whose plan has the style `replicated_with_grad_allreduce`.
+SUMMED_AGAIN = (
+    "qwen3",
+    "gemma3_text",
+    "apertus",
+    "exaone4",
+    "qwen3_moe",
+    "qwen3_next",
+    "exaone_moe",
+    "laguna",
+    "hy_v3",
+    "mellum",
+)
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """What differs in `release`, and why.
+
+    `page` is its folder in examples/found, an address, or empty where `reason` says all. `wrong` is in the names of
+    the gradients of the first step that differ, in the first finding where none does, or in the error of a rank.
+    `cause` is in the cause of the first finding.
+    """
+
+    release: str
+    reason: str
+    page: str
+    wrong: str
+    cause: str = ""
+
+    def __str__(self) -> str:
+        """Return what a cell says of it."""
+        address = self.page if "://" in self.page or not self.page else FOUND + self.page
+        title = f"{'known bug' if self.page else 'behaviour'} of {self.release}"
+        return f"{f'[{title}]({address})' if address else title}: {self.reason}"
+
+
+NORMS = KnownBug(
+    release="transformers 5.23.0",
+    reason="q_norm and k_norm are summed over tp again in each micro-batch",
+    page="transformers-tp-gradient-accumulation",
+    wrong="_norm",
+    cause="what has been accumulated is reduced again",
+)
+ACTIVATION = KnownBug(
+    release="transformers 5.23.0",
+    reason="gradients of the activation's parameters are not summed over tp",
+    page="transformers-tp-apertus-activation",
+    wrong="act_fn|_norm",
+    cause="not reduced over tp",
+)
+OTHER_RANKS = KnownBug(
+    release="transformers 5.23.0",
+    reason="eager experts refuse what other ranks' experts take",
+    page="transformers-gpt-oss-experts-of-other-ranks",
+    wrong="Class values must be smaller than num_classes",
+)
+# By family and mode, in the newest release that was tried.
+KNOWN = {(family, "tp-accumulation"): NORMS for family in SUMMED_AGAIN}
+KNOWN |= {("apertus", mode): ACTIVATION for mode in ("tp", "tp-accumulation", "fsdp-tp")}
+KNOWN |= {("gpt_oss", "tp-ep-all_reduce"): OTHER_RANKS}
+ROUTER = KnownBug(
+    release="transformers 5.23.0",
+    reason="FSDP2 refuses its router, which stays in float32",
+    page="transformers-fsdp-float32-router",
+    wrong="FSDP expects uniform original parameter dtype",
+)
+# In bfloat16, beside those above.
+NARROW_KNOWN = {("hunyuan_v1_moe", mode): ROUTER for mode in ("fsdp", "fsdp-accumulation", "fsdp-ep")}
+# By release and way to ask for experts.
+RELEASES_KNOWN = {
+    ("5.17.0", "flag"): KnownBug(
+        release="transformers 5.17.0",
+        reason="what experts pass back to the router has no mask, and is wrong from there on (#48687)",
+        page="https://github.com/huggingface/transformers/issues/48687",
+        wrong="model",
+        cause="a mask is missing",
+    ),
+    ("5.17.0", "flag-without-size"): KnownBug(
+        release="transformers 5.17.0",
+        reason="the flag needs a `tp_size`, and raises TypeError without one",
+        page="",
+        wrong="not supported between instances of 'NoneType' and 'int'",
+    ),
+    ("5.23.0", "flag"): KnownBug(
+        release="transformers 5.23.0",
+        reason="the plan of experts alone, which is documented, is refused",
+        page="transformers-expert-parallel-only",
+        wrong="was requested, but",
+    ),
+}
+RELEASES_KNOWN |= {
+    (release, "flag-without-size"): KnownBug(
+        release=f"transformers {release}",
+        reason="without a size `tp_size` and `ep_size` are 1, so that every rank has the whole model",
+        page="",
+        wrong="axis tp",
+        cause="no parameter is divided over tp",
+    )
+    for release in ("5.20.0", "5.23.0")
+}
