@@ -91,7 +91,10 @@ class ExpertsFormula(TokenFormula):
     def _list_choices(self) -> list[Change]:
         ways = [Change(part="choices", way="without", number=number) for number in range(self.num_choices)]
         ways += [Change(part="choices", way="only", number=number) for number in range(self.num_choices)]
+        ways += [Change(part="choices", way="without-expert", number=number) for number in range(self.count)]
         if self.num_ranks > 1:
+            per_rank = self.count // self.num_ranks
+            ways += [Change(part="choices", way="without-local", number=number) for number in range(per_rank)]
             for way in ("without-rank", "only-rank"):
                 ways += [Change(part="choices", way=way, number=number) for number in range(self.num_ranks)]
             ways += [Change(part="choices", way=way) for way in ("own-rank", "not-own-rank")]
@@ -317,6 +320,8 @@ class ExpertsFormula(TokenFormula):
         ways = {
             "without": lambda: (place != number).expand_as(ids),
             "only": lambda: (place == number).expand_as(ids),
+            "without-expert": lambda: ids != number,
+            "without-local": lambda: ids % max(self.count // self.num_ranks, 1) != number,
             "without-rank": lambda: owner != number,
             "only-rank": lambda: owner == number,
             "own-rank": lambda: owner == self.layout.ep_ranks[cell.rank],
