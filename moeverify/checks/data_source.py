@@ -161,14 +161,10 @@ class Expected:
         read = torch.cat([actual for _, actual in masks])
         own = torch.cat([self.values(what, step, cut) for cut in cuts])
         labels = torch.cat([self.values(Batch.LABELS, step, cut) for cut in cuts])
-        left_out = labels[own & ~read].unique()
-        if (
-            int((own & ~read).sum()) < 2
-            or len(left_out) != 1
-            or not torch.equal(read, own & (labels != left_out))
-        ):
+        left_out = labels[own & ~read].tolist()
+        if len(left_out) < 2 or len(set(left_out)) != 1:
             return None
-        return int(left_out)
+        return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
 
     def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
         """Look for the rank's own tokens, each one further on: labels that were shifted after the rows were cut."""

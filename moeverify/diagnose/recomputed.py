@@ -63,6 +63,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
         head = _find_head(finding, heads) if finding.check in RECOMPUTED else None
         if finding.check == CheckName.OBJECTIVE:
             gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
+            gradients = gradients or [found for found in heads.values() if _scores_otherwise(found, finding)]
             head = gradients[0] if gradients else head
             if any(_is_unknown(found) and found.step == finding.step for found in heads.values()):
                 finding = finding.model_copy(update={"code": Cause.FORWARD.value})
@@ -125,6 +126,17 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
 def _is_rounded(finding: Finding) -> bool:
     """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
     return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
+
+
+def _scores_otherwise(finding: Finding, loss: Finding) -> bool:
+    """Return whether a router has other scores in the same step, of which the balance loss is made too."""
+    facts = finding.facts
+    if not isinstance(facts, RouterFacts) or finding.step != loss.step:
+        return False
+    return facts.rule in ("softmax-scores", "sigmoid-scores", "of-allowed") and loss.tensor in (
+        "balance",
+        "total",
+    )
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:

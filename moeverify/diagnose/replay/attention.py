@@ -7,12 +7,12 @@ value's, R of its part that is rotated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from moeverify.axes.split import split_in_zigzag
+from moeverify.axes.split import Positions, split_in_zigzag
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.model.attention import Attention
@@ -54,13 +54,14 @@ class Chunks:
         """
         size, length = len(self.positions), len(self.order)
         found: dict[str, Tensor] = {}
-        cuts = {
+        cuts: dict[str, Callable[[int, int, int], Positions]] = {
             "zigzag": split_in_zigzag,
             "in-turn": lambda length, size, rank: range(rank, length, size),
         }
         for name, cut in cuts.items():
             parts = [torch.tensor(tuple(cut(length, size, rank))) for rank in range(size)]
-            if length % (2 * size) or any(map(torch.equal, parts, map(torch.tensor, self.positions))):
+            own = [torch.tensor(tuple(part)) for part in self.positions]
+            if length % (2 * size) or any(map(torch.equal, parts, own)):
                 continue
             found[name] = torch.stack(parts)[self.owner, self.place]
         return found
