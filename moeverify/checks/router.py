@@ -201,11 +201,7 @@ def count_wrong(
         for rounded in list_rounded(spec, scored, used, wide)
     ]
 
-    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
-    times = torch.ones_like(routing.ids) if valid is None else valid.unsqueeze(-1).expand_as(routing.ids)
-    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=times.device)
-    counts.index_add_(0, routing.ids.flatten(), times.flatten().to(torch.int64))
-    miscounted = (record.counts - counts).abs().to(torch.float64)
+    miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
     # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
     # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
@@ -220,6 +216,14 @@ def count_wrong(
         *_compare_weights(spec, scored, biased, used, actual, unit),
     ]
     return torch.cat([found, *(each.to(torch.float64).unsqueeze(1) for each in rules)], dim=1)
+
+
+def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
+    """Return how many valid tokens each expert gets, (E)."""
+    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
+    times = torch.ones_like(ids) if valid is None else valid.unsqueeze(-1).expand_as(ids)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=times.device)
+    return counts.index_add_(0, ids.flatten(), times.flatten().to(torch.int64))
 
 
 def _compare_weights(

@@ -36,7 +36,8 @@ class Scaled(Record):
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
     means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
     the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
-    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them.
+    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them. Where
+    `loss_scale` is not 0, a norm is 2 to that power times the right one, as where gradients keep a scale of the loss.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -46,6 +47,7 @@ class Scaled(Record):
     reduced_again: IssuedCollective | None = None
     own_tokens: OwnTokens | None = None
     clip: PartialClip | None = None
+    loss_scale: int = 0
 
 
 class Unreduced(Record):

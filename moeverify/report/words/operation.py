@@ -17,6 +17,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.norms import (
+    describe_loss_scale,
     describe_norm_of_norms,
     describe_norm_of_partials,
     describe_norm_of_slices,
@@ -144,6 +145,8 @@ def _describe_shares(wrong: Sequence[Contribution]) -> str:
 
 def _describe_whole(contribution: Contribution, explanation: Explanation) -> str:
     subject, factor = name_subject(explanation.subject), contribution.factor
+    if isinstance(explanation.operation, Scaled) and explanation.operation.loss_scale:
+        return describe_loss_scale(explanation.operation)
     amount = "zero" if factor.is_zero else describe_amount(factor)
     sources = describe_sources(factor)
     quantity = explanation.subject.quantity
