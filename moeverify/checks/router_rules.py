@@ -58,7 +58,9 @@ def _allow(rule: str, spec: MoE, rated: Tensor) -> Tensor:
 def list_weight_rules(spec: MoE, *, has_bias: bool) -> list[WeightRule]:
     """Return the rules by which experts may be weighed otherwise, that are other ones here."""
     found: list[WeightRule] = ["softmax-scores" if spec.score == "sigmoid" else "sigmoid-scores"]
-    found.append("not-normalized" if spec.renormalize else "normalized")
+    if spec.top_k > 1:  # the one weight of a token is 1 by several rules
+        is_softmax = spec.score == "softmax"
+        found.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
     if spec.top_groups < spec.num_groups and spec.score == "softmax" and not spec.renormalize:
         found.append("of-allowed")
     if spec.route_scale != 1.0:
@@ -79,7 +81,7 @@ def weigh_by(
     elif rule == "with-bias":
         scores = selection
     weights = scores.gather(-1, used)
-    if spec.renormalize != (rule in ("normalized", "not-normalized")):
+    if spec.renormalize != (rule in ("normalized", "not-normalized", "of-chosen")):
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     power = {"scale-twice": 2, "without-scale": 0}.get(rule, 1)
     return weights * spec.route_scale**power

@@ -270,6 +270,7 @@ WeightRule = Literal[
     "sigmoid-scores",
     "normalized",
     "not-normalized",
+    "of-chosen",
     "of-allowed",
     "scale-twice",
     "without-scale",

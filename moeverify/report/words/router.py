@@ -23,6 +23,10 @@ RULES: Mapping[ChoiceRule | WeightRule, str] = {
     "sigmoid-scores": "weighs its experts by the sigmoid of its logits, not by their softmax",
     "normalized": "divides the weights of a token's experts by their sum",
     "not-normalized": "does not divide the weights of a token's experts by their sum",
+    "of-chosen": (
+        "weighs its experts by a softmax of the chosen logits alone, or by scores that are divided by their sum, "
+        "which is the same"
+    ),
     "of-allowed": "weighs its experts by a softmax over the experts of the groups that it takes alone",
     "scale-twice": "applies the scale of its weights twice",
     "without-scale": "leaves out the scale of its weights",

@@ -111,7 +111,9 @@ def test_scores_that_are_others_for_the_weights_alone_are_named(
     [
         (SIGMOID, {"route_scale": 1.0}, "without-scale"),
         (SIGMOID, {"route_scale": 6.25}, "scale-twice"),
-        (SOFTMAX, {"renormalize": True}, "normalized"),
+        (SOFTMAX, {"renormalize": True}, "of-chosen"),
+        ({**SOFTMAX, "top_k": 1}, {"renormalize": True}, None),
+        ({**SIGMOID, "renormalize": False}, {"renormalize": True}, "normalized"),
         ({**SOFTMAX, "renormalize": True}, {"renormalize": False}, "not-normalized"),
         (SIGMOID, {"route_scale": 2.6}, None),
     ],
