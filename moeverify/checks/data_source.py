@@ -117,6 +117,9 @@ class Expected:
         left_out = self._find_left_out(what, masks, rank, step)
         if left_out is not None:
             return left_out
+        label = self._find_label(what, masks, rank, step)
+        if label is not None:
+            return ReadSource(kind=SourceKind.LABEL, label=label)
         shifts = [self._find_shift(what, actual, step, self.cut(rank, number)) for number, actual in masks]
         if shifts[0] is not None and all(shift == shifts[0] for shift in shifts):
             return shifts[0]
@@ -145,6 +148,23 @@ class Expected:
         if not torch.equal(read, own & ~without):
             return None
         return ReadSource(kind=SourceKind.WITHOUT, positions=tuple(cuts[0].positions[without].tolist()))
+
+    def _find_label(
+        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> int | None:
+        """Return the label whose tokens, and no others, these masks leave out of those that count; None for none.
+
+        So it is where padding is told by its token, which is that of the end of a text too. One token alone would
+        have one label by chance.
+        """
+        cuts = [self.cut(rank, number) for number, _ in masks]
+        read = torch.cat([actual for _, actual in masks])
+        own = torch.cat([self.values(what, step, cut) for cut in cuts])
+        labels = torch.cat([self.values(Batch.LABELS, step, cut) for cut in cuts])
+        left_out = labels[own & ~read].tolist()
+        if len(left_out) < 2 or len(set(left_out)) != 1:
+            return None
+        return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
 
     def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
         """Look for the rank's own tokens, each one further on: labels that were shifted after the rows were cut."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute, sample
-from moeverify.checks.step_coefficients import find_decay, find_share, name_share
+from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
@@ -334,9 +334,12 @@ def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> Recom
 
 def _add_number(facts: RecomputedFacts, row: Row, recipe: Recipe) -> RecomputedFacts:
     """Return the facts with the one number that explains a moment: another decay, or a share of what is added."""
+    spec = recipe.optimizer
+    corrected = find_corrected(row, spec)
+    if corrected is not None:
+        return facts.model_copy(update={"share": corrected})
     if facts.is_unclipped:
         return facts
-    spec = recipe.optimizer
     decay, share = find_decay(row, spec, recipe.precision), find_share(row)
     if decay is not None and (decay.means or not facts.wrong_terms):
         return facts.model_copy(update={"decay": decay})

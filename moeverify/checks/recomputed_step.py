@@ -15,7 +15,7 @@ from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import RIGHT, RecomputedFacts, TermFacts
+from moeverify.results.step_facts import OTHER_STEP, RIGHT, RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 
@@ -25,6 +25,12 @@ _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
 
 MOST_OF_VARIANTS = 1 << 8
 """Of a shard's elements so many, in equal distances, are compared with other formulas of the update."""
+
+MOST_STEPS = 1 << 10
+"""Bias corrections of so many steps are tried, where an update is wrong."""
+
+_NEAR_STEPS, _FEW = 8, 16
+"""Of these steps so many, the nearest by a few elements, are compared in each element of a shard."""
 
 EXPLAINED = 0.02
 """The share of an error that a fit may leave to be reported; what is left besides is rounding."""
@@ -110,10 +116,39 @@ class Formulas:
             allowed, _ = rounding.bound(variant, self.values.weight, self.actual)
             fits = (self.actual - expected).abs() <= allowed
             fitting.append([bool(part.all()) for part in torch.split(fits.cpu(), list(self.sizes))])
+        fitting.append(self._fit_other_steps(rounding))
         return [
-            tuple(name for name, fits in zip(formulas, row, strict=True) if fits)
+            tuple(name for name, fits in zip((*formulas, OTHER_STEP), row, strict=True) if fits)
             for row in zip(*fitting, strict=True)
         ]
+
+    def _fit_other_steps(self, rounding: Rounding) -> list[bool]:
+        """Return of each shard whether the bias corrections of some other step give all of its elements."""
+        right, sizes = self.right.expected, torch.tensor(self.sizes, device=self.actual.device)
+        found = torch.zeros(len(sizes), dtype=torch.bool)
+        for numbers in self._find_near_steps(sizes):
+            expected = self.kind.correct_for(self.spec, self.values, numbers.repeat_interleave(sizes))
+            if expected is None:
+                break
+            rounded = self.right.rounded + 4.0 * (expected.abs() + right.abs())
+            variant = replace(self.right, terms=(Term(OTHER_STEP, 1.0, expected),), rounded=rounded)
+            allowed, _ = rounding.bound(variant, self.values.weight, self.actual)
+            fits = ((self.actual - expected).abs() <= allowed).cpu()
+            found |= torch.stack([part.all() for part in torch.split(fits, list(self.sizes))])
+        return [bool(fits) for fits in found]
+
+    def _find_near_steps(self, sizes: Tensor) -> Tensor:
+        """Return (K, S) of K other steps by whose corrections a few elements of each of S shards are nearest."""
+        parts = torch.arange(_FEW, device=sizes.device) * sizes.unsqueeze(1) // _FEW
+        places = (sizes.cumsum(0) - sizes).unsqueeze(1) + parts
+        few = take_few(self.values, places.flatten())
+        numbers = torch.arange(1, MOST_STEPS + 1, device=places.device).unsqueeze(1)
+        expected = self.kind.correct_for(self.spec, few, numbers)
+        if expected is None:
+            return numbers[:1].expand(1, len(sizes))
+        errors = (expected - self.actual[places.flatten()]).abs().view(-1, *places.shape).sum(dim=-1)
+        errors[self.values.number - 1] = torch.inf
+        return errors.argsort(dim=0)[:_NEAR_STEPS] + 1
 
 
 @dataclass(frozen=True)
@@ -132,6 +167,17 @@ class Batch:
     numbers: Tensor
     narrower: Sequence[torch.dtype] = ()
     formulas: Formulas | None = None
+
+
+def take_few(values: StepValues, places: Tensor) -> StepValues:
+    """Return what a step works on at some of its elements."""
+    return replace(
+        values,
+        weight=values.weight[places],
+        gradient=values.gradient[places],
+        before={name: moment[places] for name, moment in values.before.items()},
+        after={name: moment[places] for name, moment in values.after.items()},
+    )
 
 
 def sample(local: Tensor, stride: int) -> Tensor:
@@ -200,13 +246,7 @@ def _keep_few(
     def take(tensor: Tensor) -> Tensor:
         return tensor[chosen]
 
-    few = replace(
-        values,
-        weight=take(values.weight),
-        gradient=take(values.gradient),
-        before={name: take(moment) for name, moment in values.before.items()},
-        after={name: take(moment) for name, moment in values.after.items()},
-    )
+    few = take_few(values, chosen)
     right = replace(
         recomputed,
         terms=(Term(RIGHT, 1.0, take(recomputed.expected)),),

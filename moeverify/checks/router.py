@@ -9,7 +9,7 @@ which computes in float32 at least.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.router_passes import RouterPasses
+from moeverify.checks.router_rules import compare_choices, list_choice_rules, list_weight_rules, weigh_by
 from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
 from moeverify.model.router import Router, RouterRecord, Routing
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import RouterFacts
+from moeverify.results.facts import ChoiceRule, RouterFacts, WeightRule
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
@@ -51,6 +52,13 @@ class Rounded(NamedTuple):
 
     what: Literal["scores", "logits"]
     dtype: str
+
+
+class _Rules(NamedTuple):
+    """The rules that a router is compared with."""
+
+    choices: Sequence[ChoiceRule]
+    weights: Sequence[WeightRule]
 
 
 @dataclass(frozen=True)
@@ -155,9 +163,10 @@ def count_wrong(
 ) -> Tensor:
     """Return how much of one forward pass is wrong, as float64 on the router's device.
 
-    Shapes: x (B, S, H); the result (2, 3 + R) has for choice, weights and counts how many tokens (or experts) are
-    wrong, and the largest ratio of a difference to what rounding can do; then how many tokens have other weights
-    than each of R ways to round gives (`list_rounded`).
+    Shapes: x (B, S, H); the result (2, 3 + R + rules) has for choice, weights and counts how many tokens (or experts)
+    are wrong, and the largest ratio of a difference to what rounding can do; then how many tokens have other weights
+    than each of R ways to round gives (`list_rounded`); then, for each other rule to choose and to weigh, how many
+    it does not give, and of tokens that chose wrong.
     """
     spec = router.spec
     flat = x.flatten(0, -2)
@@ -192,25 +201,49 @@ def count_wrong(
         for rounded in list_rounded(spec, scored, used, wide)
     ]
 
-    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
-    times = torch.ones_like(routing.ids) if valid is None else valid.unsqueeze(-1).expand_as(routing.ids)
-    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=times.device)
-    counts.index_add_(0, routing.ids.flatten(), times.flatten().to(torch.int64))
-    miscounted = (record.counts - counts).abs().to(torch.float64)
+    miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
     # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
     # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
     numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike]
     largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
-    return torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
+    found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
+    actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
+    biased = None if router.selection_bias is None else selection
+    rules = [
+        *compare_choices(spec, scored.scores, biased, actual_choice, excess > 1.0),
+        *_compare_weights(spec, scored, biased, used, actual, unit),
+    ]
+    return torch.cat([found, *(each.to(torch.float64).unsqueeze(1) for each in rules)], dim=1)
+
+
+def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
+    """Return how many valid tokens each expert gets, (E)."""
+    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
+    times = torch.ones_like(ids) if valid is None else valid.unsqueeze(-1).expand_as(ids)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=times.device)
+    return counts.index_add_(0, ids.flatten(), times.flatten().to(torch.int64))
+
+
+def _compare_weights(
+    spec: MoE, scored: Scored, selection: Tensor | None, used: Tensor, actual: Tensor, unit: float
+) -> Iterator[Tensor]:
+    """Yield for each rule how many tokens have other weights than it gives; `actual` (N, k) has this `unit`."""
+    biased = scored.scores if selection is None else selection
+    for rule in list_weight_rules(spec, has_bias=selection is not None):
+        weights = weigh_by(rule, spec, scored.logits, scored.scores, biased, used)
+        allowed = weights.abs() * (unit + 2.0 * scored.relative) + 2.0 * unit**2
+        other = (~((actual - weights).abs() <= allowed)).any(dim=-1).sum()
+        yield torch.stack([other, other])
 
 
 @dataclass(frozen=True)
 class RouterStep:
     """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio.
 
-    `rounded` is what must be rounded on the way to give its weights.
+    `rounded` is what must be rounded on the way to give its weights; `rules` are those by which it has chosen and
+    weighed, by the quantity.
     """
 
     num_tokens: int
@@ -218,6 +251,7 @@ class RouterStep:
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
     rounded: Rounded | None = None
+    rules: Mapping[str, ChoiceRule | WeightRule] = field(default_factory=dict)
 
 
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
@@ -231,10 +265,14 @@ class RouterWatch(RouterPasses[Reports]):
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
         self._ways: dict[tuple[int, str], list[Rounded]] = {}
+        self._rules: dict[tuple[int, str], _Rules] = {}
 
     def report(self) -> Reports:
         """Return what was wrong in each step; see `Watch`."""
-        return {key: _join(seen, self._sizes[key], self._ways[key]) for key, seen in self._seen.items()}
+        return {
+            key: _join(seen, self._sizes[key], self._ways[key], self._rules[key])
+            for key, seen in self._seen.items()
+        }
 
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
@@ -244,13 +282,21 @@ class RouterWatch(RouterPasses[Reports]):
         key = (self.step, name)
         self._seen.setdefault(key, []).append(count_wrong(router, weight, x, valid, routing, router.record))
         self._ways[key] = list_ways(widen(x.dtype))
+        has_bias = router.selection_bias is not None
+        self._rules[key] = _Rules(
+            list_choice_rules(router.spec, has_bias=has_bias),
+            list_weight_rules(router.spec, has_bias=has_bias),
+        )
         tokens, experts = self._sizes.get(key, (0, 0))
         num_tokens = x.flatten(0, -2).shape[0]
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
-def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]) -> RouterStep:
-    found = torch.stack(list(seen))
+def _join(
+    seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded], rules: _Rules
+) -> RouterStep:
+    whole = torch.stack(list(seen))
+    found, compared = whole[..., : 3 + len(ways)], whole[..., 3 + len(ways) :].sum(dim=0)
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
     fitting = [
         (unlike, way)
@@ -259,7 +305,32 @@ def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]
     ]
     rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
     largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
-    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
+    named = _name_rules(compared, rules, num_wrong, size[0])
+    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded, named)
+
+
+def _name_rules(
+    compared: Tensor, rules: _Rules, num_wrong: Sequence[int], num_tokens: int
+) -> Mapping[str, ChoiceRule | WeightRule]:
+    """Return the one rule that gives all that was chosen, and the one that gives all weights, where there is one.
+
+    Shape: compared (2, number of rules), as `count_wrong` has it. What chose wrong must be given to the last token.
+    """
+    most = _MOST_UNLIKE * num_tokens
+    unlike, of_wrong = compared.tolist()
+    split = len(rules.choices)
+    found: dict[str, ChoiceRule | WeightRule] = {}
+    chosen = [
+        rule
+        for rule, number, wrong in zip(rules.choices, unlike, of_wrong, strict=False)
+        if number <= most and not wrong
+    ]
+    weighed = [rule for rule, number in zip(rules.weights, unlike[split:], strict=True) if number <= most]
+    if num_wrong[0] and len(chosen) == 1:
+        found["choice"] = chosen[0]
+    if num_wrong[1] > most and len(weighed) == 1:
+        found["weights"] = weighed[0]
+    return found
 
 
 class RouterChoice(Check[Reports]):
@@ -309,6 +380,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
         largest = max(rows[each].largest[number] for each in wrong)
         ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
         rounded = next(iter(ways)) if len(ways) == 1 else None
+        rules = {rows[each].rules.get(quantity) for each in wrong}
         yield Finding(
             check=CheckName.ROUTER,
             kind=_KINDS[quantity],
@@ -328,6 +400,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
                 margin=largest if quantity == "choice" else None,
                 rounded=rounded.what if rounded else "",
                 dtype=rounded.dtype if rounded else "",
+                rule=next(iter(rules)) if len(rules) == 1 and rounded is None else None,
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer
 from moeverify.checks.recomputed_step import Row
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import DecayFacts, DecayMeaning, ShareFacts
+from moeverify.results.step_facts import NEAR, DecayFacts, DecayMeaning, ShareFacts
 
 _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
 
@@ -87,6 +88,32 @@ def find_share(row: Row) -> ShareFacts | None:
     if found is None or not _is_other(found, 1.0):
         return None
     return ShareFacts(found=found.value, terms=tuple(row.terms[number][0] for number in moving))
+
+
+def find_corrected(row: Row, spec: Optimizer) -> ShareFacts | None:
+    """Return by which factor all of a moment is there, where that is its bias correction or one over it, or None.
+
+    In the first step, which has no value before, it looks like a factor of the gradient, and none is named.
+    """
+    own, added = _split(row)
+    if own is None or not added or not row.gram[own][own] > 0.0:
+        return None
+    beta, step = row.terms[own][1], row.key[0]
+    if not 0.0 < beta < 1.0 or beta not in spec.betas:
+        return None
+    correction = 1.0 - beta ** (step + 1)
+    whole = torch.zeros(len(row.terms) + 1, dtype=torch.float64)
+    whole[: len(row.terms)] = torch.tensor([coefficient for _, coefficient in row.terms])
+    for factor in (1.0 / correction, correction):
+        # What is there so many times is rounded as often.
+        wider = replace(row, sum_allowed2=row.sum_allowed2 * max(1.0, factor * factor))
+        found = _fit(wider, offset=torch.zeros_like(whole), direction=whole)
+        if found is not None and math.isclose(
+            found.value, factor, rel_tol=max(_SURE * found.error, NEAR / 2)
+        ):
+            names = tuple(row.terms[number][0] for number in (own, *added) if row.terms[number][1])
+            return ShareFacts(found=factor, terms=names, is_corrected=True)
+    return None
 
 
 def name_share(share: ShareFacts, spec: Optimizer) -> ShareFacts:

@@ -78,8 +78,9 @@ class Search:
 
     `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
     `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
-    module may have a part of a sum by right, which is made in the one that calls it. `golden` has what one device
-    read.
+    module may have a part of a sum by right, which is made in the one that calls it. `beside` has what modules beside
+    an origin have read wrong at the same end: of what several take, one may be told more of. `golden` has what one
+    device read.
     """
 
     origins: Mapping[str, Origin]
@@ -88,6 +89,7 @@ class Search:
     bound: float
     matched: frozenset[str] = frozenset()
     around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     golden: Sequence[Reading] = ()
 
     def observe(self, direction: Direction) -> FirstDivergence:
@@ -164,6 +166,7 @@ def find_origins(
     ]
     origins: dict[str, Origin] = {}
     around: dict[str, tuple[Origin, ...]] = {}
+    beside: dict[str, tuple[Origin, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for direction in DIRECTIONS:
@@ -184,10 +187,12 @@ def find_origins(
             origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
             near = _list_near(first, wrong)
             around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
+            others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
+            beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, bound, matched, around, golden)
+    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -255,6 +260,13 @@ def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
     modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
     later = wrong[wrong.index(first) + 1 :]
     return [each for each in later if each.reading.module in modules and _is_made_there(each)][:_MOST_AROUND]
+
+
+def _is_beside(first: _Judged, other: _Judged) -> bool:
+    """Return whether another reading is of the same end of a module that the same one calls."""
+    one, two = first.reading, other.reading
+    is_other = one.module != two.module and one.end == two.end
+    return is_other and bool(one.module) and one.module.rpartition(".")[0] == two.module.rpartition(".")[0]
 
 
 def _is_made_there(judged: _Judged) -> bool:

@@ -102,7 +102,8 @@ class DiagnosisInputs:
 
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return where in a module a tensor was read; None for what is no module's output or gradient."""
-        around = self.search.around.values() if self.search is not None else ()
+        search = self.search
+        around = (*search.around.values(), *search.beside.values()) if search is not None else ()
         known = [*self.origins.values(), *(each for found in around for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
 

@@ -63,6 +63,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
         head = _find_head(finding, heads) if finding.check in RECOMPUTED else None
         if finding.check == CheckName.OBJECTIVE:
             gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
+            gradients = gradients or [found for found in heads.values() if _scores_otherwise(found, finding)]
             head = gradients[0] if gradients else head
             if any(_is_unknown(found) and found.step == finding.step for found in heads.values()):
                 finding = finding.model_copy(update={"code": Cause.FORWARD.value})
@@ -73,16 +74,22 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
     return joined
 
 
-def _rank_head(finding: Finding) -> tuple[bool, bool, bool, int, float]:
+def _rank_head(finding: Finding) -> tuple[bool, bool, bool, bool, int, float]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
     is_untold = _find_variant(finding) is None
     return (
         not _find_sure_dtype(finding),
         not _tells_number(finding),
         is_untold,
+        _is_shared(finding),
         finding.step,
         -finding.error,
     )
+
+
+def _is_shared(finding: Finding) -> bool:
+    """Return whether a formula is known of an update that the corrections of some other step give as well."""
+    return isinstance(finding.facts, RecomputedFacts) and len(finding.facts.variants) > 1
 
 
 def _tells_number(finding: Finding) -> bool:
@@ -119,6 +126,17 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
 def _is_rounded(finding: Finding) -> bool:
     """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
     return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
+
+
+def _scores_otherwise(finding: Finding, loss: Finding) -> bool:
+    """Return whether a router has other scores in the same step, of which the balance loss is made too."""
+    facts = finding.facts
+    if not isinstance(facts, RouterFacts) or finding.step != loss.step:
+        return False
+    return facts.rule in ("softmax-scores", "sigmoid-scores", "of-allowed") and loss.tensor in (
+        "balance",
+        "total",
+    )
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
@@ -302,9 +320,10 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
-    of_decay = next((each for each in heads.values() if _is_of_decay(finding, each)), None)
-    if of_decay is not None:
-        return of_decay
+    for is_of in (_is_of_decay, _is_of_corrected):
+        led = next((each for each in heads.values() if is_of(finding, each)), None)
+        if led is not None:
+            return led
     formed = next((each for each in heads.values() if _find_variant(each) in finding.facts.variants), None)
     if formed is not None:
         return formed
@@ -318,6 +337,7 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
 
 
+_CORRECTED = "corrected"
 _OF_BETAS = ("corrected-with-bfloat16-betas", "corrected-with-swapped-betas")
 
 
@@ -343,6 +363,22 @@ def _is_of_decay(finding: Finding, head: Finding) -> bool:
     is_same = _name_result(finding) == _name_result(head) and not has_old and bool(factors)
     # What another term hides of one is not measured: such a term has the recipe's factor, 1.
     return is_same and any(abs(factor / wanted - 1.0) <= NEAR / 4.0 for factor in factors)
+
+
+def _is_of_corrected(finding: Finding, head: Finding) -> bool:
+    """Return whether a result is wrong because moments keep their bias corrections, which the head says.
+
+    The update of such moments needs no correction. In the first step a moment is a multiple of the gradient alone,
+    and 16 bits leave of a later one no more than its factors.
+    """
+    facts, known = finding.facts, head.facts
+    if not isinstance(facts, RecomputedFacts) or not isinstance(known, RecomputedFacts):
+        return False
+    if known.share is None or not known.share.is_corrected:
+        return False
+    if finding.kind == Kind.UPDATE:
+        return "no-correction" in facts.variants
+    return finding.kind == head.kind and bool(facts.wrong_terms)
 
 
 def _find_sure_dtype(finding: Finding) -> str:
@@ -383,6 +419,8 @@ def _signature(finding: Finding) -> object:
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
     told = _name_told(facts)
+    if told == _CORRECTED:  # of both moments, and by another number in each step
+        return finding.check, told
     if told:
         return *_name_result(finding), told
     factors = tuple(
@@ -405,4 +443,6 @@ def _name_told(facts: RecomputedFacts) -> str:
             return name
     if facts.decay is not None:
         return f"decay {facts.decay.means or round(facts.decay.found, 4)}"
+    if facts.share is not None and facts.share.is_corrected:
+        return _CORRECTED
     return "" if facts.share is None else f"share {facts.share.is_dampened or round(facts.share.found, 2)}"

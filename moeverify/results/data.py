@@ -28,6 +28,7 @@ class SourceKind(StrEnum):
     LOCAL = "local"  # positions, counted from 0 on every rank
     NEXT = "next"  # as labels the rank's own next tokens, where others follow in the row
     WITHOUT = "without"  # a mask that leaves out some positions of every row
+    LABEL = "label"  # a mask that leaves out all tokens whose label is one number
     ALL = "all"  # a mask that leaves nothing out
     UNREAD = "unread"  # nothing: a micro-batch was left out
     UNKNOWN = "unknown"
@@ -38,7 +39,7 @@ class ReadSource(Record):
 
     `step`, `rank` and `micro_batch` are those of a `share`, None where they are the reader's own. `rows` are the
     first rows of the global batch that were read, and `shift` is in positions. `positions` are those of
-    every row that are left out.
+    every row that are left out, and `label` the one whose tokens are.
     """
 
     kind: SourceKind
@@ -48,6 +49,7 @@ class ReadSource(Record):
     rows: tuple[int, ...] = ()
     shift: int = 0
     positions: tuple[int, ...] = ()
+    label: int | None = None
 
 
 class Misread(Record):

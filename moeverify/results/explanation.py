@@ -101,7 +101,7 @@ class Explanation(Record):
         if isinstance(operation, Carried) and operation.factor is not None:
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
-            return bool(operation.ranks) or any(
+            return bool(operation.ranks or operation.loss_scale) or any(
                 each.part != WHOLE or each.factor.equals or each.factor.rounded
                 for each in operation.contributions
             )

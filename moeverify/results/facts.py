@@ -253,12 +253,38 @@ class GradientSumFacts(Record):
         return missing if others and all(abs(value - 1.0) <= NEAR for value in others) else ()
 
 
+ChoiceRule = Literal[
+    "masked-by-zero",
+    "without-groups",
+    "groups-by-best",
+    "groups-by-two",
+    "sum-of-group",
+    "groups-without-bias",
+    "experts-without-bias",
+    "without-bias",
+    "opposite-bias",
+]
+
+WeightRule = Literal[
+    "softmax-scores",
+    "sigmoid-scores",
+    "normalized",
+    "not-normalized",
+    "of-chosen",
+    "of-allowed",
+    "scale-twice",
+    "without-scale",
+    "with-bias",
+]
+
+
 class RouterFacts(Record):
     """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
 
     `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
     rounding of the scores, among tokens that chose another expert: how clear the right choice was. Where `rounded` to
-    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit.
+    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rule` is the one
+    by which it has chosen or weighed, where one that is known gives what it did.
     """
 
     about: Literal["router"] = "router"
@@ -268,6 +294,7 @@ class RouterFacts(Record):
     margin: float | None = None
     rounded: Literal["", "scores", "logits"] = ""
     dtype: str = ""
+    rule: ChoiceRule | WeightRule | None = None
 
 
 class Issue(Record):
@@ -347,7 +374,7 @@ def names_operation(facts: Facts | None) -> bool:
     if isinstance(facts, GradientSumFacts):
         return facts.is_own or bool(facts.factors)
     if isinstance(facts, RouterFacts):
-        return bool(facts.rounded)
+        return bool(facts.rounded or facts.rule)
     return not isinstance(facts, ClipFacts | ObjectiveFacts)
 
 

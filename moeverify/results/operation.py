@@ -37,7 +37,8 @@ class Scaled(Record):
     means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
     the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
     says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them. `ranks`
-    are those that have it so, where replicas on other ranks are right.
+    are those that have it so, where replicas on other ranks are right. Where `loss_scale` is not 0, a norm is 2 to
+    that power times the right one, as where gradients keep a scale of the loss.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -48,6 +49,7 @@ class Scaled(Record):
     own_tokens: OwnTokens | None = None
     clip: PartialClip | None = None
     ranks: tuple[int, ...] = ()
+    loss_scale: int = 0
 
 
 class Unreduced(Record):

@@ -62,12 +62,18 @@ StepVariant = Literal[
     "no-second-correction",
     "corrected-for-next-step",
     "corrected-for-step-before",
+    "corrected-for-other-step",
+    "multiplied-by-corrections",
     "corrected-with-bfloat16-betas",
     "corrected-with-swapped-betas",
     "decay-with-corrections",
     "decay-without-rate",
+    "decay-after-step",
     "nesterov",
 ]
+
+OTHER_STEP: Literal["corrected-for-other-step"] = "corrected-for-other-step"
+"""What fits some other step's corrections, and may fit a formula that is more particular as well."""
 
 
 DecayMeaning = Literal["", "complement", "bfloat16", "float16", "other-beta"]
@@ -86,11 +92,15 @@ class DecayFacts(Record):
 
 
 class ShareFacts(Record):
-    """A moment to which a step adds `found` times the sum of `terms`; `is_dampened` where that is 1 - momentum."""
+    """A moment to which a step adds `found` times the sum of `terms`; `is_dampened` where that is 1 - momentum.
+
+    `is_corrected` where all of the moment is there `found` times, and that is its bias correction or one over it.
+    """
 
     found: float
     terms: tuple[str, ...]
     is_dampened: bool = False
+    is_corrected: bool = False
 
 
 class RecomputedFacts(Record):
@@ -124,11 +134,8 @@ class RecomputedFacts(Record):
     def variant(self) -> StepVariant | None:
         """Return the one formula by which the step was made, None where there is none or rounding hides which."""
         is_other = self.is_still or self.is_rounding_sure or self.is_of_rate
-        return (
-            self.variants[0]
-            if len(self.variants) == 1 and self.variants[0] != RIGHT and not is_other
-            else None
-        )
+        particular = tuple(name for name in self.variants if name != OTHER_STEP) or self.variants
+        return particular[0] if len(particular) == 1 and particular[0] != RIGHT and not is_other else None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:

@@ -39,6 +39,12 @@ def _of_chosen_normalized(seen: _Seen) -> Tensor:
     return of_chosen / of_chosen.sum(dim=-1, keepdim=True)
 
 
+def _of_any_chosen(seen: _Seen) -> Tensor:
+    return (_of_chosen(seen).sum(dim=-1, keepdim=True) / seen.chosen.sum(dim=-1, keepdim=True)).expand_as(
+        seen.chosen
+    )
+
+
 def _of_chosen_sigmoid(seen: _Seen) -> Tensor:
     of_chosen = seen.logits.sigmoid() * seen.chosen
     return of_chosen / of_chosen.sum(dim=-1, keepdim=True)
@@ -53,6 +59,9 @@ _WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
     "logits": lambda seen: seen.logits,
     "chosen": _of_chosen,
     "chosen-normalized": _of_chosen_normalized,
+    "chosen-mean": _of_any_chosen,
+    "chosen-sum": lambda seen: _of_chosen(seen).sum(dim=-1, keepdim=True).expand_as(seen.chosen),
+    "best": lambda seen: seen.probabilities.amax(dim=-1, keepdim=True).expand_as(seen.chosen),
     "chosen-softmax": lambda seen: seen.logits.masked_fill(seen.chosen == 0.0, -torch.inf).softmax(dim=-1),
     "chosen-sigmoid": _of_chosen_sigmoid,
 }

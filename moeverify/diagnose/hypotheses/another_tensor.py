@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Replaced
@@ -16,7 +17,10 @@ from moeverify.results.trial import Reason
 
 
 class AnotherTensor(Hypothesis):
-    """It equals another saved tensor of its shape; if that one is wrong too, the two were exchanged."""
+    """What is wrong of it equals another saved tensor of its shape; if that one is wrong too, they were exchanged.
+
+    Ranks that have loaded it right may be left out: they have parts of their own, or copies.
+    """
 
     name = "another_tensor"
     quantities = frozenset({Quantity.LOADED})
@@ -24,20 +28,45 @@ class AnotherTensor(Hypothesis):
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare with all saved tensors of the same shape."""
         (tensor,) = tensors
-        actual, saved = tensor.whole, inputs.saved
-        if saved is None or actual.numel() < 2 or not bool(actual.any()):
+        saved, wrong = inputs.saved, _list_wrong(tensor)
+        # What is one number throughout is equal to others by chance.
+        if saved is None or not any(
+            bool((each.values() != each.values().flatten()[0]).any()) for each in wrong
+        ):
             return self.untried(Reason.NOT_COMPARABLE)
+        ranks = tuple(sorted({each.rank for each in wrong}))
+        is_everywhere = set(ranks) == {each.rank for each in tensor.shards if each.region.numel}
         for other in saved.by_shape.get(tuple(tensor.expected.shape), ()):
             if other == tensor.name:
                 continue
             values = saved.read(other)
-            if values is None or not torch.equal(values.to(torch.float64), actual):
+            if values is None or not _has(wrong, values.to(torch.float64)):
                 continue
             exchanged = other in saved.wrong
-            operation = Replaced(by="tensor", tensor=other, exchanged=exchanged)
+            where = () if is_everywhere else ranks
+            operation = Replaced(by="tensor", tensor=other, exchanged=exchanged, ranks=where)
             cause = Cause.PERMUTATION if exchanged else Cause.DUPLICATE
             return self.accept(explain_by(cause, operation, tensors, inputs), about=other)
         return self.refuse()
+
+
+def _list_wrong(tensor: WrongTensor) -> list[RankShard]:
+    """Return the shards that are not what was saved."""
+    return [
+        shard
+        for shard in tensor.shards
+        if shard.local is not None
+        and shard.region.numel
+        and not torch.equal(shard.values(), tensor.expected_of(shard))
+    ]
+
+
+def _has(shards: Sequence[RankShard], whole: Tensor) -> bool:
+    """Return whether each shard is its region of another tensor."""
+    return all(
+        torch.equal(shard.values(), shard.region.take(whole).reshape(shard.region.local_shape))
+        for shard in shards
+    )
 
 
 HYPOTHESIS = AnotherTensor()

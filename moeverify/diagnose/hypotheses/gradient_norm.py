@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,12 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Observation, RankValues, ScalarValues
 from moeverify.results.operation import Replaced, Scaled
 from moeverify.results.part import WHOLE, Contribution
+
+_LEAST = 3.5
+"""Of a power of two that is a scale of the loss and no count of ranks: 16 at least."""
+
+_NEAR = 4e-3
+"""How near a logarithm must be to a whole number: of any other ratios one in 120 is as near."""
 
 
 class GradientNorm(Hypothesis):
@@ -39,13 +46,25 @@ class GradientNorm(Hypothesis):
             return self.accept(old, ScalarValues(expected=expected, actual=actual, rank=worst.rank))
         ratio = actual / expected if expected else float("inf")
         factor = find_factor(ratio, inputs.sources_of(tensors), power=2)
-        operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
+        is_norm = tensor.quantity is Quantity.GRADIENT_NORM and not factor.equals
+        operation = Scaled(
+            contributions=(Contribution(part=WHOLE, factor=factor),),
+            loss_scale=find_loss_scale(ratio) if is_norm else 0,
+        )
         explanation = explain_by(Cause.NORM, operation, tensors, inputs)
         seen: list[Observation] = [ScalarValues(expected=expected, actual=actual, rank=worst.rank)]
         values = sorted({float(shard.values()) for shard in tensor.shards if shard.local is not None})
         if len(values) > 1:
             seen.append(RankValues(values=tuple(values)))
         return self.accept(explanation, *seen)
+
+
+def find_loss_scale(ratio: float) -> int:
+    """Return n where a ratio is 2^n, from 16 or 1/16 on, up to what 16 bits leave of a norm; 0 where it is not."""
+    if not 0.0 < ratio < math.inf:
+        return 0
+    exponent = math.log2(ratio)
+    return round(exponent) if abs(exponent - round(exponent)) < _NEAR and abs(exponent) > _LEAST else 0
 
 
 def _is_old(actual: float, expected: float, before: Tensor) -> bool:

@@ -19,7 +19,8 @@ from moeverify.results.trial import Reason
 class MovedTokens(Hypothesis):
     """Every token equals some token of the golden, over rows and positions together.
 
-    Shapes: (rows, positions, ...) is compared as (rows * positions, ...).
+    Of a gradient that several modules take, that of any of them may tell so: what one makes of it with numbers of its
+    own tokens is no gradient of others. Shapes: (rows, positions, ...) is compared as (rows * positions, ...).
     """
 
     name = "moved_tokens"
@@ -30,6 +31,15 @@ class MovedTokens(Hypothesis):
         (tensor,) = tensors
         if tensor.expected.ndim < 3:
             return self.untried(Reason.NOT_COMPARABLE)
+        outcome = self._match(tensor, tensors, inputs)
+        for other in _list_beside(tensor, inputs):
+            if outcome.explanation is not None:
+                break
+            found = self._match(other, (other,), inputs)
+            outcome = outcome if found.explanation is None else found
+        return outcome
+
+    def _match(self, tensor: WrongTensor, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         width = tensor.expected.shape[2:].numel()
         expected, actual = (each.reshape(-1, width) for each in (tensor.expected, tensor.whole))
         found = count_matches(expected, actual, 0)
@@ -42,6 +52,19 @@ class MovedTokens(Hypothesis):
             return self.refuse(seen)
         operation = Moved(unit="token", moves=tuple(moves[:MOST_MOVES]), num_moves=len(moves))
         return self.accept(explain_by(Cause.PERMUTATION, operation, tensors, inputs), seen)
+
+
+def _list_beside(tensor: WrongTensor, inputs: DiagnosisInputs) -> Sequence[WrongTensor]:
+    """Return the other gradients that began to be wrong with this one."""
+    search, direction = inputs.search, "backward"
+    if (
+        search is None
+        or direction not in search.origins
+        or search.origins[direction].tensor.key != tensor.key
+    ):
+        return ()
+    beside = [origin.tensor for origin in search.beside.get(direction, ())]
+    return [other for other in beside if other.expected.ndim >= 3]
 
 
 HYPOTHESIS = MovedTokens()

@@ -7,11 +7,12 @@ value's, R of its part that is rotated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from moeverify.axes.split import Positions, split_in_zigzag
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.model.attention import Attention
@@ -44,6 +45,26 @@ class Chunks:
         self.arrival = by_position(torch.arange(len(self.order)))
         breaks = (self.arrival.diff() != 1) | (self.owner.diff() != 0)
         self.run = torch.cat([torch.zeros(1, dtype=torch.int64), breaks.cumsum(0)])
+        self.splits = self._split_otherwise()
+
+    def _split_otherwise(self) -> Mapping[str, Tensor]:
+        """Return by name, of splits that would be others, the position (S) that each key would have there.
+
+        That of a split in runs is the order of arrival.
+        """
+        size, length = len(self.positions), len(self.order)
+        found: dict[str, Tensor] = {}
+        cuts: dict[str, Callable[[int, int, int], Positions]] = {
+            "zigzag": split_in_zigzag,
+            "in-turn": lambda length, size, rank: range(rank, length, size),
+        }
+        for name, cut in cuts.items():
+            parts = [torch.tensor(tuple(cut(length, size, rank))) for rank in range(size)]
+            own = [torch.tensor(tuple(part)) for part in self.positions]
+            if length % (2 * size) or any(map(torch.equal, parts, own)):
+                continue
+            found[name] = torch.stack(parts)[self.owner, self.place]
+        return found
 
     def shift(self, by: int) -> Tensor:
         """Return for the key of each position (S) that of the same place on the rank `by` ranks further."""
@@ -84,6 +105,7 @@ class AttentionFormula(Formula):
         for part in ("rotation", "query-rotation", "key-rotation"):
             found += [Change(part=part, way=way) for way in ("none", "place", "arrival", "opposite", "twice")]
             found += [Change(part=part, way=way) for way in ("neighbours", "halves", "first-half", "swapped")]
+            found += [Change(part=part, way=way) for way in self.chunks.splits]
             if len(self.chunks.positions) > 1:
                 found += [Change(part=part, way="gap", number=number) for number in (1, -1)]
             if part != "rotation":
@@ -179,6 +201,7 @@ class AttentionFormula(Formula):
             _IN_CHUNK: self.chunks.place,
             _ARRIVED: self.chunks.arrival,
             _OWNER: self.chunks.owner,
+            **self.chunks.splits,
         }
 
     def _rotate(
@@ -413,6 +436,7 @@ class _Queries:
             _IN_CHUNK: chunks.place[cell.positions],
             _ARRIVED: chunks.arrival[cell.positions],
             _OWNER: chunks.owner[cell.positions],
+            **{name: numbers[cell.positions] for name, numbers in chunks.splits.items()},
         }
         self._length = len(chunks.order)
         self._chunk = max(map(len, chunks.positions))

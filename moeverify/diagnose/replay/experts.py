@@ -25,6 +25,8 @@ _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
 """The parameters of experts; with `-held` the part of what a rank holds of one."""
 _MOST_CAPACITY = 64
+_MOST_EXPERTS = 64
+"""Of which it is tried, one by one, whether what they put out is lost."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,11 @@ class ExpertsFormula(TokenFormula):
     def _list_choices(self) -> list[Change]:
         ways = [Change(part="choices", way="without", number=number) for number in range(self.num_choices)]
         ways += [Change(part="choices", way="only", number=number) for number in range(self.num_choices)]
+        few = min(self.count, _MOST_EXPERTS)
+        ways += [Change(part="choices", way="without-expert", number=number) for number in range(few)]
         if self.num_ranks > 1:
+            per_rank = min(self.count // self.num_ranks, _MOST_EXPERTS)
+            ways += [Change(part="choices", way="without-local", number=number) for number in range(per_rank)]
             for way in ("without-rank", "only-rank"):
                 ways += [Change(part="choices", way=way, number=number) for number in range(self.num_ranks)]
             ways += [Change(part="choices", way=way) for way in ("own-rank", "not-own-rank")]
@@ -317,6 +323,8 @@ class ExpertsFormula(TokenFormula):
         ways = {
             "without": lambda: (place != number).expand_as(ids),
             "only": lambda: (place == number).expand_as(ids),
+            "without-expert": lambda: ids != number,
+            "without-local": lambda: ids % max(self.count // self.num_ranks, 1) != number,
             "without-rank": lambda: owner != number,
             "only-rank": lambda: owner == number,
             "own-rank": lambda: owner == self.layout.ep_ranks[cell.rank],

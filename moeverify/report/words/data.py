@@ -68,6 +68,7 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
         SourceKind.LOCAL: "positions that count from 0 on each rank",
         SourceKind.NEXT: "its own next tokens as labels, where other tokens follow in the row",
         SourceKind.WITHOUT: f"a {what} that leaves out {_describe_left_out(source)}",
+        SourceKind.LABEL: f"a {what} that leaves out every token with the label {source.label}",
         SourceKind.ALL: f"a {what} that leaves nothing out",
         SourceKind.UNREAD: f"no {what} of micro-batch {misread.micro_batch}",
         SourceKind.UNKNOWN: f"{article}{what} that {'is' if article else 'are'} none of this run's",

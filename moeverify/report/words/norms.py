@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import describe_sources, format_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import NormOfNorms, NormOfPartials, NormOfSlices, Reclipped
+from moeverify.results.operation import NormOfNorms, NormOfPartials, NormOfSlices, Reclipped, Scaled
 from moeverify.results.part import Part
 
 
@@ -61,6 +61,18 @@ def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanatio
     }
     summed = f"before {'it is' if count == 1 else 'they are'} summed over {over or 'ranks'}"
     return f"the gradients match, and the gradient norm counts {gradients} {how[operation.combination]}, {summed}"
+
+
+def describe_loss_scale(operation: Scaled) -> str:
+    """Return that a norm is of gradients with a scale of the loss, or of such as were divided by one twice."""
+    scale = 2 ** abs(operation.loss_scale)
+    if operation.loss_scale > 0:
+        how = f"{scale} times the right one, as of gradients that still have a scale of the loss of {scale}"
+    else:
+        how = (
+            f"1/{scale} of the right one, as of gradients that were divided by a scale of the loss once more"
+        )
+    return f"the gradients match, and the gradient norm is {how}"
 
 
 def describe_reclipped(operation: Reclipped, explanation: Explanation) -> str:

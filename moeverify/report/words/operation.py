@@ -17,6 +17,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.norms import (
+    describe_loss_scale,
     describe_norm_of_norms,
     describe_norm_of_partials,
     describe_norm_of_slices,
@@ -145,6 +146,8 @@ def _describe_shares(wrong: Sequence[Contribution]) -> str:
 
 def _describe_whole(contribution: Contribution, explanation: Explanation) -> str:
     subject, factor = name_subject(explanation.subject), contribution.factor
+    if isinstance(explanation.operation, Scaled) and explanation.operation.loss_scale:
+        return describe_loss_scale(explanation.operation)
     amount = "zero" if factor.is_zero else describe_amount(factor)
     sources = describe_sources(factor)
     quantity = explanation.subject.quantity
@@ -276,7 +279,8 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         return f"only a reported number is wrong: {subject} {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
         of = "of that of" if explanation.subject.quantity is Quantity.GRADIENT else "of"
-        return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}"
+        on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
+        return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}{on}"
     if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
         return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
@@ -292,7 +296,8 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
     if operation.by == "initial-value":
         return "from before the first step"
     if operation.by == "tensor":
-        return f"of {operation.tensor}, which was loaded wrong too"
+        on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
+        return f"of {operation.tensor}{on}, which was loaded wrong too"
     if explanation.subject.quantity is Quantity.LOADED:
         return "of the step before the one that was saved"
     verb = "counted" if explanation.subject.quantity is Quantity.ROUTING_COUNT else "accumulated"

@@ -85,10 +85,22 @@ def _describe_decay(facts: RecomputedFacts, decay: DecayFacts, quantity: str) ->
 
 
 def _describe_share(facts: RecomputedFacts, share: ShareFacts, quantity: str) -> Said:
+    if share.is_corrected:
+        return _describe_corrected(facts, share, quantity)
     dampened = ", which is 1 - momentum, as with dampening" if share.is_dampened else ""
     cause = (
         f"the optimizer computes {quantity} otherwise: {' and '.join(share.terms)} "
         f"{'count' if len(share.terms) > 1 else 'counts'} {share.found:.4g} times{dampened}"
+    )
+    evidence = "with that factor it is what the rank's own gradient and moments give"
+    return cause, (evidence, *_count_others(facts))
+
+
+def _describe_corrected(facts: RecomputedFacts, share: ShareFacts, quantity: str) -> Said:
+    way = "divided" if share.found > 1.0 else "multiplied"
+    cause = (
+        f"the optimizer computes {quantity} otherwise: it is {way} by its bias correction and kept so, "
+        f"{share.found:.4g} times as large"
     )
     evidence = "with that factor it is what the rank's own gradient and moments give"
     return cause, (evidence, *_count_others(facts))
@@ -107,10 +119,13 @@ _VARIANTS: Mapping[StepVariant, str] = {
     "no-second-correction": "the second moment's bias correction is left out",
     "corrected-for-next-step": "the bias corrections are those of the next step",
     "corrected-for-step-before": "the bias corrections are those of the step before",
+    "corrected-for-other-step": "the bias corrections are those of another step, by a counter that is not its own",
+    "multiplied-by-corrections": "the moments are multiplied by their bias corrections, not divided by them",
     "corrected-with-bfloat16-betas": "the bias corrections are those of betas rounded to bfloat16",
     "corrected-with-swapped-betas": "the bias corrections are those of each other's beta",
     "decay-with-corrections": "the weight decay is multiplied by the moments' bias corrections",
     "decay-without-rate": "the weight decay is not multiplied by the learning rate",
+    "decay-after-step": "the weight decay is taken from the weight after its step, not before it",
     "nesterov": "the momentum is Nesterov's",
 }
 

@@ -50,6 +50,10 @@ class OptimizerKind(Implementation):
         """
         return {}
 
+    def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
+        """Return the change (N,) of the weight by the bias corrections of the steps `number`, None without any."""
+        return None
+
 
 OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)
 

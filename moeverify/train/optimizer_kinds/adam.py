@@ -136,6 +136,7 @@ class AdamKind(OptimizerKind):
             "no-correction": move(mean, square.sqrt() + spec.eps),
             "no-first-correction": move(mean, (square / second).sqrt() + spec.eps),
             "no-second-correction": move(mean / first, square.sqrt() + spec.eps),
+            "multiplied-by-corrections": move(mean * first, (square * second).sqrt() + spec.eps),
             "corrected-for-next-step": correct(step.number + 1),
         }
         if spec.betas[0] != spec.betas[1]:
@@ -148,7 +149,17 @@ class AdamKind(OptimizerKind):
         if self.decays_weight and step.weight_decay:
             found["decay-with-corrections"] = right + (second**0.5 / first - 1.0) * decayed
             found["decay-without-rate"] = right + (1.0 / step.lr - 1.0) * decayed if step.lr else right
+            found["decay-after-step"] = right - step.lr * step.weight_decay * (right - decayed)
         return found
+
+    def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
+        """Return the change with the bias corrections of the steps `number`; see `OptimizerKind`."""
+        if not set(self.moments) <= set(step.after):
+            return None
+        mean, square = (step.after[name] for name in self.moments)
+        first, second = (1.0 - beta ** number.to(mean.dtype) for beta in spec.betas)
+        moved = -step.lr * (mean / first) / ((square / second).sqrt() + spec.eps)
+        return moved - step.lr * step.weight_decay * step.weight if self.decays_weight else moved
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

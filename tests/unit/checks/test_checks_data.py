@@ -150,6 +150,23 @@ def without_the_first(expected: Expected, rank: int, step: int, number: int, rea
     read[Batch.LABELS][:, :2] = IGNORED
 
 
+def without_a_label(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    """Leave out a label that some tokens of each rank have, as padding is left out by its token."""
+    label = most_common(expected, rank, step)
+    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(read[Batch.LABELS] == label, IGNORED)
+
+
+def without_half_a_label(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+    label, labels = most_common(expected, rank, step), read[Batch.LABELS]
+    kept = (labels == label).flatten().cumsum(0).view(labels.shape) == 1
+    read[Batch.LABELS] = labels.masked_fill((labels == label) & ~kept, IGNORED)
+
+
+def most_common(expected: Expected, rank: int, step: int) -> int:
+    labels = torch.cat([expected.labels(step, expected.cut(rank, each)) for each in range(MICRO_BATCHES)])
+    return int(labels[labels != IGNORED].mode().values)
+
+
 def last_of_rank(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 0:
         read[Batch.LABELS] = read[Batch.LABELS].clone()
@@ -237,6 +254,19 @@ def test_labels_that_are_lost_at_the_edges_are_named(
 ) -> None:
     first = judge(run_ranks, read_all(make_case(**layout), bug))[0]
     assert describe_cause(first).replace("ranks 0, 1", "ranks 0-1") == f"{said} in step 0"
+
+
+def test_tokens_that_are_left_out_by_their_label_are_named(run_ranks: Callable) -> None:
+    case = make_case()
+    label = most_common(Expected(case), 0, 0)
+    first = judge(run_ranks, read_all(case, without_a_label))[0]
+    said = f"rank 0 reads a loss mask that leaves out every token with the label {label} in step 0"
+    assert describe_cause(first).replace("in micro-batch 0 of step 0", "in step 0") == said
+
+
+def test_some_tokens_of_a_label_are_not_all(run_ranks: Callable) -> None:
+    first = judge(run_ranks, read_all(make_case(), without_half_a_label))[0]
+    assert "every token" not in describe_cause(first)
 
 
 def test_the_tokens_of_another_row_tell_that_its_labels_are_too(run_ranks: Callable) -> None:

@@ -92,6 +92,20 @@ def test_a_copy_of_another_tensor_and_two_that_were_exchanged() -> None:
     assert (explanation.cause, explanation.operation.exchanged) == (Cause.PERMUTATION, True)
 
 
+def test_a_rank_whose_part_is_that_of_another_tensor() -> None:
+    expected, other = draw(4, 3), draw(4, 3, seed=1)
+    tensor = make_sharded(expected, expected[:2], other[2:], name="optimizer/w.exp_avg", kind="loaded")
+    inputs = make_inputs(tensor, saved=save({"optimizer/w.step": other}, wrong=("optimizer/w.step",)))
+    explanation = examine("another_tensor", tensor, inputs).explanation
+    assert explanation.operation == Replaced(
+        by="tensor", tensor="optimizer/w.step", exchanged=True, ranks=(1,)
+    )
+    # The rows of another rank are no part of its own.
+    moved = make_sharded(expected, expected[:2], other[:2], name="optimizer/w.exp_avg", kind="loaded")
+    inputs = make_inputs(moved, saved=save({"optimizer/w.step": other}))
+    assert examine("another_tensor", moved, inputs).explanation is None
+
+
 def test_zeros_and_single_numbers_are_nobodys_values() -> None:
     expected = draw(4, 3)
     for actual in (0 * expected, draw(4, 3, seed=2)):

@@ -118,6 +118,19 @@ def test_tokens_that_are_wrong_or_all_right_have_not_moved(actual: torch.Tensor)
     assert examine("moved_tokens", tensor, inputs).explanation is None
 
 
+def test_what_a_module_beside_it_gets_tells_that_tokens_have_moved() -> None:
+    """A gate's gradient is made of the moved gradient and its own tokens, and is nobody's."""
+    tensor, inputs = make_origin(draw(2, 3, 1), draw(2, 3, 1, seed=1), direction="backward")
+    expected = draw(2, 3, 4)
+    moved, _ = make_origin(expected, expected.flip(0), direction="backward")
+    search = inputs.search
+    other = replace(search.origins["backward"], module="layers.0.moe.dispatcher", tensor=moved)
+    beside = replace(inputs, search=replace(search, beside={"backward": (other,)}))
+    explanation = examine("moved_tokens", tensor, beside).explanation
+    assert explanation.operation.num_moves == 6
+    assert examine("moved_tokens", tensor, inputs).explanation is None
+
+
 def test_a_tensor_without_tokens_is_not_compared() -> None:
     tensor, inputs = make_origin(draw(4, 4), draw(4, 4, seed=1))
     assert examine("moved_tokens", tensor, inputs).trials[0].reason is Reason.NOT_COMPARABLE

@@ -330,3 +330,23 @@ def test_a_clip_by_the_norm_of_the_step_before_is_stale(actual: float, is_old: b
     # Where the right number is that of the step before as well, nothing shows that it is old.
     same = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[0]})
     assert examine("gradient_norm", tensor, same).explanation.cause is Cause.NORM
+
+
+@pytest.mark.parametrize(
+    ("ratio", "exponent"),
+    [
+        (2.0**10, 10),
+        (2.0**16 * 1.001, 16),
+        (2.0**-12, -12),
+        (1000.0, 0),
+        (8.0, 0),
+        (2.0**10 * 1.01, 0),
+        (0.0, 0),
+    ],
+)
+def test_a_norm_of_gradients_with_a_scale_of_the_loss(ratio: float, exponent: int) -> None:
+    tensor = make_tensor(scalar(1.0), *2 * [scalar(ratio)], name="total", kind="gradient_norm")
+    explanation = examine("gradient_norm", tensor).explanation
+    assert explanation is not None
+    assert explanation.operation.loss_scale == exponent
+    assert explanation.names_operation or not exponent

@@ -46,6 +46,8 @@ def _turned(heads: Heads, own: Tensor, at: Tensor) -> Tensor:
 
 
 LOCAL = torch.tensor([ZIGZAG[0].index(p) if p in ZIGZAG[0] else ZIGZAG[1].index(p) for p in range(LENGTH)])
+OWNER = torch.tensor([int(p in ZIGZAG[1]) for p in range(LENGTH)])
+IN_TURN = OWNER + 2 * LOCAL
 VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
     "no mask": (lambda h, own: h.attend(own, key_positions=h.positions * 0), ("mask", "none")),
     "next token": (lambda h, own: h.attend(own, key_positions=h.positions - 1), ("mask", "offset")),
@@ -71,6 +73,11 @@ VARIANTS: dict[str, tuple[Compute, tuple[str, str]]] = {
     ),
     "own values": (_own_values, ("values", "own")),
     "rotary positions": (lambda h, own: _turned(h, own, LOCAL), ("rotation", "place")),
+    "positions in turn": (lambda h, own: _turned(h, own, IN_TURN), ("rotation", "in-turn")),
+    "keys in turn": (
+        lambda h, own: h.attend(own, k=h.turn(h.k, IN_TURN.expand(ROWS, LENGTH))),
+        ("key-rotation", "in-turn"),
+    ),
     "no rotation of keys": (lambda h, own: h.attend(own, k=h.k), ("key-rotation", "none")),
     "heads": (
         lambda h, own: h.attend(own, k=h.turn(h.k).repeat(1, 1, 2, 1), v=h.v.repeat(1, 1, 2, 1)),

@@ -153,6 +153,18 @@ def test_experts_that_are_given_other_counts() -> None:
     assert [("counts", "reversed")] in (name_changes(explain(experts, expected, wrong)) or [])
 
 
+@pytest.mark.parametrize(
+    ("is_left_out", "way"),
+    [(lambda ids, half: ids == 1, "without-expert"), (lambda ids, half: ids % half == 1, "without-local")],
+)
+def test_experts_whose_outputs_are_lost(is_left_out: Callable[[Tensor, int], Tensor], way: str) -> None:
+    experts = make_experts()
+    values = experts.list_outputs() * experts.weights.unsqueeze(-1)
+    lost = is_left_out(experts.ids, experts.count // 2).unsqueeze(-1)
+    found = explain(experts, values.sum(2).detach(), values.masked_fill(lost, 0.0).sum(2).detach())
+    assert name_changes(found) == [[("choices", way)]]
+
+
 def list_values(units: Tensor) -> Tensor:
     """Return the output of each choice (B, S, k, H) of some hidden units; the first of two slices adds the bias."""
     experts = make_experts()

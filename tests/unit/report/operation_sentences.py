@@ -24,9 +24,10 @@ from moeverify.results.operation import (
     Reclipped,
     Redefined,
     Reweighted,
+    Scaled,
     Varied,
 )
-from moeverify.results.part import Group
+from moeverify.results.part import WHOLE, Contribution, Group
 
 OPERATIONS = [
     (
@@ -90,6 +91,16 @@ OPERATIONS = [
         ),
         "the gradient norm matches, and the clip coefficient adds the small number that guards its division 2 times "
         "(2 = tp)",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=1023.9)),), loss_scale=10),
+        ),
+        "the gradients match, and the gradient norm is 1024 times the right one, as of gradients that still have a "
+        "scale of the loss of 1024",
         "gradient norm",
     ),
     (

@@ -1,0 +1,154 @@
+"""Routers that choose and weigh by other rules than the recipe's, which are told by what their own input gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeverify.checks.base import Outcome
+from moeverify.checks.router import RouterWatch, judge_routers
+from moeverify.model import router as routers
+from moeverify.model.router import Router
+from moeverify.report.words.router import RULES
+
+SOFTMAX = {"num_experts": 16, "top_k": 3, "expert_hidden": 8, "renormalize": False}
+GROUPS = {"num_groups": 4, "top_groups": 2}
+SIGMOID = {**SOFTMAX, **GROUPS, "score": "sigmoid", "selection_bias_rate": 0.3, "route_scale": 2.5}
+Judge = Callable[..., Outcome]
+
+
+@pytest.fixture
+def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Judge:
+    """Return a function that trains on one device and judges its routers."""
+    shown = run_ranks({0: {}}).shown()
+
+    def do(moe: dict[str, Any], precision: str) -> Outcome:
+        case = make_one_device_case({"name": "sgd", "lr": 0.1}, precision, moe)
+        return judge_routers(shown, [train_alone(case, lambda program: RouterWatch(program.model))])
+
+    return do
+
+
+def list_rules(outcome: Outcome) -> set[str | None]:
+    assert outcome.findings
+    return {finding.facts.rule for finding in outcome.findings}
+
+
+def choose_by(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Let routers choose by what `change` makes of the recipe, of scores and of these with the bias."""
+    choose = routers.choose
+
+    def choose_otherwise(self: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
+        biased = scores if self.selection_bias is None else scores + self.selection_bias
+        return choose(*change(self.spec, scores, biased))
+
+    monkeypatch.setattr(Router, "_choose", choose_otherwise)
+
+
+CHOICES: dict[str, Callable[..., Any]] = {
+    "without-groups": lambda spec, scores, biased: (spec.model_copy(update={"top_groups": 4}), biased),
+    "groups-by-two": lambda spec, scores, biased: (
+        spec.model_copy(update={"group_score": "top2_sum"}),
+        biased,
+    ),
+    "without-bias": lambda spec, scores, biased: (spec, scores),
+    "opposite-bias": lambda spec, scores, biased: (spec, 2.0 * scores - biased),
+}
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16", "mixed"])
+@pytest.mark.parametrize("rule", CHOICES)
+def test_the_rule_of_another_choice_is_named(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, rule: str, precision: str
+) -> None:
+    choose_by(monkeypatch, CHOICES[rule])
+    assert rule in list_rules(judge(SIGMOID, precision))
+    assert rule in RULES
+
+
+def test_a_choice_by_no_known_rule_has_none(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_by(monkeypatch, lambda spec, scores, biased: (spec, biased.roll(1, -1)))
+    assert list_rules(judge(SIGMOID, "float64")) == {None}
+
+
+WEIGHTS: dict[str, tuple[dict[str, Any], Callable[[Router, Tensor], Tensor]]] = {
+    "sigmoid-scores": (SOFTMAX, lambda router, logits: logits.sigmoid()),
+    "softmax-scores": (SIGMOID, lambda router, logits: logits.softmax(-1)),
+    "with-bias": (SIGMOID, lambda router, logits: logits.sigmoid() + router.selection_bias),
+}
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16", "mixed"])
+@pytest.mark.parametrize("rule", WEIGHTS)
+def test_scores_that_are_others_for_the_weights_alone_are_named(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, rule: str, precision: str
+) -> None:
+    moe, score = WEIGHTS[rule]
+    seen: list[Tensor] = []
+    compute, weigh = Router.compute_logits, Router.weigh
+
+    def keep(self: Router, x: Tensor) -> Tensor:
+        logits = compute(self, x)
+        seen[:] = [score(self, logits), self.score(logits)]
+        return logits
+
+    def weigh_otherwise(self: Router, chosen: Tensor) -> Tensor:
+        other, right = seen
+        ids = (right.unsqueeze(-2) == chosen.unsqueeze(-1)).long().argmax(-1)
+        return weigh(self, other.gather(-1, ids))
+
+    monkeypatch.setattr(Router, "compute_logits", keep)
+    monkeypatch.setattr(Router, "weigh", weigh_otherwise)
+    assert rule in list_rules(judge(moe, precision))
+
+
+@pytest.mark.parametrize(
+    ("moe", "change", "rule"),
+    [
+        (SIGMOID, {"route_scale": 1.0}, "without-scale"),
+        (SIGMOID, {"route_scale": 6.25}, "scale-twice"),
+        (SOFTMAX, {"renormalize": True}, "of-chosen"),
+        ({**SOFTMAX, "top_k": 1}, {"renormalize": True}, None),
+        ({**SIGMOID, "renormalize": False}, {"renormalize": True}, "normalized"),
+        ({**SOFTMAX, "renormalize": True}, {"renormalize": False}, "not-normalized"),
+        (SIGMOID, {"route_scale": 2.6}, None),
+    ],
+)
+def test_weights_of_another_recipe_are_named(
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    moe: dict[str, Any],
+    change: dict[str, Any],
+    rule: str | None,
+) -> None:
+    weigh = Router.weigh
+
+    def weigh_otherwise(self: Router, chosen: Tensor) -> Tensor:
+        spec = self.spec
+        self.spec = spec.model_copy(update=change)
+        try:
+            return weigh(self, chosen)
+        finally:
+            self.spec = spec
+
+    monkeypatch.setattr(Router, "weigh", weigh_otherwise)
+    assert list_rules(judge(moe, "bfloat16")) == {rule}
+
+
+def test_a_softmax_of_the_allowed_groups_alone_is_named(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = Router.score
+
+    def score_allowed(self: Router, logits: Tensor) -> Tensor:
+        grouped = logits.unflatten(-1, (4, -1))
+        best = grouped.amax(-1).topk(2, dim=-1).indices
+        kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
+        return score(self, grouped.where(kept.unsqueeze(-1), -torch.inf).flatten(-2))
+
+    monkeypatch.setattr(Router, "score", score_allowed)
+    assert "of-allowed" in list_rules(judge({**SOFTMAX, **GROUPS}, "bfloat16"))
