@@ -9,14 +9,16 @@ table: steps per second and peak memory against FSDP2, the share of the matrix p
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from output import print_setting, print_table
 
-from moeverify.controller.bench import bench_cases
+from moeverify.controller.bench import Bench
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
 from moeverify.report.formats.plots import make_stem
+from moeverify.report.progress import LineProgress
 from moeverify.validation.load import load_cases
 
 FOLDER = Path(__file__).parent / "mixtral"
@@ -89,7 +91,7 @@ def share(case):
 
 
 def measure(cases, options):
-    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs now goes to stderr.
+    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs, and each result, goes to stderr.
 
     `options.profile`, where there is one, is a folder for a trace of each case.
     """
@@ -99,16 +101,18 @@ def measure(cases, options):
         if folder is None
         else {case.name: folder.resolve() / make_stem(case.name, set()) for case in cases}
     )
-    return bench_cases(
+    bench = Bench(
         cases,
         device="cpu" if options.rehearse else "auto",
         num_ranks=None,
         warmup=options.warmup,
         steps=options.steps,
-        timeout=None,
+        timeout=getattr(options, "timeout", None),
         profiles=profiles,
-        on_event=lambda event: print(f"{event.kind} {event.case or event.num_ranks}", file=sys.stderr),
     )
+    with suppress(KeyboardInterrupt):  # what was measured until then is printed
+        bench.run(LineProgress(open_console(sys.stderr)).on_event)
+    return bench.result
 
 
 def main():

@@ -124,6 +124,7 @@ def main():
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--timeout", type=float, help="seconds for each variant")
     parser.add_argument("--json", type=Path, help="a file for all that was measured")
     parser.add_argument(
         "--profile", type=Path, help="a folder for traces of a step, and what its kernels are for"

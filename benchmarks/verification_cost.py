@@ -15,10 +15,8 @@ CPU seconds are those of rank 0's process (all threads), which a busy machine di
 """
 
 import argparse
-import cProfile
 import gc
 import os
-import pstats
 import statistics
 import subprocess
 import sys
@@ -338,16 +336,37 @@ def work(options):
         with AllocatedPeak() as memory:
             bench.run(make())
         allocated[name] = [memory.peak]
-    if options.profile:
-        profile = cProfile.Profile()
-        profile.runcall(bench.run, bench.compare())
+    if options.traces is not None:
+        trace_runs(bench, options)
     rows = [None] * options.ranks
     dist.all_gather_object(rows, (peaks, allocated or peaks, shard))
     if dist.get_rank() == 0:
         report(options, alone, shown, compared, checked, extended, repeated, rows)
-        if options.profile:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     dist.destroy_process_group()
+
+
+def trace_runs(bench, options):
+    """Leave a trace of a run of each kind, of rank 0, for Perfetto: what every thread and the device did when."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if options.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    kinds = {
+        "alone": (None, None),
+        "compared": (bench.compare(), None),
+        "checked": (bench.compare(), options.also),
+    }
+    for name, (observer, watched) in kinds.items():
+        with profile(activities=activities) as seen:
+            bench.run(observer, watched=watched)
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            options.traces.mkdir(parents=True, exist_ok=True)
+            seen.export_chrome_trace(str(options.traces / f"{name}.json.gz"))
 
 
 def report(options, alone, shown, compared, checked, extended, repeated, rows):
@@ -429,7 +448,7 @@ def main():
     )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
-        "--profile", action="store_true", help="also print where the compared run's time goes"
+        "--traces", type=Path, metavar="DIR", help="also leave a trace of each kind of run for Perfetto"
     )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)

@@ -98,10 +98,11 @@ def bench(
 ) -> None:
     """Measure each case: time of a step, tokens and operations a second, memory, collectives.
 
-    Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right.
+    Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right. Ctrl-C leaves
+    what is known.
     """
     with open_context() as context:
-        from moeverify.controller.bench import bench_cases, mark_swept
+        from moeverify.controller.bench import Bench, mark_swept
         from moeverify.report.bench import render_bench
         from moeverify.report.progress import open_progress
         from moeverify.report.trackers.figures import list_bench_figures
@@ -112,23 +113,27 @@ def bench(
         combinations = selection.load_sweep(sweep or ())
         cases = [case for combination in combinations for case in combination.cases]
         folders = files.name_folders(cases)
-        with open_progress(context.out, quiet=quiet) as progress:
-            result = bench_cases(
-                cases,
-                device=device.value,
-                num_ranks=ranks,
-                warmup=warmup,
-                steps=steps,
-                timeout=timeout,
-                on_event=progress.on_event,
-                profiles=folders,
-            )
+        bench = Bench(
+            cases,
+            device=device.value,
+            num_ranks=ranks,
+            warmup=warmup,
+            steps=steps,
+            timeout=timeout,
+            profiles=folders,
+        )
+        try:
+            with open_progress(context.out, quiet=quiet) as progress:
+                bench.run(progress.on_event)
+        finally:  # Ctrl-C leaves what is known
+            result = bench.result
+            if result is not None:
+                command = shlex.join(["moeverify", *sys.argv[1:]])
+                result = mark_swept(result, combinations).model_copy(update={"command": command})
+                files.write(result, folders)
+                render_bench(result, context.out)
         if result is None:  # one of several ranks; the first one reports
             return
-        command = shlex.join(["moeverify", *sys.argv[1:]])
-        result = mark_swept(result, combinations).model_copy(update={"command": command})
-        files.write(result, folders)
-        render_bench(result, context.out)
         is_tracked = tracking.write(list_bench_figures(result), context)
         if any(case.step is None for case in result.cases):
             raise typer.Exit(FAILED)

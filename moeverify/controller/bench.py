@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moeverify.axes.describe import describe_layout
 from moeverify.case.schema import Case
@@ -28,65 +29,95 @@ from moeverify.validation.sweep import Combination
 TIMEOUT = 900.0
 
 
-def bench_cases(
-    cases: Sequence[Case],
-    *,
-    device: Literal["auto", "cpu", "cuda"],
-    num_ranks: int | None,
-    warmup: int,
-    steps: int,
-    timeout: float | None,
-    on_event: Callable[[Event], None],
-    profiles: Mapping[str, Path] | None = None,
-) -> BenchRun | None:
-    """Return what each case costs, in their order; on any rank but the first of an external launch, None.
+class Bench:
+    """The measuring of some cases, one after the other: `measured` are those that are over, by their names.
 
-    `profiles` has for the name of a case the folder in which each rank leaves the trace of a step.
+    Where it ends early, `result` still has what was measured until then. `profiles` has for the name of a case the
+    folder in which each rank leaves the trace of a step.
 
     Raises: MachineError where the device that was asked for is not there.
     """
-    machine = Machine.find(device, "nccl", num_ranks=num_ranks)  # times of shared GPUs would say nothing
-    found: dict[str, Measurement] = {}
-    tasks: list[Task[Measurement]] = []
-    for case in cases:
-        obstacle = find_obstacle(case, machine)
-        if obstacle is not None:
-            found[case.name] = _refuse(case, describe_obstacle(obstacle))
-        else:
-            asked = BenchJob(
-                case=case,
-                warmup=warmup,
-                steps=steps,
-                profile=(profiles or {}).get(case.name),
-                search_path=tuple(search_path(case)),
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        *,
+        device: Literal["auto", "cpu", "cuda"],
+        num_ranks: int | None,
+        warmup: int,
+        steps: int,
+        timeout: float | None,
+        profiles: Mapping[str, Path] | None = None,
+    ) -> None:
+        # Times of GPUs that ranks share would say nothing.
+        self._machine = Machine.find(device, "nccl", num_ranks=num_ranks)
+        self._cases = cases
+        self._warmup, self._steps = warmup, steps
+        self._limit_s = TIMEOUT if timeout is None else timeout
+        self._profiles = profiles or {}
+        self._started, self._began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        self.measured: dict[str, Measurement] = {}
+
+    def run(self, on_event: Callable[[Event], None]) -> None:
+        """Measure each case, and tell each as soon as it is known."""
+        tasks = []
+        for case in self._cases:
+            obstacle = find_obstacle(case, self._machine)
+            if obstacle is None:
+                tasks.append(self._make_task(case))
+            else:
+                self._take(_refuse(case, describe_obstacle(obstacle)), on_event)
+
+        def on_launch(event: LaunchEvent) -> None:
+            if event.kind == "launch":
+                on_event(self._make_event("launch", num_ranks=event.num_ranks))
+            elif event.kind == "start":
+                on_event(self._make_event("case-start", case=event.job))
+
+        with scratch_folder() as folder:
+            ran = run_tasks(
+                tasks, entry=WORKER, folder=folder, device=self._machine.device, on_event=on_launch
             )
-            limit_s = TIMEOUT if timeout is None else timeout
-            job = make_job(case.name, case.layout.world_size, limit_s, asked)
-            tasks.append(Task(job, partial(_judge, case)))
+            with closing(ran):
+                for measured in ran:
+                    self._take(measured, on_event)
 
-    def on_launch(event: LaunchEvent) -> None:
-        done, total = len(found), len(cases)
-        if event.kind == "launch":
-            on_event(Event(kind="launch", num_done=done, num_total=total, num_ranks=event.num_ranks))
-        elif event.kind == "start":
-            on_event(Event(kind="case-start", num_done=done, num_total=total, case=event.job))
+    @property
+    def result(self) -> BenchRun | None:
+        """Return what each case costs, in their order; on any rank but the first of an external launch, None.
 
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    with scratch_folder() as folder:
-        ran = run_tasks(tasks, entry=WORKER, folder=folder, device=machine.device, on_event=on_launch)
-        for measured in ran:
-            found[measured.name] = measured
-    world = external_world()
-    if world is not None and world.rank != 0:
-        return None
-    return BenchRun(
-        environment=machine.describe([case.layout.world_size for case in cases]),
-        started=started,
-        seconds=time.monotonic() - began,
-        warmup=warmup,
-        steps=steps,
-        cases=tuple(found[case.name] for case in cases),
-    )
+        A case that is not over says so.
+        """
+        world = external_world()
+        if world is not None and world.rank != 0:
+            return None
+        missing = "it was not over when the command ended"
+        return BenchRun(
+            environment=self._machine.describe([case.layout.world_size for case in self._cases]),
+            started=self._started,
+            seconds=time.monotonic() - self._began,
+            warmup=self._warmup,
+            steps=self._steps,
+            cases=tuple(self.measured.get(case.name) or _refuse(case, missing) for case in self._cases),
+        )
+
+    def _make_task(self, case: Case) -> Task[Measurement]:
+        asked = BenchJob(
+            case=case,
+            warmup=self._warmup,
+            steps=self._steps,
+            profile=self._profiles.get(case.name),
+            search_path=tuple(search_path(case)),
+        )
+        job = make_job(case.name, case.layout.world_size, self._limit_s, asked)
+        return Task(job, partial(_judge, case))
+
+    def _take(self, measured: Measurement, on_event: Callable[[Event], None]) -> None:
+        self.measured[measured.name] = measured
+        on_event(self._make_event("case-end", case=measured.name, measured=measured))
+
+    def _make_event(self, kind: Literal["launch", "case-start", "case-end"], **rest: Any) -> Event:
+        return Event(kind=kind, num_done=len(self.measured), num_total=len(self._cases), **rest)
 
 
 def mark_swept(result: BenchRun, combinations: Sequence[Combination]) -> BenchRun:

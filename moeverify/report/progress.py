@@ -19,6 +19,7 @@ from moeverify.report.console import print_lines, style_verdict
 from moeverify.report.numbers import format_bound, format_count, format_number, format_ranks, format_seconds
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import count_tensors, find_worst_check
+from moeverify.results.measurement import Measurement
 from moeverify.results.run import CaseResult, Event
 
 _NUM_RECENT = 8
@@ -198,6 +199,8 @@ def describe_end(event: Event, width: int | None = None) -> Text:
 
     A name that is wider than that loses letters from its middle, so that both of its ends are seen.
     """
+    if event.measured is not None:
+        return Text(_describe_measured(event.measured))
     if event.result is None:
         return Text(f"{clean(event.case)} done")
     result = event.result
@@ -217,3 +220,11 @@ def _describe_result(result: CaseResult) -> str:
         numbers = f"{format_number(worst.worst.error)} / {format_bound(worst.worst.bound)}"
         parts.append(f"worst {numbers} in {worst.name}")
     return ", ".join([*parts, format_seconds(result.seconds)])
+
+
+def _describe_measured(measured: Measurement) -> str:
+    """Return the time of a step and the memory, or why there is none."""
+    if measured.step is None:
+        return clean(f"{measured.name}: not measured: {measured.reason}").split("\n", 1)[0]
+    memory = "" if measured.peak_memory is None else f", {measured.peak_memory / 2**30:.1f} GiB"
+    return f"{clean(measured.name)}: {1e3 * measured.step.median:.1f} ms a step{memory}"

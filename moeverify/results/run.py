@@ -12,6 +12,7 @@ from moeverify.results.error_map import ErrorMap
 from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.load import ExpertLoad
+from moeverify.results.measurement import Measurement
 from moeverify.results.mesh import MeshShape
 from moeverify.results.record import Record
 from moeverify.results.timeline import Timeline
@@ -143,7 +144,7 @@ class Event(Record):
     """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
 
     `launch`: `num_ranks` ranks are started; `up`: they run; `lost`: some are gone, and further cases need new
-    ones; `golden`: those of `recipes` are had; the rest is about a `case`.
+    ones; `golden`: those of `recipes` are had; the rest is about a `case`, of which `bench` has what was `measured`.
     """
 
     kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]
@@ -153,3 +154,4 @@ class Event(Record):
     num_ranks: int = 0
     recipes: tuple[str, ...] = ()
     result: CaseResult | None = None
+    measured: Measurement | None = None

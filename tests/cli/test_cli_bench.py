@@ -131,3 +131,30 @@ def test_where_nothing_was_measured_nothing_is_explained(case_file: Path, invoke
     assert done.exit_code == 3, done.output
     assert "fsdp2-2: not measured: needs 2 ranks; --ranks 1" in done.stdout
     assert "median" not in done.stdout
+
+
+@pytest.mark.ranks
+def test_what_was_measured_before_an_interrupt_is_printed(
+    tmp_path: Path, case_file: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moeverify.report.progress import LineProgress
+
+    other = tmp_path / "second.yaml"
+    other.write_text(case_file.read_text())
+    show = LineProgress.on_event
+
+    def interrupt(progress: LineProgress, event: Any) -> None:
+        show(progress, event)
+        if event.kind == "case-end":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LineProgress, "on_event", interrupt)
+    file = tmp_path / "bench.json"
+    options = ("--device", "cpu", "--ranks", 2, "--steps", 1, "--warmup", 1, "--json", file)
+    done = invoke("bench", case_file, other, *options)
+    assert done.exit_code == 130, done.output
+    found, missing = BenchRun.model_validate(json.loads(file.read_text())).cases
+    assert found.step is not None
+    assert missing.step is None
+    assert f"{missing.name}: not measured" in done.stdout
+    assert "1/2" in done.stdout
