@@ -25,6 +25,7 @@ VARIANTS = {
     "fsdp, reshard after step": ("fsdp", {"reshard": "step"}),
     "ep": ("ep", {}),
     "ep, reshard after step": ("ep", {"reshard": "step"}),
+    "ep, and compiled with sizes": ("ep", {"reshard": "step", "compile": "parts"}),
     "ep, and padded": ("ep", {"reshard": "step", "dispatch": "padded"}),
     "ep, and compiled": ("ep", {"reshard": "step", "dispatch": "padded", "compile": "parts"}),
     "ep, and graphs": (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.compare.assembled import Key
+from moeverify.layout.observer import Named
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -29,8 +30,7 @@ from moeverify.train.program import Program
 
 TOTAL = "total"
 COEFFICIENT = "clip_coefficient"
-# Elements that are in float64 at once: what fits a processor's cache, and on a GPU enough to be worth a launch.
-_CHUNK, _CHUNK_ON_GPU = 1 << 20, 1 << 24
+_CHUNK = 1 << 20  # elements that are in float64 at once on a CPU: what fits its cache
 
 
 @dataclass
@@ -61,16 +61,28 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Note a gradient, a norm or a coefficient; see `Watch`."""
-        if local is None or not local.is_floating_point():
-            return
-        if kind == Kind.GRADIENT and region.numel:
-            self._squares.setdefault(step, {})[name, region.key] = _sum_squares(local)
-            if not self._norms_are_wide:
-                self._note_eps(step, Kind.GRADIENT, local)
-            self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
+        self.observe_all(step, kind, [(name, local, region)])
+
+    def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
+        """Note gradients, norms or coefficients; see `moeverify.layout.observer.BulkObserver`."""
+        found = [
+            (name, local, region)
+            for name, local, region in shown
+            if local is not None and local.is_floating_point()
+        ]
+        if kind == Kind.GRADIENT:
+            found = [each for each in found if each[2].numel]
+            sums = _sum_squares([local for _, local, _ in found])
+            squares = self._squares.setdefault(step, {}) if found else {}
+            squares.update(zip(((name, region.key) for name, _, region in found), sums, strict=True))
+            for _, local, region in found:
+                if not self._norms_are_wide:
+                    self._note_eps(step, Kind.GRADIENT, local)
+                self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
         elif kind == Kind.GRADIENT_NORM:
-            self._norms.setdefault(step, {})[name] = local.detach().clone()
-            self._note_eps(step, name, local)
+            for name, local, _ in found:
+                self._norms.setdefault(step, {})[name] = local.detach().clone()
+                self._note_eps(step, name, local)
 
     def report(self) -> dict[int, StepGradients]:
         """Return the numbers of every step; see `Watch`."""
@@ -89,11 +101,20 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         eps[about] = max(eps.get(about, 0.0), torch.finfo(local.dtype).eps)
 
 
-def _sum_squares(local: Tensor) -> Tensor:
-    """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
-    flat = local.detach().reshape(-1)
-    size = _CHUNK if local.device.type == "cpu" else _CHUNK_ON_GPU
-    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, size)]
+def _sum_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of squares of each, () float64, without copies of whole gradients in float64, which are large.
+
+    On a GPU torch's kernel for many norms adds up in float64 what it reads in the gradients' dtype, in one launch for
+    many. On a CPU that would copy, so they are taken in chunks.
+    """
+    if tensors and all(tensor.is_cuda for tensor in tensors):
+        norms = torch._foreach_norm([tensor.detach() for tensor in tensors], 2, dtype=torch.float64)
+        return list(torch._foreach_mul(norms, norms))
+    return [_sum_in_chunks(tensor.detach().reshape(-1)) for tensor in tensors]
+
+
+def _sum_in_chunks(flat: Tensor) -> Tensor:
+    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, _CHUNK)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 

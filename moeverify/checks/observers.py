@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.checks.base import Check, Training, Watch
-from moeverify.layout.observer import Observer
+from moeverify.layout.observer import Named, Observer, show_all
 from moeverify.layout.region import Region
 
 
@@ -26,6 +26,10 @@ class _Together:
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         for observer in self._observers:
             observer.observe(step, kind, name, local, region)
+
+    def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
+        for observer in self._observers:
+            show_all(observer, step, kind, shown)
 
 
 @contextmanager

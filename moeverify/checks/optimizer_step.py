@@ -16,10 +16,12 @@ from torch import Tensor
 
 from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
-from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute, sample
+from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute
+from moeverify.checks.sampling import sample_all
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.observer import Named
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -33,6 +35,9 @@ from moeverify.train.schedule import find_factor, list_rates
 
 MOST_ELEMENTS = 1 << 14
 """Of a larger shard, so many elements in equal distances are recomputed: a wrong step is wrong in many of them."""
+
+
+Whole = tuple[str, Tensor, Region]
 
 
 @dataclass
@@ -71,25 +76,23 @@ class OptimizerWatch(Watch[list[Row]]):
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Sample what belongs to the step of the optimizer; see `Watch`."""
-        key = (name, region.key)
-        if kind == Kind.GRADIENT and local is not None and key in self._shards:
-            if region.numel:
-                stride = _stride_of(region)
-                self._sampled[key] = Sampled(self._shards[key], stride, sample(local, stride))
-                self._sampled[key].dtypes.add(local.dtype)
-                if key in self._early:
-                    self._take_state(self._sampled[key], self._early[key])
-        elif kind == Kind.GRADIENT_NORM and name == "total":
-            self._sample_state()
-        elif kind == Kind.GRADIENT_NORM and local is not None:
-            self._clip = local.detach().to(torch.float64)
-        elif kind == Kind.WEIGHT and local is not None and key in self._sampled:
-            sampled = self._sampled[key]
-            if sampled.weight is not None:
-                sampled.change = sample(local, sampled.stride) - sampled.weight
-                sampled.dtypes.add(local.dtype)
-        elif kind == Kind.OPTIMIZER_STATE and local is not None:
-            self._keep_moment(name, local, region)
+        self.observe_all(step, kind, [(name, local, region)])
+
+    def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
+        """Sample what belongs to the step of the optimizer; see `moeverify.layout.observer.BulkObserver`."""
+        found = [(name, local, region) for name, local, region in shown if local is not None]
+        if kind == Kind.GRADIENT:
+            self._keep_gradients(found)
+        elif kind == Kind.GRADIENT_NORM:
+            for name, local, _ in found:
+                if name == "total":
+                    self._sample_state()
+                else:
+                    self._clip = local.detach().to(torch.float64)
+        elif kind == Kind.WEIGHT:
+            self._keep_changes(found)
+        elif kind == Kind.OPTIMIZER_STATE:
+            self._keep_moments(found)
 
     def close(self) -> None:
         """Recompute the last step, and let go of the model; see `Watch`."""
@@ -123,28 +126,64 @@ class OptimizerWatch(Watch[list[Row]]):
     def _read_state(self, shards: Mapping[tuple[str, str], LocalShard]) -> dict[tuple[str, str], _State]:
         """Return samples of the weights and the moments of these shards as they are now."""
         assert self._program is not None
-        found: dict[tuple[str, str], _State] = {}
-        for key, shard in shards.items():
-            if shard.region.numel:
-                found[key] = _State(sample(shard.local(), _stride_of(shard.region)))
+        chosen = [(key, shard) for key, shard in shards.items() if shard.region.numel]
+        moments = []
         for name, local, region in self._program.engine.state(self._program.shards):
             parameter, _, moment = name.rpartition(".")
-            state = found.get((parameter, region.key))
-            if state is not None and moment in self._kind.moments:
-                state.moments[moment] = sample(local, _stride_of(region))
-                state.dtypes.add(local.dtype)
+            key = (parameter, region.key)
+            if key in shards and region.numel and moment in self._kind.moments:
+                moments.append((key, moment, local, _stride_of(region)))
+        samples = sample_all(
+            [(shard.local(), _stride_of(shard.region)) for _, shard in chosen]
+            + [(local, stride) for _, _, local, stride in moments]
+        )
+        found = {key: _State(weight) for (key, _), weight in zip(chosen, samples, strict=False)}
+        for (key, moment, local, _), values in zip(moments, samples[len(chosen) :], strict=True):
+            found[key].moments[moment] = values
+            found[key].dtypes.add(local.dtype)
         return found
 
     def _take_state(self, sampled: Sampled, state: _State) -> None:
         sampled.weight, sampled.before = state.weight, state.moments
         sampled.dtypes |= state.dtypes
 
-    def _keep_moment(self, name: str, local: Tensor, region: Region) -> None:
-        """Keep a moment as it is after the step."""
-        parameter, _, moment = name.rpartition(".")
-        sampled = self._sampled.get((parameter, region.key))
-        if sampled is not None and moment in self._kind.moments:
-            sampled.after[moment] = sample(local, sampled.stride)
+    def _keep_gradients(self, shown: Sequence[Whole]) -> None:
+        """Begin with the gradients of a step."""
+        keys = [(name, region.key) for name, _, region in shown]
+        chosen = [
+            (key, local, _stride_of(region))
+            for key, (_, local, region) in zip(keys, shown, strict=True)
+            if key in self._shards and region.numel
+        ]
+        samples = sample_all([(local, stride) for _, local, stride in chosen])
+        for (key, local, stride), gradient in zip(chosen, samples, strict=True):
+            self._sampled[key] = Sampled(self._shards[key], stride, gradient, dtypes={local.dtype})
+            if key in self._early:
+                self._take_state(self._sampled[key], self._early[key])
+
+    def _keep_changes(self, shown: Sequence[Whole]) -> None:
+        """Keep by how much the weights have changed since they were sampled before the step."""
+        chosen = [(self._sampled.get((name, region.key)), local) for name, local, region in shown]
+        changed = [(each, each.weight, local) for each, local in chosen if each and each.weight is not None]
+        if not changed:
+            return
+        samples = sample_all([(local, each.stride) for each, _, local in changed])
+        changes = torch._foreach_sub(samples, [weight for _, weight, _ in changed])
+        for (each, _, local), change in zip(changed, changes, strict=True):
+            each.change = change
+            each.dtypes.add(local.dtype)
+
+    def _keep_moments(self, shown: Sequence[Whole]) -> None:
+        """Keep the moments as they are after the step."""
+        chosen = []
+        for name, local, region in shown:
+            parameter, _, moment = name.rpartition(".")
+            sampled = self._sampled.get((parameter, region.key))
+            if sampled is not None and moment in self._kind.moments:
+                chosen.append((sampled, moment, local))
+        samples = sample_all([(local, sampled.stride) for sampled, _, local in chosen])
+        for (sampled, moment, local), values in zip(chosen, samples, strict=True):
+            sampled.after[moment] = values
             sampled.dtypes.add(local.dtype)
 
     def _finish(self) -> None:

@@ -180,11 +180,6 @@ def take_few(values: StepValues, places: Tensor) -> StepValues:
     )
 
 
-def sample(local: Tensor, stride: int) -> Tensor:
-    """Return a copy of every `stride`-th element, in float64."""
-    return local.detach().reshape(-1)[::stride].to(torch.float64, copy=True)
-
-
 def recompute(
     kind: OptimizerKind,
     spec: Optimizer,

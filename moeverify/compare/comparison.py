@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeverify.compare.batch import Differences, Fingerprints
 from moeverify.compare.difference import Difference, Measured
+from moeverify.layout.observer import Named
 from moeverify.layout.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
 
@@ -28,10 +29,14 @@ class Reference(Protocol):
         """
 
 
+Read = Callable[[], Tensor | None]
+"""Returns what is expected of a shard, or None where nothing is."""
+
+
 class _Measurer(Protocol):
     """A way to compare shards: at once, or beside the training."""
 
-    def add(self, read: Callable[[], Tensor | None], actual: Tensor) -> None: ...
+    def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None: ...
     def results(self) -> Iterator[Measured]: ...
 
 
@@ -69,18 +74,25 @@ class Comparison:
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Compare one shard; see `moeverify.layout.observer.Observer`."""
+        self.observe_all(step, kind, [(name, local, region)])
+
+    def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
+        """Compare the shards of one kind; see `moeverify.layout.observer.BulkObserver`."""
         if kind in UNCOMPARED_KINDS:
             return
-        if local is None:
-            actual = torch.zeros(region.local_shape, dtype=torch.float64)
-        else:
-            actual = local.detach().reshape(region.local_shape)
-        measurer = self._measurers.get(actual.device)
-        if measurer is None:
-            measurer = self._measurers[actual.device] = _choose_measurer(actual.device, self._hash_bits)
-        read = _nothing if kind in ZERO_KINDS else partial(self._reference.read, step, kind, name, region)
-        measurer.add(read, actual)
-        self._pending.append((step, kind, name, region, local is None, tuple(actual.shape), measurer))
+        by_measurer: dict[_Measurer, list[tuple[Read, Tensor]]] = {}
+        for name, local, region in shown:
+            local_shape = region.local_shape
+            actual = torch.zeros(local_shape, dtype=torch.float64) if local is None else local.detach()
+            actual = actual if actual.shape == local_shape else actual.reshape(local_shape)
+            measurer = self._measurers.get(actual.device)
+            if measurer is None:
+                measurer = self._measurers[actual.device] = _choose_measurer(actual.device, self._hash_bits)
+            read = _nothing if kind in ZERO_KINDS else partial(self._reference.read, step, kind, name, region)
+            by_measurer.setdefault(measurer, []).append((read, actual))
+            self._pending.append((step, kind, name, region, local is None, local_shape, measurer))
+        for measurer, shards in by_measurer.items():
+            measurer.add_all(shards)
 
     def begin_step(self, step: int) -> None:
         """Do nothing: what is observed says its step."""
@@ -133,12 +145,13 @@ class _AtOnce:
         self._bits = Fingerprints() if hash_bits else None
         self._known: list[bool] = []
 
-    def add(self, read: Callable[[], Tensor | None], actual: Tensor) -> None:
-        expected = read()
-        self._known.append(expected is not None)
-        self._differences.add(expected, actual)
-        if self._bits is not None:
-            self._bits.add(actual)
+    def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
+        for read, actual in shards:
+            expected = read()
+            self._known.append(expected is not None)
+            self._differences.add(expected, actual)
+            if self._bits is not None:
+                self._bits.add(actual)
 
     def results(self) -> Iterator[Measured]:
         rows = self._differences.rows().tolist()

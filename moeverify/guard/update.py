@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moeverify.case.schema import Optimizer as OptimizerSpec
-from moeverify.checks.recomputed_step import Row, Sampled, fit, read_batch, recompute, sample
+from moeverify.checks.recomputed_step import Row, Sampled, fit, read_batch, recompute
+from moeverify.checks.sampling import sample
 from moeverify.guard.samples import NUM_ELEMENTS
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.cause import Cause

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moeverify.case.schema import Recipe
-from moeverify.layout.observer import INITIAL, Observer
+from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.observer import INITIAL, Observer, copy_all, show_all
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
@@ -53,10 +54,8 @@ def train(
     state after the step before. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
-    for shard in program.shards:
-        observer.observe(INITIAL, Kind.INITIAL_WEIGHT, shard.name, shard.local(), shard.region)
-    for shard in program.buffers:
-        observer.observe(INITIAL, Kind.INITIAL_BUFFER, shard.name, shard.local(), shard.region)
+    show_all(observer, INITIAL, Kind.INITIAL_WEIGHT, _name(program.shards))
+    show_all(observer, INITIAL, Kind.INITIAL_BUFFER, _name(program.buffers))
     rates: list[float] = []
     for step in range(recipe.steps if num_steps is None else num_steps):
         rates.append(float(state.optimizer.param_groups[0]["lr"]))
@@ -85,12 +84,12 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
     counts = _observe_results(recipe, program, observer, step, results, ids)
     program.finalize()
-    for shard in program.shards:
-        gradient = engine.gradient(shard)
-        local = None if gradient is None else shard.local(gradient)
-        observer.observe(step, Kind.GRADIENT, shard.name, local, shard.region)
+    gradients = [(shard, engine.gradient(shard)) for shard in program.shards]
+    shown = [(each.name, None if own is None else each.local(own), each.region) for each, own in gradients]
+    show_all(observer, step, Kind.GRADIENT, shown)
+    del gradients, shown  # the step may replace them
     clip(recipe, program, observer, step)
-    before = [shard.local().clone() for shard in program.shards]
+    before = copy_all([shard.local() for shard in program.shards])
     engine.step()
     if recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
@@ -107,14 +106,18 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
 
 def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
     """Show what a step has left, and the updates since the weights `before`, one for each shard."""
-    for shard, old in zip(program.shards, before, strict=True):
-        new = shard.local()
-        observer.observe(step, Kind.UPDATE, shard.name, new - old, shard.region)
-        observer.observe(step, Kind.WEIGHT, shard.name, new, shard.region)
-    for name, local, region in program.engine.state(program.shards):
-        observer.observe(step, Kind.OPTIMIZER_STATE, name, local, region)
-    for shard in program.buffers:
-        observer.observe(step, Kind.BUFFER, shard.name, shard.local(), shard.region)
+    weights = _name(program.shards)
+    if weights:
+        updates = torch._foreach_sub([new for _, new, _ in weights], list(before))
+        named = [(name, update, region) for (name, _, region), update in zip(weights, updates, strict=True)]
+        show_all(observer, step, Kind.UPDATE, named)
+    show_all(observer, step, Kind.WEIGHT, weights)
+    show_all(observer, step, Kind.OPTIMIZER_STATE, list(program.engine.state(program.shards)))
+    show_all(observer, step, Kind.BUFFER, _name(program.buffers))
+
+
+def _name(shards: Sequence[LocalShard]) -> list[tuple[str, Tensor, Region]]:
+    return [(shard.name, shard.local(), shard.region) for shard in shards]
 
 
 def _run_custom_step(

@@ -2,7 +2,7 @@
 
 The path of a shard, and who does each part of it:
 
-1. training thread: clone it on the device, on the stream of the training (`add`);
+1. training thread: copy it on the device, many in one launch, on the stream of the training (`add_all`);
 2. collector thread: put clones into batches of one pair of dtypes (`staging.Packing`);
 3. reader threads: copy the golden's values of a batch from the mapped file into pinned memory;
 4. collector thread: pinned memory to the device, then one launch for the whole batch, on a side stream.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor
 from moeverify.compare.difference import NUM_STATISTICS, Measured, merge_rows
 from moeverify.compare.gpu.kernels import compare_spans, is_known
 from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, Read, StagedShard, Values
+from moeverify.layout.observer import copy_all
 
 _HANDED, _ENOUGH = (
     64,
@@ -64,9 +65,9 @@ class _Running:
 
 
 class AsyncComparison:
-    """Compares the shards of one device in the order of `add`; `results` waits for all of them.
+    """Compares the shards of one device in the order of `add_all`; `results` waits for all of them.
 
-    Raises: what reading the golden raises, from `results` or a later `add`.
+    Raises: what reading the golden raises, from `results` or a later `add_all`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,20 +103,33 @@ class AsyncComparison:
         self._results = _Results(pinned=self._on_gpu)
         self._unknown: set[int] = set()
 
-    def add(self, read: Read, actual: Tensor) -> None:
-        """Take a shard; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
+    def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
+        """Take shards; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
 
-        Later changes of `actual` do not matter. Waits only where copies would take more memory than they may.
+        Later changes of the tensors do not matter. Waits only where copies would take more memory than they may.
         """
-        if is_known(actual.dtype):
-            copy = torch.clone(actual, memory_format=torch.contiguous_format)
-        else:
-            copy = actual.to(torch.float64, memory_format=torch.contiguous_format)
-        self._gathered.append(StagedShard(self._num_shards, read, copy))
-        self._num_shards += 1
-        self._num_gathered += copy.numel()
+        together: list[tuple[Read, Tensor]] = []
+        num_elements = 0
+        for read, actual in shards:
+            together.append((read, actual))
+            num_elements += actual.numel()
+            if self._num_gathered + num_elements >= _ENOUGH or len(self._gathered) + len(together) >= _HANDED:
+                self._copy(together)
+                together, num_elements = [], 0
+        if together:
+            self._copy(together)
+
+    def _copy(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
+        """Copy shards, and give the collector what was gathered where that is enough."""
+        known = [actual if is_known(actual.dtype) else actual.to(torch.float64) for _, actual in shards]
+        num_bytes = 0
+        for (read, _), copy in zip(shards, copy_all(known, contiguous=True), strict=True):
+            self._gathered.append(StagedShard(self._num_shards, read, copy))
+            self._num_shards += 1
+            self._num_gathered += copy.numel()
+            num_bytes += copy.nbytes
         with self._lock:
-            self._copied += copy.nbytes
+            self._copied += num_bytes
             full = self._copied > self._limit
         if full or self._num_gathered >= _ENOUGH or len(self._gathered) >= _HANDED:
             self._hand_over()
@@ -123,7 +137,7 @@ class AsyncComparison:
             self._wait_for_room()
 
     def results(self) -> Iterator[Measured]:
-        """Yield what came out, in the order of `add`."""
+        """Yield what came out, in the order of `add_all`."""
         self._hand_over()
         self._collector.submit(self._finish).result()
         for job in self._jobs:

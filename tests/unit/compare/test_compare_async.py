@@ -42,7 +42,7 @@ def compare(
         comparison = module.AsyncComparison(device)
         for expected, actual in pairs:
             given = actual.to(device, copy=True)
-            comparison.add(lambda expected=expected: expected, given)
+            comparison.add_all([(lambda expected=expected: expected, given)])
             given.zero_()
         return list(comparison.results())
 
@@ -117,7 +117,7 @@ def test_copies_never_take_more_memory_than_they_may(
     comparison = module.AsyncComparison(device)
     pairs = [(make((400,), torch.float64, seed), make((400,), torch.float64, seed + 1)) for seed in range(9)]
     for expected, actual in pairs:
-        comparison.add(lambda expected=expected: expected, actual.to(device))
+        comparison.add_all([(lambda expected=expected: expected, actual.to(device))])
         assert comparison._copied <= 1 << 12
     check(list(comparison.results()), pairs)
 
@@ -131,7 +131,9 @@ def test_what_cannot_be_read_is_told(module: ModuleType, device: torch.device, n
 
     def go() -> Iterator[Measured]:
         for index in range(3):
-            comparison.add(fail if index == number else lambda: torch.zeros(3), torch.zeros(3, device=device))
+            comparison.add_all(
+                [(fail if index == number else lambda: torch.zeros(3), torch.zeros(3, device=device))]
+            )
         return comparison.results()
 
     with pytest.raises(ValueError, match="the file is gone"):
@@ -140,7 +142,7 @@ def test_what_cannot_be_read_is_told(module: ModuleType, device: torch.device, n
 
 def test_shapes_that_differ_are_told(module: ModuleType, device: torch.device) -> None:
     comparison = module.AsyncComparison(device)
-    comparison.add(lambda: torch.zeros(2), torch.zeros(3, device=device))
+    comparison.add_all([(lambda: torch.zeros(2), torch.zeros(3, device=device))])
     with pytest.raises(ValueError, match=r"cannot compare shape \(3,\) with \(2,\)"):
         list(comparison.results())
 
@@ -163,7 +165,7 @@ def test_nothing_waits_for_a_gpu_while_shards_are_added() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for (expected, _), actual in zip(pairs, given, strict=True):
-            comparison.add(lambda expected=expected: expected, actual)
+            comparison.add_all([(lambda expected=expected: expected, actual)])
         found = list(comparison.results())
     finally:
         torch.cuda.set_sync_debug_mode("default")
