@@ -37,7 +37,8 @@ def _describe_passes(layout: Layout) -> list[str]:
     joined = layout.joined_micro_batches
     parts += [f"gradients of {joined} joined"] if joined > 1 else []
     parts += [] if layout.reshard == "forward" else [f"reshard after {layout.reshard}"]
-    parts += ["recompute"] if layout.recompute else []
+    how = "selective " if layout.recompute == "selective" else ""
+    parts += [f"{how}recompute"] if layout.recompute else []
     parts += [] if layout.compile == "none" else [f"compiled {layout.compile}"]
     parts += [] if layout.graphs == "none" else ["a graph a micro-batch"]
     return parts if layout.optimizer == "foreach" else [*parts, f"{layout.optimizer} optimizer"]

@@ -23,6 +23,7 @@ from moeverify.capture.tensors import describe_region
 from moeverify.compare.difference import fingerprint_bits
 from moeverify.layout.placement import is_partial, local_part, region_of
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 
 Sizes = tuple[int, int]  # rows and positions of the tokens in a forward pass
 
@@ -53,8 +54,10 @@ class ModuleOutputs:
         for name, module in modules:
             enter, leave = self._make_hooks(name)
             # What the caller gives, before a layout distributes it, and what the caller gets.
-            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(leave))
+            self._handles.append(
+                module.register_forward_pre_hook(unseen(enter), prepend=True, with_kwargs=True)
+            )
+            self._handles.append(module.register_forward_hook(unseen(leave)))
 
     def begin(self, step: int, forward: int, sizes: Sizes | None) -> None:
         """Begin a forward pass over tokens (rows, positions); nothing is kept where these are not known."""

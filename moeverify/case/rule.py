@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moeverify.case.schema import Case, MoE, ReferenceModel
+from moeverify.case.schema import Case, Layout, MoE, ReferenceModel
 from moeverify.errors import Problem
 
 # What decides whether the model is ours to divide, and whether it has experts.
@@ -62,3 +62,8 @@ def experts(case: Case) -> MoE | None:
 def round_up(value: int, divisor: int) -> int:
     """Return the smallest multiple of `divisor` that is not below `value`."""
     return -(-value // divisor) * divisor
+
+
+def is_asked(layout: Layout, name: str) -> bool:
+    """Return whether a field of a layout has another value than its default."""
+    return bool(getattr(layout, name) != Layout.model_fields[name].default)

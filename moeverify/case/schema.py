@@ -51,6 +51,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zer
 OptimizerKind = Literal["sgd", "adam", "adamw"]
 OptimizerKernels = Literal["foreach", "fused", "loop"]
 Reshard = Literal["forward", "backward", "step"]
+Recompute = bool | Literal["selective"]
 Dispatch = Literal["sized", "padded"]
 Compile = Literal["none", "parts"]
 Graphs = Literal["none", "micro_batch"]
@@ -385,8 +386,10 @@ class Layout(Section):
     stage_layers: tuple[WholeNumber, ...] | None = Field(
         default=None, description="layers of each pipeline stage; by default equally many"
     )
-    recompute: bool = Field(
-        default=False, description="whether activations are computed again in the backward pass"
+    recompute: Recompute = Field(
+        default=False,
+        description="whether activations of a block are computed again in the backward pass: all, or, if "
+        "`selective`, all but the outputs of matrix products and attention",
     )
     compile: Compile = Field(default="none", description="what torch.compile makes of a block")
     graphs: Graphs = Field(default="none", description="what a GPU launches as one CUDA graph")

@@ -25,6 +25,7 @@ from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.model.precision import widen
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -95,7 +96,7 @@ class CrossEntropyWatch(Watch[list[Row]]):
         self._passed: list[Passed] = []
         self._compared: list[Compared] = []
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._see)
+            module.register_forward_hook(unseen(self._see))
             for name, module in program.model.named_modules()
             if logical_name(name).rpartition(".")[2] == HEAD
         ]

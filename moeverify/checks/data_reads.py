@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
+from moeverify.layout.unseen import unseen
 from moeverify.model.transformer import Block
 from moeverify.results.data import Batch
 
@@ -39,7 +40,9 @@ class DataReads:
         self._num_tokens = num_tokens
         self._length = length
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._make_hook(MODEL, Batch.TOKENS, 0, ""), with_kwargs=True)
+            model.register_forward_pre_hook(
+                unseen(self._make_hook(MODEL, Batch.TOKENS, 0, "")), with_kwargs=True
+            )
         ]
         firsts: set[str] = set()
         for name, module in model.named_modules():
@@ -63,7 +66,7 @@ class DataReads:
 
     def _add(self, module: nn.Module, name: str, what: Batch, place: int, argument: str) -> None:
         hook = self._make_hook(logical_name(name), what, place, argument)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(unseen(hook), with_kwargs=True))
 
     def _make_hook(self, name: str, what: Batch, place: int, argument: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

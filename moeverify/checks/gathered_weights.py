@@ -31,6 +31,7 @@ from moeverify.compare.difference import fingerprint_bits
 from moeverify.layout.local_shard import flat_shards, logical_name
 from moeverify.layout.placement import local_part, region_of
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import GatheredFacts
@@ -115,7 +116,7 @@ class GatheredWatch(Watch[GatheredReport]):
             if (found := [slot for slot in list_slots(prefix, module) if id(slot.stored) in self._weights])
         }
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._look) for module in self._slots
+            module.register_forward_pre_hook(unseen(self._look)) for module in self._slots
         ]
         self._places: dict[tuple[str, str], tuple[Tensor, ...] | None] = {}
         self._looked: dict[str, tuple[Tensor, Tensor]] = {}

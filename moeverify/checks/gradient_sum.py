@@ -30,6 +30,7 @@ from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -82,7 +83,7 @@ class GradientSumWatch(Watch[Reports]):
         for prefix, module in model.named_modules():
             is_shared = any(uses[id(each)] > 1 for each in module.parameters(recurse=False))
             if is_known(module) and not is_shared:
-                self._handles.append(module.register_forward_hook(self._make_hook(prefix)))
+                self._handles.append(module.register_forward_hook(unseen(self._make_hook(prefix))))
 
     def begin_step(self, step: int) -> None:
         """Note the number of the step; see `Watch`."""

@@ -14,6 +14,7 @@ from moeverify.checks.base import R, Watch
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.model.router import Router, Routing
 from moeverify.results.checks import Kind
 from moeverify.train.data import make_batch, whole_share
@@ -30,9 +31,11 @@ class RouterPasses(Watch[R]):
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if isinstance(module, Router):
-                self._handles.append(module.register_forward_pre_hook(self._keep_weight))
+                self._handles.append(module.register_forward_pre_hook(unseen(self._keep_weight)))
                 self._handles.append(
-                    module.register_forward_hook(self._make_hook(logical_name(name)), with_kwargs=True)
+                    module.register_forward_hook(
+                        unseen(self._make_hook(logical_name(name))), with_kwargs=True
+                    )
                 )
 
     def begin_step(self, step: int) -> None:

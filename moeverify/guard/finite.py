@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeverify.capture.outputs import find_tensor
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
+from moeverify.layout.unseen import unseen
 
 _MOST_MODULES = 256
 _MOST_FLAGS = 1 << 14
@@ -39,7 +40,7 @@ class FiniteWatch:
             if next(each.parameters(recurse=False), None) is not None
         ]
         for name, module in own if len(own) <= _MOST_MODULES else _list_blocks(model):
-            module.register_forward_hook(self._make_hook(logical_name(name)))
+            module.register_forward_hook(unseen(self._make_hook(logical_name(name))))
 
     def clear(self) -> None:
         """Begin the next step."""

@@ -31,6 +31,7 @@ from moeverify.guard.settings import GuardSettings
 from moeverify.guard.update import UpdateWatch
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.placement import is_partial, local_part
+from moeverify.layout.unseen import unseen
 from moeverify.results.finding import Finding
 
 _MOST_ROWS = 4096
@@ -204,8 +205,8 @@ class Guard(ModelListener):
         for model in self.model.roots:
             # The model whose forward pass has just begun is left by the hook that is added here.
             # First, so that a collective trace begins before FSDP gathers parameters.
-            model.register_forward_pre_hook(self.enter_module, prepend=True)
-            model.register_forward_hook(self.leave_module, always_call=True)
+            model.register_forward_pre_hook(unseen(self.enter_module), prepend=True)
+            model.register_forward_hook(unseen(self.leave_module), always_call=True)
 
     def _end_step(self) -> None:
         self._stop_tracing()

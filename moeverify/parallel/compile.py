@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, reading
+from moeverify.case.rule import blame, is_asked, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.obstacle import Obstacle, UnsupportedHere
@@ -33,7 +33,7 @@ def plain_parts(case: Case) -> Iterator[Problem]:
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(path, "`compile` is for the built-in parallelism of the reference model", "remove it")
     for name in ("tp", "cp", "pp", "recompute"):
-        if getattr(layout, name) > 1 or getattr(layout, name) is True:
+        if is_asked(layout, name):
             yield blame(path, f"compiled parts together with {name} are not supported", f"remove {name}")
 
 

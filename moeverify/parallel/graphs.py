@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, experts, reading
+from moeverify.case.rule import blame, experts, is_asked, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.checks import CheckName
@@ -33,7 +33,7 @@ def passes_between_gathers(case: Case) -> Iterator[Problem]:
         yield blame(_PATH, "`graphs` is for the built-in parallelism of the reference model", "remove it")
         return
     for name in ("tp", "cp", "pp", "recompute"):
-        if getattr(layout, name) > 1 or getattr(layout, name) is True:
+        if is_asked(layout, name):
             yield blame(_PATH, f"graphs together with {name} are not supported", f"remove {name}")
     if layout.data_parallel != "fsdp2":
         message = f"the passes of {layout.data_parallel} reduce gradients, which a graph leaves out"

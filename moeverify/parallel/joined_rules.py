@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeverify.case.rule import blame, experts, reading
+from moeverify.case.rule import blame, experts, is_asked, reading
 from moeverify.case.schema import Case
 from moeverify.errors import Problem
 
@@ -36,7 +36,7 @@ def rows_of_equal_number(case: Case) -> Iterator[Problem]:
         message = "joined micro-batches must have equally many rows"
         yield blame(_PATH, message, "write `dispatch: padded`")
     for name in ("pp", "recompute"):
-        if getattr(layout, name) > 1 or getattr(layout, name) is True:
+        if is_asked(layout, name):
             yield blame(
                 _PATH, f"joined micro-batches together with {name} are not supported", f"remove {name}"
             )

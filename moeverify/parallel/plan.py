@@ -94,7 +94,7 @@ def parallelize(
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
-        apply_recompute(model)
+        apply_recompute(model, layout.recompute)
     wrapped, accumulate = apply_data_parallel(model, layout, meshes, device, fill, compute)
     if layout.cp > 1:
         variant = CONTEXT_PARALLEL.find(layout.context_parallel)

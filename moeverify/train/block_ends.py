@@ -15,6 +15,7 @@ from moeverify.case.schema import Data
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.parallel import pipeline
 from moeverify.train.data import Share
 from moeverify.train.program import Program
@@ -44,9 +45,9 @@ class BlockEnds:
         for root in _list_roots(program.model):
             self._handles.append(root.register_forward_pre_hook(self._count))
         for name, root, block in _list_blocks(program.model):
-            self._handles.append(block.register_forward_hook(self._make_hook(name, root)))
+            self._handles.append(block.register_forward_hook(unseen(self._make_hook(name, root))))
             if name == first:  # not always on the rank that has the embedding
-                self._handles.append(block.register_forward_pre_hook(self._make_pre_hook(root)))
+                self._handles.append(block.register_forward_pre_hook(unseen(self._make_pre_hook(root))))
 
     def begin_step(self) -> None:
         """Count micro-batches from zero again."""

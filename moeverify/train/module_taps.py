@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import is_partial, local_part
+from moeverify.layout.unseen import unseen
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
 from moeverify.model.moe import MoE
 from moeverify.parallel.float8 import unpack
@@ -109,8 +110,8 @@ class Tap:
             if isinstance(module, Stage):
                 root = module
             pre_hook = self._make_pre_hook(logical_name(name), root)
-            handles.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._make_hook(logical_name(name), root)))
+            handles.append(module.register_forward_pre_hook(unseen(pre_hook), with_kwargs=True))
+            handles.append(module.register_forward_hook(unseen(self._make_hook(logical_name(name), root))))
             if isinstance(module, MoE):
                 dispatchers[module] = module.dispatcher
                 module.dispatcher = tap_dispatcher(

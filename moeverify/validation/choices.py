@@ -20,6 +20,7 @@ from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
 from moeverify.parallel.fsdp2_reshard import RESHARD
 from moeverify.parallel.graphs import GRAPHS
 from moeverify.parallel.joined_rules import JOINED_RULES
+from moeverify.parallel.recompute_rules import RECOMPUTE_RULES
 from moeverify.parallel.router_losses import ROUTER_LOSSES
 from moeverify.results.obstacle import Obstacle
 from moeverify.train.decay import RATE_SCHEDULE
@@ -48,6 +49,7 @@ CHOICE_RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *EXPERT_RULES,
     *JOINED_RULES,
+    *RECOMPUTE_RULES,
     *OPTIMIZER_RULES,
 )
 

@@ -26,6 +26,7 @@ from moeverify.faults.injection import injected
 from moeverify.launch.world import find_node
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.region import Region
+from moeverify.layout.unseen import unseen
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
 from moeverify.model.experts import Experts
 from moeverify.model.moe import MoE
@@ -139,7 +140,7 @@ def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
         def note(_: object, args: tuple[Any, ...], output: Tensor, calls: _Calls = calls) -> None:
             calls.computed.append((args[0].detach(), args[1].detach(), output.detach()))
 
-        experts.register_forward_hook(note)
+        experts.register_forward_hook(unseen(note))
         return calls
     return None
 

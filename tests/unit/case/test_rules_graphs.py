@@ -1,4 +1,4 @@
-"""Rules on graphs of micro-batches and on joined gradients: as in `test_rules`."""
+"""Rules on graphs of micro-batches, on joined gradients and on recomputation: as in `test_rules`."""
 
 from __future__ import annotations
 
@@ -88,6 +88,20 @@ BROKEN = [
         "layout.joined_micro_batches",
         "equally many rows",
         "write `dispatch: padded`",
+    ),
+    (
+        "dp_shard: 2, pp: 2, recompute: selective, micro_batches: 2",
+        "moe: null",
+        "layout.recompute",
+        "selective recomputation together with pp",
+        "write `recompute: true`",
+    ),
+    (
+        "dp_shard: 2, reshard: step, graphs: micro_batch, recompute: selective",
+        "moe: null",
+        "layout.graphs",
+        "together with recompute are not supported",
+        "remove recompute",
     ),
     (
         "micro_batches: 2, joined_micro_batches: 2, experts: grouped_mm, recompute: true",

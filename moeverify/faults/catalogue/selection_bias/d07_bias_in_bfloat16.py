@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeverify.case.schema import Recompute
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.patch import Original, Patch
 from moeverify.faults.setting import make_case
@@ -18,8 +19,8 @@ def inject(patch: Patch) -> None:
     from moeverify.parallel.recompute import apply_recompute
 
     @patch.wrap(apply_recompute)
-    def cast_buffers(original: Original[None], model: Transformer) -> None:
-        original(model)
+    def cast_buffers(original: Original[None], model: Transformer, which: Recompute) -> None:
+        original(model, which)
         for name, module in model.named_modules():
             is_renamed = "_checkpoint_wrapped_module" in name
             if is_renamed and isinstance(module, Router) and module.selection_bias is not None:
