@@ -108,8 +108,9 @@ def index_fields() -> Mapping[str, tuple[str, ...]]:
 
 def describe(schema: Mapping[str, Any]) -> str:
     """Return the words for what a JSON schema of one field accepts."""
-    if "enum" in schema:
-        return "one of " + ", ".join(f"`{word}`" for word in schema["enum"])
+    if "enum" in schema or "const" in schema:
+        words = [f"`{word}`" for word in schema.get("enum", [schema.get("const")])]
+        return words[0] if len(words) == 1 else "one of " + ", ".join(words)
     if "anyOf" in schema:
         return " or ".join(describe(option) for option in schema["anyOf"])
     kind = str(schema.get("type"))
@@ -119,8 +120,8 @@ def describe(schema: Mapping[str, Any]) -> str:
         return _describe_list(schema)
     if "pattern" in schema:
         return "`package.module:function`"
-    words = {"boolean": "`true` or `false`", "null": "nothing", "object": "a mapping", "string": "text"}
-    return words.get(kind, "a value")
+    names = {"boolean": "`true` or `false`", "null": "nothing", "object": "a mapping", "string": "text"}
+    return names.get(kind, "a value")
 
 
 def _describe_list(schema: Mapping[str, Any]) -> str:

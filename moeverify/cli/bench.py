@@ -98,8 +98,7 @@ def bench(
 ) -> None:
     """Measure each case: time of a step, tokens and operations a second, memory, collectives.
 
-    Needs no golden and compares nothing: `moeverify run` says whether what is fast is also right. Ctrl-C leaves
-    what is known.
+    Needs no golden and compares nothing: `moeverify run` says what is right. Ctrl-C leaves what is known.
     """
     with open_context() as context:
         from moeverify.controller.bench import Bench, mark_swept
@@ -111,10 +110,9 @@ def bench(
             files.check()
             tracking.check()
         combinations = selection.load_sweep(sweep or ())
-        cases = [case for combination in combinations for case in combination.cases]
-        folders = files.name_folders(cases)
+        folders = files.name_folders([case for each in combinations for case in each.cases])
         bench = Bench(
-            cases,
+            [case for each in combinations for case in each.cases],
             device=device.value,
             num_ranks=ranks,
             warmup=warmup,
@@ -128,8 +126,7 @@ def bench(
         finally:  # Ctrl-C leaves what is known
             result = bench.result
             if result is not None:
-                command = shlex.join(["moeverify", *sys.argv[1:]])
-                result = mark_swept(result, combinations).model_copy(update={"command": command})
+                result = _complete(mark_swept(result, combinations))
                 files.write(result, folders)
                 render_bench(result, context.out)
         if result is None:  # one of several ranks; the first one reports
@@ -138,3 +135,7 @@ def bench(
         if any(case.step is None for case in result.cases):
             raise typer.Exit(FAILED)
         raise typer.Exit(0 if is_tracked else BAD_INPUT)
+
+
+def _complete(result: BenchRun) -> BenchRun:
+    return result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
