@@ -13,7 +13,7 @@ from moeverify.checks.base import Outcome
 from moeverify.checks.router import RouterWatch, judge_routers
 from moeverify.model import router as routers
 from moeverify.model.router import Router
-from moeverify.report.words.router import RULES
+from moeverify.report.words.router import WAYS
 
 SOFTMAX = {"num_experts": 16, "top_k": 3, "expert_hidden": 8, "renormalize": False}
 GROUPS = {"num_groups": 4, "top_groups": 2}
@@ -67,7 +67,7 @@ def test_the_rule_of_another_choice_is_named(
 ) -> None:
     choose_by(monkeypatch, CHOICES[rule])
     assert rule in list_rules(judge(SIGMOID, precision))
-    assert rule in RULES
+    assert rule in WAYS
 
 
 def test_a_choice_by_no_known_rule_has_none(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_scores_that_are_others_for_the_weights_alone_are_named(
         ({**SOFTMAX, "top_k": 1}, {"renormalize": True}, None),
         ({**SIGMOID, "renormalize": False}, {"renormalize": True}, "normalized"),
         ({**SOFTMAX, "renormalize": True}, {"renormalize": False}, "not-normalized"),
-        (SIGMOID, {"route_scale": 2.6}, None),
+        (SIGMOID, {"route_scale": 2.6}, "other-scale"),
     ],
 )
 def test_weights_of_another_recipe_are_named(
