@@ -37,10 +37,12 @@ _CHUNK, _CHUNK_ON_GPU = 1 << 20, 1 << 24
 class StepGradients:
     """What one rank has of one step: the sum of squares of each shard by (tensor, region), and its norms.
 
+    `sizes` are the sum and the largest of the absolute values of each, and how many there are.
     `eps` are the machine epsilons of the norms, and of the gradients where norms may be rounded as these are.
     """
 
     squares: dict[tuple[str, str], float] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], tuple[float, float, int]] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     eps: dict[str, float] = field(default_factory=dict)
     num_elements: int = 0
@@ -55,6 +57,7 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
     def __init__(self, *, norms_are_wide: bool) -> None:
         self._norms_are_wide = norms_are_wide
         self._squares: dict[int, dict[tuple[str, str], Tensor]] = {}
+        self._numels: dict[int, dict[tuple[str, str], int]] = {}
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._eps: dict[int, dict[str, float]] = {}
         self._sizes: dict[int, int] = {}
@@ -64,7 +67,8 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         if local is None or not local.is_floating_point():
             return
         if kind == Kind.GRADIENT and region.numel:
-            self._squares.setdefault(step, {})[name, region.key] = _sum_squares(local)
+            self._squares.setdefault(step, {})[name, region.key] = _measure_shard(local)
+            self._numels.setdefault(step, {})[name, region.key] = region.numel
             if not self._norms_are_wide:
                 self._note_eps(step, Kind.GRADIENT, local)
             self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
@@ -74,9 +78,14 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 
     def report(self) -> dict[int, StepGradients]:
         """Return the numbers of every step; see `Watch`."""
+        measured = {step: torch.stack(list(each.values())).tolist() for step, each in self._squares.items()}
         return {
             step: StepGradients(
-                dict(zip(squares, torch.stack(list(squares.values())).tolist(), strict=True)),
+                {key: square for key, (square, _, _) in zip(squares, measured[step], strict=True)},
+                {
+                    key: (absolute, largest, self._numels[step][key])
+                    for key, (_, absolute, largest) in zip(squares, measured[step], strict=True)
+                },
                 {name: float(value) for name, value in self._norms.get(step, {}).items()},
                 self._eps.get(step, {}),
                 self._sizes.get(step, 0),
@@ -89,12 +98,19 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         eps[about] = max(eps.get(about, 0.0), torch.finfo(local.dtype).eps)
 
 
-def _sum_squares(local: Tensor) -> Tensor:
-    """Return the sum of squares, () float64; in chunks, since float64 copies of whole gradients are large."""
+def _measure_shard(local: Tensor) -> Tensor:
+    """Return the sum of squares, and the sum and largest of absolute values, (3) float64.
+
+    In chunks, since float64 copies of whole gradients are large.
+    """
     flat = local.detach().reshape(-1)
     size = _CHUNK if local.device.type == "cpu" else _CHUNK_ON_GPU
-    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, size)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    parts = []
+    for part in torch.split(flat, size):
+        wide = part.to(torch.float64)
+        parts.append(torch.stack([wide.square().sum(), wide.abs().sum(), wide.abs().amax()]))
+    whole = torch.stack(parts)
+    return torch.cat([whole[:, :2].sum(dim=0), whole[:, 2:].amax(dim=0)])
 
 
 class Clip(Check[dict[int, StepGradients]]):
@@ -215,6 +231,18 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
     for (parameter, region), square in of_region.items():
         regions.setdefault(parameter, {})[region] = square
     squares = {parameter: sum(known.values()) for parameter, known in regions.items()}
+    sizes: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for each in reversed(of_step):
+        for (parameter, region), size in each.sizes.items():
+            sizes.setdefault(parameter, {})[region] = size
+    joined = {
+        parameter: (
+            sum(absolute for absolute, _, _ in known.values()),
+            max(largest for _, largest, _ in known.values()),
+            sum(count for _, _, count in known.values()),
+        )
+        for parameter, known in sizes.items()
+    }
     parts: dict[str, dict[int, str]] = {}
     held: dict[str, dict[int, dict[str, float]]] = {}
     for rank, each in enumerate(of_step):
@@ -226,7 +254,7 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
             known[rank] = f"{known[rank]};{region}" if rank in known else region
     norms = tuple(each.norms[name] for each in of_step)
     eps = max(each.eps[name] for each in of_step)
-    return ClipFacts(norms=norms, squares=squares, held=held, parts=parts, eps=eps)
+    return ClipFacts(norms=norms, squares=squares, sizes=joined, held=held, parts=parts, eps=eps)
 
 
 def _make_finding(

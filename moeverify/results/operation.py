@@ -13,6 +13,7 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
+from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
@@ -124,12 +125,13 @@ class Change(Record):
 class Redefined(Record):
     """A loss term is that of its formula with a part or two otherwise.
 
-    `variants` are all that explain as well, the first is the simplest.
+    `variants` are all that explain as well, the first is the simplest; the term is there `factor` times, if not once.
     """
 
     kind: Literal["redefined"] = "redefined"
     term: str
     variants: tuple[tuple[Change, ...], ...]
+    factor: Factor | None = None
 
 
 class Unmasked(Record):
@@ -221,6 +223,13 @@ class NormOfNorms(Record):
     groups: tuple[Group, ...] = ()
 
 
+class NormOfOrder(Record):
+    """The norm is of another order than 2, or is not the root of the sum of squares but another number of them."""
+
+    kind: Literal["norm-of-order"] = "norm-of-order"
+    order: NormOrder
+
+
 class NormOfSlices(Record):
     """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
 
@@ -239,14 +248,15 @@ class NormOfSlices(Record):
     is_apart: bool = False
 
 
-BiasRule = Literal["reversed", "frequency", "median", "unsigned", "centred"]
-
-
 class MovedOtherwise(Record):
-    """A selection bias moves by the counts of the step, by another `rule` than the sign of their mean less each."""
+    """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
+
+    `rules` give the same here, each by its ways of parts; `times` is how often the right move it is, by the median.
+    """
 
     kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: BiasRule
+    rules: tuple[tuple[BiasWay, ...], ...]
+    times: float = 1.0
 
 
 class NormOfPartials(Record):
@@ -260,11 +270,6 @@ class NormOfPartials(Record):
     combination: Literal["norms", "squares", "own"]
     tensors: tuple[str, ...]
     axes: tuple[Product, ...] = ()
-
-
-ClipFormulaName = Literal[
-    "guard", "unbounded", "without-limit", "squared", "of-squared-norm", "root", "inverse"
-]
 
 
 class Reclipped(Record):
@@ -440,6 +445,7 @@ Operation = Annotated[
     | NormOfSlices
     | MovedOtherwise
     | NormOfPartials
+    | NormOfOrder
     | Reclipped
     | Unclipped
     | Rounded
