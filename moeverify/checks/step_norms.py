@@ -7,7 +7,7 @@ sums of squares that the rows of all ranks have, each region once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moeverify.checks.recomputed_step import Row
 from moeverify.results.checks import Kind
@@ -30,9 +30,11 @@ class StepNorms:
         self._sizes: dict[str, dict[str, int]] = {}
         self._squares: dict[tuple[str, str], dict[str, float]] = {}
         self._of_rank: dict[int, float] = {}
+        self._dims: dict[str, int] = {}
         for rank, row in rows:
             name = name_parameter(row)
             self._sizes.setdefault(name, {})[row.region] = row.num_elements
+            self._dims[name] = len(row.index)
             for what, square in _list_squares(row):
                 self._squares.setdefault((name, what), {})[row.region] = square
                 if what == "gradient":
@@ -46,6 +48,13 @@ class StepNorms:
     def _measure(self, name: str, what: str) -> float:
         return math.sqrt(sum(self._squares.get((name, what), {}).values()))
 
+    def _measure_all(self, belongs: Callable[[str], bool]) -> float:
+        """Return the norm of the gradients of the parameters that belong together."""
+        return math.hypot(*(self._measure(name, "gradient") for name in self._sizes if belongs(name)))
+
+    def _is_matrix(self, name: str) -> bool:
+        return self._dims[name] > 1
+
     def _list_of_gradient(self, rank: int, row: Row) -> Mapping[FactorMeaning, float]:
         """Return the factors of a gradient that should have been clipped by the norm of all."""
         if row.clip is None or self._limit is None or not row.clip > 0.0:
@@ -58,6 +67,10 @@ class StepNorms:
             "own-clip": own,
             "clip-of-shard": shard,
             "clip-of-rank": of_rank,
+            "clip-of-kind": self._measure_all(lambda each: self._is_matrix(each) == self._is_matrix(name))
+            / row.clip,
+            "clip-of-experts": self._measure_all(lambda each: _is_expert(each) == _is_expert(name))
+            / row.clip,
         }
         found = {key: min(1.0, limit / (norm + GUARD)) / row.clip for key, norm in norms.items()}
         if own > 0.0:
@@ -107,6 +120,10 @@ def find_one_factor(facts: RecomputedFacts) -> float | None:
     if any(other is None or not math.isclose(other, factor, rel_tol=_LEAST) for other in others):
         return None
     return math.sqrt(factor) if named[0].name.startswith("squared") else factor
+
+
+def _is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
 
 
 def name_parameter(row: Row) -> str:

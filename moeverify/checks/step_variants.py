@@ -33,7 +33,13 @@ _LEAST = 4
 """A number that is solved for is known of no fewer elements: any number fits one."""
 
 _EXACT = 2.0**-24
-"""The unit of rounding up to which two changes of a formula, or a number, are told from others: that of float32."""
+"""The unit of rounding up to which formulas are told from each other: that of float32."""
+
+_ALLOWED = 4.0
+"""How many times the squares that rounding may leave of a shard another formula may."""
+
+_SAME = 1e-3
+"""Relative: a number that differs by less from the usual one is that."""
 
 _MOST_ALIKE = 3
 """More pairs of changes that give the same say nothing."""
@@ -104,17 +110,22 @@ class Formulas:
         `wrong` (S) are the shards that the right one does not give. Two changes are tried where one is not enough.
         """
         found: list[Found] = [{} for _ in self.sizes]
-        self._keep(found, RIGHT, self.right.expected, None)
+        errors = (self.actual - self.right.expected).abs()
+        for each, part in zip(
+            found, self._split(errors <= self._bound(RIGHT, self.right.expected)), strict=True
+        ):
+            if bool(part.all()):
+                each[RIGHT] = None
         grammar = self._find_grammar()
-        if grammar is None:
-            return found
+        if grammar is None or Rounding.of(self.dtypes).unit > _EXACT:
+            return found  # 16 bits leave a few values of an element, which many formulas give
         for changes in grammar.list_changes(1):
             self._try(found, grammar, changes)
         for each, fits in zip(found, self._fit_other_steps(), strict=True):
             if fits:
                 each[OTHER_STEP] = None
         left = [number for number, each in enumerate(found) if wrong[number] and not each]
-        if left and Rounding.of(self.dtypes).unit <= _EXACT:
+        if left:
             for number, pairs in self._find_pairs(grammar, left).items():
                 found[number] = pairs if len(pairs) <= _MOST_ALIKE else {}
         return found
@@ -146,23 +157,20 @@ class Formulas:
     def _try(self, found: list[Found], grammar: Grammar, changes: Sequence[str]) -> None:
         """Note of each shard whether a formula with these changes gives it."""
         made = grammar.make(changes)
-        if made.number is None or Rounding.of(self.dtypes).unit <= _EXACT:
-            self._keep(found, join_changes(changes), made.values, made.number)
-
-    def _keep(self, found: list[Found], name: str, expected: Tensor, number: Tensor | None) -> None:
-        allowed, errors = self._bound(name, expected), (self.actual - expected).abs()
+        name, errors = join_changes(changes), (self.actual - made.values).abs()
         # What divides by zero is allowed any error.
-        errors = errors.where(expected.isfinite(), torch.nan)
-        if number is None:
-            fits = [bool(part.all()) for part in self._split(errors <= allowed)]
+        errors = errors.where(made.values.isfinite(), torch.nan)
+        # A sum that is squared, or a number that is solved for, is off by what rounding leaves of other elements.
+        pairs = zip(
+            self._split(errors.square()), self._split(self._bound(name, made.values).square()), strict=True
+        )
+        fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
+        if made.number is None:
+            numbers: Sequence[float | None] = [None] * len(fits)
         else:
-            # The number itself is off by what rounding leaves of some elements.
-            pairs = zip(self._split(errors.square()), self._split(allowed.square()), strict=True)
-            fits = [float(left.sum()) <= 4.0 * float(most.sum()) for left, most in pairs]
-            known = [bool(each.isfinite().all()) for each in self._split(number)]
-            fits = [fit and is_known for fit, is_known in zip(fits, known, strict=True)]
-        firsts = [None] * len(fits) if number is None else [float(each[0]) for each in self._split(number)]
-        for each, is_it, value in zip(found, fits, firsts, strict=True):
+            numbers = [float(each[0]) for each in self._split(made.number)]
+            fits = [fit and _is_other(number, made.usual) for fit, number in zip(fits, numbers, strict=True)]
+        for each, is_it, value in zip(found, fits, numbers, strict=True):
             if is_it:
                 each[name] = value
 
@@ -211,6 +219,13 @@ class Formulas:
         errors = (expected - self.actual[places.flatten()]).abs().view(-1, *places.shape).sum(dim=-1)
         errors[self.values.number - 1] = torch.inf
         yield from errors.argsort(dim=0)[:_NEAR_STEPS] + 1
+
+
+def _is_other(number: float | None, usual: float | None) -> bool:
+    """Return whether a number was found that is another one than the usual."""
+    if number is None or not math.isfinite(number):
+        return False
+    return usual is None or abs(number - usual) > _SAME * max(abs(usual), abs(number))
 
 
 def take_few(values: StepValues, places: Tensor) -> StepValues:

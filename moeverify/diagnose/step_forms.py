@@ -35,7 +35,9 @@ def is_of_form(finding: Finding, head: Finding) -> bool:
         return _DECAYS_IN_GRADIENT in changes and "no-decay" in facts.variants
     if not _is_of_result(finding, head):
         return False
-    is_later = changes & _OF_ALL_STEPS and finding.step > head.step and not facts.variants
+    # So few elements may be told nothing of a number.
+    is_solved = known.variant in known.numbers and finding.step >= head.step
+    is_later = (is_solved or (changes & _OF_ALL_STEPS and finding.step > head.step)) and not facts.variants
     parts = [set(split_changes(form)) for form in facts.variants if form != RIGHT]
     return bool(is_later) or any(part < changes for part in parts)
 

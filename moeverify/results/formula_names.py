@@ -20,6 +20,7 @@ BiasWay = Literal[
     "other-rate",
     "centred",
     "not-below-zero",
+    "kept",
 ]
 
 NormOrder = Literal[

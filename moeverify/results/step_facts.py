@@ -56,7 +56,6 @@ class TermFacts(Record):
 RIGHT: Literal["right"] = "right"
 
 StepChange = Literal[
-    "right",
     "epsilon-before-correction",
     "epsilon-in-root",
     "epsilon-squared-in-root",
@@ -147,6 +146,8 @@ FactorMeaning = Literal[
     "own-clip",
     "clip-of-shard",
     "clip-of-rank",
+    "clip-of-kind",
+    "clip-of-experts",
     "clipped-again",
     "unit-gradient",
     "trust-ratio",

@@ -23,6 +23,10 @@ KNOWN_ALONE = frozenset({"other-share", "other-beta", "other-kept", "no-decay-in
 """What the coefficients of a moment's own terms tell."""
 
 
+_CLEARLY = 1.01
+"""How many times its bound an element must be, to be one that tells the bound."""
+
+
 def round_to_bfloat16(value: float) -> float:
     """Return the nearest number of 8 significant bits."""
     mantissa, exponent = math.frexp(value)
@@ -121,7 +125,8 @@ class AdamStep:
         direction = mean / bottom
         direction, bound = self._shape(ways, direction)
         moved = -self.step.lr * direction
-        return Made(moved + self._decay_by(ways, moved), bound if number is None else number)
+        usual = self.spec.eps if "other-epsilon" in ways else None
+        return Made(moved + self._decay_by(ways, moved), bound if number is None else number, usual)
 
     def _correct(self, ways: Collection[str]) -> tuple[float, float]:
         right = tuple(1.0 - beta**self.step.number for beta in self.spec.betas)
@@ -164,10 +169,10 @@ class AdamStep:
             return direction.sign(), None
         if "masked-by-gradient" in ways:
             return direction * (direction * self.step.gradient > 0.0), None
-        if "bounded-step" in ways and self.step.lr:
+        if "bounded-step" in ways and self.step.lr and "other-epsilon" not in ways:
             # What is beyond the bound is all that is moved otherwise.
             taken = (self.actual - self._decay_by(ways, self.actual)) / -self.step.lr
-            beyond = direction.abs() > taken.abs() * (1.0 + 1e-6)
+            beyond = direction.abs() > taken.abs() * _CLEARLY
             bound = self.solve(taken.abs() * beyond, beyond.to(direction.dtype))
             # Where nothing is within the bound, as where nothing moves, there is none.
             inside = ((taken != 0.0) & ~beyond).to(direction.dtype)
@@ -247,9 +252,9 @@ class AdamMoment:
 
     def grammar(self) -> Grammar:
         """Return the formula with its ways."""
-        parts = {"added": list(self.added), "sum": ["other-share"]}
+        parts = {"added": list(self.added), "sum": ["other-share", "largest"]}
         if self.step.before:
-            parts["sum"] += ["other-beta", "other-kept", "undecayed", "largest"]
+            parts["sum"] += ["other-beta", "other-kept", "undecayed"]
         if self.is_square:
             parts["epsilon"] = ["epsilon-in-moment"]
         return Grammar(parts, self.make, KNOWN_ALONE)
@@ -258,7 +263,7 @@ class AdamMoment:
         """Return the moment by a formula with these ways."""
         added, rest = pick(self.added, ways, self.right), 1.0 - self.beta
         extra = self.eps if "epsilon-in-moment" in ways else 0.0
-        number = None
+        number, usual = None, {"other-share": rest, "other-beta": self.beta, "other-kept": self.beta}
         if "other-share" in ways:
             number = self.solve(self.actual - extra - self.beta * self.old, added)
             values = self.beta * self.old + number * added
@@ -274,4 +279,4 @@ class AdamMoment:
             values = (self.beta * self.old).maximum(added)
         else:
             values = self.beta * self.old + rest * added
-        return Made(values + extra, number)
+        return Made(values + extra, number, next((usual[way] for way in usual if way in ways), None))

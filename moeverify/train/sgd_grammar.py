@@ -78,11 +78,11 @@ class SgdMomentum:
         added = pick(self.added, ways, self.right)
         if "other-share" in ways:
             number = self.solve(self.actual - self.momentum * self.old, added)
-            return Made(self.momentum * self.old + number * added, number)
+            return Made(self.momentum * self.old + number * added, number, 1.0)
         if "other-beta" in ways:  # as an average of gradients
             number = self.solve(self.actual - added, self.old - added)
             return Made(added + number * (self.old - added), number)
         if "other-kept" in ways:
             number = self.solve(self.actual - added, self.old)
-            return Made(number * self.old + added, number)
+            return Made(number * self.old + added, number, self.momentum)
         return Made(self.momentum * self.old + added)

@@ -21,10 +21,14 @@ Solve = Callable[["Tensor", "Tensor"], "Tensor"]
 
 @dataclass(frozen=True)
 class Made:
-    """A result (N,) by another formula, and the number (N,) that it was solved for, the same in each shard."""
+    """A result (N,) by another formula, and the number (N,) that it was solved for, the same in each shard.
+
+    `usual` is what that number is by right: where it is found, the formula has no other one.
+    """
 
     values: Tensor
     number: Tensor | None = None
+    usual: float | None = None
 
 
 @dataclass(frozen=True)

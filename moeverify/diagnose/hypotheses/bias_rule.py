@@ -84,7 +84,7 @@ _PARTS: Mapping[str, Sequence[BiasWay]] = {
     "shape": ("unsigned", "root", "overloaded", "underloaded", "up-at-mean", "down-at-mean"),
     "direction": ("reversed",),
     "rate": ("other-rate",),
-    "after": ("centred", "not-below-zero"),
+    "after": ("centred", "not-below-zero", "kept"),
 }
 """The parts of a move, rate * sign(mean - count), with the ways in which each may be otherwise."""
 
@@ -123,11 +123,13 @@ def _make(ways: Collection[str], seen: _Move) -> Tensor:
         rate = max(float(seen.moved @ shape) / max(float(shape @ shape), 1e-300), 0.0)
     else:
         rate = seen.rate
-    return (
-        (seen.before + rate * shape).clamp(min=0.0) - seen.before
-        if "not-below-zero" in ways
-        else rate * shape
-    )
+    move = rate * shape
+    if "not-below-zero" in ways:
+        return (seen.before + move).clamp(min=0.0) - seen.before
+    if "kept" in ways:
+        left, size = seen.moved - move, float(seen.before @ seen.before)
+        return move + (float(left @ seen.before) / size if size else 0.0) * seen.before
+    return move
 
 
 HYPOTHESIS = BiasRuleHypothesis()

@@ -24,6 +24,7 @@ _WAYS: Mapping[BiasWay, str] = {
     "down-at-mean": "down for experts with as many tokens as the mean",
     "other-rate": "by {:.5g} times its rate",
     "not-below-zero": "to no number below zero",
+    "kept": "from a part of itself alone, as where it decays",
 }
 
 

@@ -79,7 +79,7 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens or operation.clip:
+    if operation.local_means or operation.own_tokens or operation.clip or operation.by_number:
         return describe_weights(operation)
     if operation.reduced_again is not None:
         return _describe_repetition(operation.reduced_again, wrong, explanation)

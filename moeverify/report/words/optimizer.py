@@ -121,6 +121,8 @@ _MEANS: Mapping[FactorMeaning, str] = {
     "own-clip": "the gradient of each parameter is clipped by its own norm, not by that of all",
     "clip-of-shard": "each rank's shard of a gradient is clipped by its own norm, not by that of all gradients",
     "clip-of-rank": "the gradients of each rank are clipped by the norm of what the rank has, not by that of all",
+    "clip-of-kind": "matrices and vectors are clipped apart, each by the norm of their own gradients",
+    "clip-of-experts": "experts and all other parameters are clipped apart, each by the norm of their own gradients",
     "clipped-again": "the gradient is clipped twice",
     "unit-gradient": "the gradient of each parameter is divided by its own norm",
     "trust-ratio": "the step is multiplied by the norm of its parameter over its own, as by LAMB's trust ratio",

@@ -50,7 +50,7 @@ _CHANGES: Mapping[StepChange, str] = {
     "decay-by-squared-rate": "the weight decay is multiplied by the learning rate twice",
     "decay-after-step": "the weight decay is taken from the weight after its step, not before it",
     "decay-of-step-alone": "the weight decay is taken of the step, not of the weight",
-    "decay-at-weight": "weight decay is taken from the weight too, besides that in the gradient",
+    "decay-at-weight": "weight decay is taken from the weight itself, as with decoupled decay",
     "step-without-rate": "the step is not multiplied by the learning rate",
     "step-by-squared-rate": "the step is multiplied by the learning rate twice",
     "decay-in-gradient": "weight decay is added to the gradient, as with L2 regularization",

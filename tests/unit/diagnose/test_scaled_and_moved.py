@@ -101,6 +101,7 @@ def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
         ("of-busy", RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
         ("overloaded", RATE * SIGNS.clamp(max=0.0)),
         ("other-rate", 2.0 * RATE * SIGNS),
+        ("kept", RATE * SIGNS - 0.2 * BEFORE),
     ],
 )
 def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
