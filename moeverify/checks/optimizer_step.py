@@ -17,6 +17,7 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute, sample
+from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
 from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
 from moeverify.compare.assembled import Key
@@ -242,7 +243,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if _is_known(worst)
         else None,
     )
-    return Outcome(result, tuple(findings), limits)
+    return Outcome(result, tuple(keep_agreeing(findings)), limits)
 
 
 def _rate(row: Row) -> float:

@@ -204,7 +204,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
         score.append("equal-weights")
         # A softmax of the chosen logits is what their softmax scores are, divided by their sum.
         divide.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
-        divide += ["divided-by-root-of-squares", "divided-by-best"]
+        divide += ["divided-by-root-of-squares", "divided-by-best", "divided-by-one-more"]
         if not is_softmax:
             score.append("softmax-of-chosen")
     if spec.renormalize:
@@ -266,6 +266,10 @@ def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Ten
         return weights.square().sum(dim=-1, keepdim=True).sqrt()
     if "divided-by-best" in ways:
         return weights.amax(dim=-1, keepdim=True)
+    if "divided-by-one-more" in ways:
+        return sample.scores.topk(min(spec.top_k + 1, spec.num_experts), dim=-1).values.sum(
+            dim=-1, keepdim=True
+        )
     if "divided-by-all" in ways:
         return sample.scores.sum(dim=-1, keepdim=True)
     if spec.renormalize != bool({"normalized", "not-normalized", "of-chosen"} & set(ways)):

@@ -35,6 +35,9 @@ _LEAST = 4
 _EXACT = 2.0**-24
 """The unit of rounding up to which formulas are told from each other: that of float32."""
 
+_PLAIN = ("corrections", "decay")
+"""The parts that are told from others in 16 bits, where an element has few values, which many formulas give."""
+
 _ALLOWED = 4.0
 """How many times the squares that rounding may leave of a shard another formula may."""
 
@@ -117,15 +120,17 @@ class Formulas:
             if bool(part.all()):
                 each[RIGHT] = None
         grammar = self._find_grammar()
-        if grammar is None or Rounding.of(self.dtypes).unit > _EXACT:
-            return found  # 16 bits leave a few values of an element, which many formulas give
+        if grammar is None:
+            return found
+        if Rounding.of(self.dtypes).unit > _EXACT:
+            grammar = replace(grammar, parts={name: grammar.parts.get(name, ()) for name in _PLAIN})
         for changes in grammar.list_changes(1):
             self._try(found, grammar, changes)
         for each, fits in zip(found, self._fit_other_steps(), strict=True):
             if fits:
                 each[OTHER_STEP] = None
         left = [number for number, each in enumerate(found) if wrong[number] and not each]
-        if left:
+        if left and Rounding.of(self.dtypes).unit <= _EXACT:
             for number, pairs in self._find_pairs(grammar, left).items():
                 found[number] = pairs if len(pairs) <= _MOST_ALIKE else {}
         return found
@@ -164,7 +169,10 @@ class Formulas:
         pairs = zip(
             self._split(errors.square()), self._split(self._bound(name, made.values).square()), strict=True
         )
-        fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
+        if Rounding.of(self.dtypes).unit > _EXACT:
+            fits = [bool(part.all()) for part in self._split(errors <= self._bound(name, made.values))]
+        else:
+            fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
         if made.number is None:
             numbers: Sequence[float | None] = [None] * len(fits)
         else:

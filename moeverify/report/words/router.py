@@ -30,6 +30,7 @@ WAYS: Mapping[str, str] = {
     "softmax-of-chosen": "weighs its experts by a softmax of the chosen logits",
     "divided-by-root-of-squares": "divides the weights of a token's experts by the root of the sum of their squares",
     "divided-by-best": "divides the weights of a token's experts by the largest one",
+    "divided-by-one-more": "divides the weights of a token's experts by a sum that has one more expert's score",
     "divided-by-all": "divides the weights of a token's experts by the sum of the scores of all experts",
     "other-epsilon": "adds {:.5g} to the sum that it divides weights by",
     "other-scale": "multiplies its weights by {:.6g}, which is not the recipe's scale",
