@@ -131,13 +131,13 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
 
 
 def _find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return the weights of the same router and step that tell by which scores it chose, where a choice does not."""
+    """Return the weights that tell by which scores routers work, and have chosen; None of what is no choice."""
     facts = finding.facts
     if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
         return None
-    of_router = [each for each in heads if each.tensor == finding.tensor and each.step == finding.step]
+    earlier = [each for each in heads if each.step <= finding.step]
     return next(
-        (each for each in of_router if isinstance(each.facts, RouterFacts) and _changes_scores(each.facts)),
+        (each for each in earlier if isinstance(each.facts, RouterFacts) and _changes_scores(each.facts)),
         None,
     )
 

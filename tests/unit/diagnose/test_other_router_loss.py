@@ -69,3 +69,12 @@ def test_another_term_or_another_multiple_is_refused(seed: int, times: float) ->
 def test_a_loss_of_the_right_value_has_the_right_formula() -> None:
     (trial,) = ask(5, loss_differs=False).trials
     assert (trial.verdict, trial.reason) == ("untried", Reason.LOSSES_MATCH)
+
+
+def test_a_number_of_the_run_times_another_term_is_named_with_it() -> None:
+    explanation = ask(5, 2.0).explanation
+    assert explanation is not None
+    operation = explanation.operation
+    assert isinstance(operation, Redefined)
+    assert operation.factor is not None
+    assert (operation.factor.value, bool(operation.factor.equals)) == (pytest.approx(2.0), True)

@@ -122,3 +122,23 @@ def test_no_variant_is_the_right_one_or_another_variant(score: str) -> None:
         for each in seen
     }
     assert len(keys) == len(seen)
+
+
+def test_no_variant_of_the_z_loss_is_the_right_one_or_another_one() -> None:
+    router = make_router(score="sigmoid")
+    x, valid = draw_input()
+    found = [float(router(x, valid).stats.z_sum.detach())]
+    for changes in list_variants(router.spec, "z", 1):
+        with vary(router, changes):
+            found.append(float(router(x, valid).stats.z_sum.detach()))
+    assert len({round(each, 9) for each in found}) == len(found) > 5
+    assert not list(list_variants(router.spec, "z", 2))
+
+
+def test_probabilities_that_stand_for_counts_sum_to_as_many() -> None:
+    router = make_router(score="softmax", top_k=3)
+    _, valid = draw_input()
+    stats = run_variant(router, ("counts", "detached-probabilities"))
+    assert float(stats.counts.sum()) == pytest.approx(3.0 * float(valid.sum()))
+    assert not stats.counts.requires_grad
+    assert run_variant(router, ("counts", "probabilities")).counts.requires_grad
