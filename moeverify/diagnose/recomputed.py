@@ -165,7 +165,7 @@ _OF_SCORES = frozenset(
 
 def _changes_scores(facts: RouterFacts) -> bool:
     """Return whether a router weighs by a rule whose scores are others, of all experts."""
-    return facts.rule is not None and bool(_OF_SCORES & set(facts.rule.split("+")))
+    return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:

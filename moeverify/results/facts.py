@@ -259,9 +259,9 @@ class RouterFacts(Record):
 
     `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
     rounding of the scores, among tokens that chose another expert: how clear the right choice was. Where `rounded` to
-    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rules` are those by
-    which it may have chosen or weighed, each the names of its ways joined by "+", where such give what it did;
-    `numbers` what some of them are solved for.
+    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rule` is the one by
+    which it has chosen or weighed, where one is known, the names of its ways joined by "+", and `rivals` are others
+    that give the same; `numbers` are what some of them are solved for.
     """
 
     about: Literal["router"] = "router"
@@ -271,13 +271,9 @@ class RouterFacts(Record):
     margin: float | None = None
     rounded: Literal["", "scores", "logits"] = ""
     dtype: str = ""
-    rules: tuple[str, ...] = ()
+    rule: str | None = None
+    rivals: tuple[str, ...] = ()
     numbers: Mapping[str, float] = Field(default_factory=dict)
-
-    @property
-    def rule(self) -> str | None:
-        """Return the one rule by which it has chosen or weighed, None where none or several give what it did."""
-        return self.rules[0] if len(self.rules) == 1 else None
 
 
 class Issue(Record):
@@ -357,7 +353,7 @@ def names_operation(facts: Facts | None) -> bool:
     if isinstance(facts, GradientSumFacts):
         return facts.is_own or bool(facts.factors)
     if isinstance(facts, RouterFacts):
-        return bool(facts.rounded or facts.rules)
+        return bool(facts.rounded or facts.rule)
     return not isinstance(facts, ClipFacts | ObjectiveFacts)
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
+from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
@@ -265,11 +265,13 @@ class NormOfSlices(Record):
 class MovedOtherwise(Record):
     """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
 
-    `rules` give the same here, each by its ways of parts; `times` is how often the right move it is, by the median.
+    `rule` and its `rivals`, which give the same here, are the names of ways of parts (`BiasWay`), joined by "+";
+    `times` is how often the right move it is, by the median.
     """
 
     kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rules: tuple[tuple[BiasWay, ...], ...]
+    rule: str
+    rivals: tuple[str, ...] = ()
     times: float = 1.0
 
 

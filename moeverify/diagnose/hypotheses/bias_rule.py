@@ -66,7 +66,8 @@ class BiasRuleHypothesis(Hypothesis):
         if not 0 < len(known) <= _MOST_ALIKE:
             return self.refuse()
         rate = float((fitting[known[0]] / right)[right != 0.0].abs().median()) if seen.rate else 0.0
-        operation = MovedOtherwise(rules=tuple(known), times=rate)
+        names = ["+".join(rule) for rule in known]
+        operation = MovedOtherwise(rule=names[0], rivals=tuple(names[1:]), times=rate)
         return self.accept(explain_by(Cause.STATE, operation, tensors, inputs))
 
 

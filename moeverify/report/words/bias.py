@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from moeverify.results.explanation import Explanation
 from moeverify.results.formula_names import BiasWay
@@ -32,8 +33,11 @@ def describe_moved_otherwise(operation: MovedOtherwise, explanation: Explanation
     """Return by which rule a selection bias moves."""
     count = len(explanation.subject.tensors)
     biases = "the selection bias moves" if count == 1 else f"{count} selection biases move"
-    first, *rest = (
-        " and ".join(_WAYS[way].format(operation.times) for way in rule) for rule in operation.rules
-    )
+    first, *rest = (_describe_rule(rule, operation.times) for rule in (operation.rule, *operation.rivals))
     said = f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
     return f"{biases} {said}"
+
+
+def _describe_rule(rule: str, times: float) -> str:
+    ways = (cast("BiasWay", way) for way in rule.split("+"))
+    return " and ".join(_WAYS[way].format(times) for way in ways)

@@ -366,7 +366,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def _(facts: RouterFacts, finding: Finding) -> Words:
     noun = "experts" if facts.quantity == "counts" else "tokens"
     seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
-    if facts.rules:
+    if facts.rule is not None:
         exact = "by that rule it is what its own input gives, up to rounding"
         return Words(f"{finding.tensor} {describe_rules(facts)}", "", (seen, exact))
     if facts.quantity == "choice":

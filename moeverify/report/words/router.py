@@ -63,7 +63,8 @@ _GROUPS = "groups-"
 
 def describe_rules(facts: RouterFacts) -> str:
     """Return by which rule a router has chosen or weighed, or by which ones it may have."""
-    first, *rest = (_describe_rule(rule, facts.numbers.get(rule)) for rule in facts.rules)
+    rules = (facts.rule or "", *facts.rivals)
+    first, *rest = (_describe_rule(rule, facts.numbers.get(rule)) for rule in rules)
     return f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
 
 

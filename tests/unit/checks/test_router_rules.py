@@ -217,6 +217,11 @@ def test_every_way_has_words() -> None:
     parts += [list_weight_parts(spec, has_bias=True) for spec in specs]
     ways = {way for each in parts for part in each.values() for way in part}
     facts = RouterFacts(
-        quantity="weights", num_wrong=1, num_tokens=2, rules=tuple(ways), numbers=dict.fromkeys(ways, 2.0)
+        quantity="weights",
+        num_wrong=1,
+        num_tokens=2,
+        rule="worst",
+        rivals=tuple(ways),
+        numbers=dict.fromkeys(ways, 2.0),
     )
     assert describe_rules(facts)

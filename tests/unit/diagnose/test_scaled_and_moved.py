@@ -106,7 +106,7 @@ def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
 )
 def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
     found = look(moved, first=first)
-    assert found == MovedOtherwise(rules=((rule,),), times=found.times)
+    assert found == MovedOtherwise(rule=rule, times=found.times)
     subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))
     said = describe_moved_otherwise(found, Explanation(cause=Cause.STATE, subject=subject, operation=found))
     assert said.startswith("the selection bias moves ")
