@@ -302,7 +302,7 @@ def _make_finding(
         }
         facts = facts.model_copy(update={"variants": tuple(sorted(common)), "numbers": numbers})
     off = [each for each in rows if _rate(each[1]) > 1.0]
-    if not facts.forms and not facts.is_of_rate:
+    if not (facts.forms or facts.is_of_rate or facts.is_unclipped):
         facts = name_factor(facts, off, [find_one_factor(fit(each)) for _, each in off], norms)
     if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})

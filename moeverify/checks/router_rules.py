@@ -201,7 +201,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     if has_groups and is_softmax and not spec.renormalize:
         score.append("of-allowed")
     if spec.top_k > 1:  # the one weight of a token is 1 by several rules
-        score.append("equal-weights")
+        score += ["equal-weights", "softmax-of-chosen-scores"]
         # A softmax of the chosen logits is what their softmax scores are, divided by their sum.
         divide.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
         divide += ["divided-by-root-of-squares", "divided-by-best", "divided-by-one-more"]
@@ -226,6 +226,8 @@ def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Te
     weights = _list_scores(ways, spec, sample, number).gather(-1, sample.used)
     if "softmax-of-chosen" in ways:
         weights = sample.logits.gather(-1, sample.used).softmax(dim=-1)
+    if "softmax-of-chosen-scores" in ways:
+        weights = weights.softmax(dim=-1)
     weights = _order(ways, weights, sample.used)
     power = 2 if "scale-twice" in ways else 0 if "without-scale" in ways else 1
     power = -1 if "divided-by-scale" in ways else power

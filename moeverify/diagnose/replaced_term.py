@@ -41,6 +41,6 @@ def fit_replaced(tensors: Sequence[WrongTensor], right: Vector, other: Vector) -
 def fit_multiple_of(tensors: Sequence[WrongTensor], right: Vector, other: Vector) -> tuple[Fit, float] | None:
     """Return the fit and x of errors that are x times another term less the right one; None where they are not."""
     fit = fit_columns(tensors, [(WHOLE, other.__getitem__), (WHOLE, right.__getitem__)])
-    if fit is None or not fit.explains or abs(fit.coefficients[1]) > SAME:
+    if fit is None or not fit.explains or len(fit.coefficients) < 2 or abs(fit.coefficients[1]) > SAME:
         return None
     return fit, fit.coefficients[0] - 1.0

@@ -51,7 +51,12 @@ def is_of_means(facts: RecomputedFacts, known: RecomputedFacts) -> bool:
     if facts.means:
         return bool(set(facts.means) & set(known.means))
     wrong = facts.wrong_terms
-    return bool(wrong) and not facts.variants and facts.decay is None and facts.share is None
+    return (
+        bool(wrong)
+        and (facts.is_unclipped or not facts.variants)
+        and facts.decay is None
+        and facts.share is None
+    )
 
 
 def _is_of_quantity(finding: Finding, head: Finding) -> bool:

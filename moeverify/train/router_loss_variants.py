@@ -91,6 +91,10 @@ _RIGHT = {
 """By the score of a router: ways that are the right one, or another one of these."""
 
 
+_IN_PLACE = ("probabilities", "detached-probabilities", "uniform")
+"""What stands in the place of counts."""
+
+
 def list_variants(spec: MoE, term: str, num_changes: int) -> Iterator[tuple[Change, ...]]:
     """Yield the variants of a term with one change, or with two: of the probabilities, and of what is counted."""
     if term == "z":
@@ -101,7 +105,7 @@ def list_variants(spec: MoE, term: str, num_changes: int) -> Iterator[tuple[Chan
     if num_changes == 1:
         yield from ((change,) for change in (*ways, *counts))
     else:
-        yield from ((first, second) for first in ways for second in counts)
+        yield from ((first, second) for first in ways for second in counts if second.way not in _IN_PLACE)
 
 
 def _list_counts(spec: MoE) -> Iterator[str]:
@@ -115,7 +119,8 @@ def _list_counts(spec: MoE) -> Iterator[str]:
         yield "plain"
     if spec.top_k > 1:
         yield "first"
-    yield from ("padded", "probabilities", "detached-probabilities", "uniform")
+    yield "padded"
+    yield from _IN_PLACE
 
 
 @contextmanager

@@ -28,6 +28,7 @@ WAYS: Mapping[str, str] = {
     "bias-in-logits": "weighs its experts by scores of logits with the selection bias",
     "equal-weights": "weighs the experts of a token equally",
     "softmax-of-chosen": "weighs its experts by a softmax of the chosen logits",
+    "softmax-of-chosen-scores": "weighs its experts by a softmax of the chosen scores",
     "divided-by-root-of-squares": "divides the weights of a token's experts by the root of the sum of their squares",
     "divided-by-best": "divides the weights of a token's experts by the largest one",
     "divided-by-one-more": "divides the weights of a token's experts by a sum that has one more expert's score",
