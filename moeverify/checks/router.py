@@ -200,18 +200,9 @@ def count_wrong(
     largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
     found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
     actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
-    sample = RouterSample(
-        scored.logits,
-        scored.scores,
-        scored.relative.expand(len(tokens), 1),
-        selection,
-        actual_choice,
-        used,
-        actual,
-        is_chosen_wrong=ratios[0] > 1.0,
-        is_weighed_wrong=ratios[1] > 1.0,
-        unit=unit,
-    )
+    scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)
+    is_wrong = (ratios[0] > 1.0, ratios[1] > 1.0)
+    sample = RouterSample(*scores, actual_choice, used, actual, *is_wrong, unit=unit)
     return found, sample.take(MOST_SAMPLED)
 
 

@@ -247,3 +247,17 @@ def test_every_way_has_words() -> None:
     ways = {way for grammar in list_grammars().values() for part in grammar.parts.values() for way in part}
     assert ways <= set(get_args(StepChange))
     assert all(describe_form(way, {way: 2.0}) for way in get_args(StepChange))
+
+
+def test_parameters_that_are_not_clipped_are_not_clipped_by_their_own_norm(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = PlainEngine.clip
+
+    def clip_matrices(self: PlainEngine, shards: Any, norm: Tensor, most: float) -> Tensor:
+        return clip(self, [shard for shard in shards if len(shard.region.shape) > 1], norm, most)
+
+    monkeypatch.setattr(PlainEngine, "clip", clip_matrices)
+    said = say(judge("float64"))
+    assert "is not clipped" in said
+    assert "norm" not in said
