@@ -30,6 +30,7 @@ from moeverify.train.program import Program
 
 TOTAL = "total"
 COEFFICIENT = "clip_coefficient"
+_ORDERS = (2.0, 1.0, math.inf)
 _CHUNK = 1 << 20  # elements that are in float64 at once on a CPU: what fits its cache
 
 
@@ -37,10 +38,12 @@ _CHUNK = 1 << 20  # elements that are in float64 at once on a CPU: what fits its
 class StepGradients:
     """What one rank has of one step: the sum of squares of each shard by (tensor, region), and its norms.
 
+    `sizes` are the sum and the largest of the absolute values of each, and how many there are.
     `eps` are the machine epsilons of the norms, and of the gradients where norms may be rounded as these are.
     """
 
     squares: dict[tuple[str, str], float] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], tuple[float, float, int]] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     eps: dict[str, float] = field(default_factory=dict)
     num_elements: int = 0
@@ -55,6 +58,7 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
     def __init__(self, *, norms_are_wide: bool) -> None:
         self._norms_are_wide = norms_are_wide
         self._squares: dict[int, dict[tuple[str, str], Tensor]] = {}
+        self._numels: dict[int, dict[tuple[str, str], int]] = {}
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._eps: dict[int, dict[str, float]] = {}
         self._sizes: dict[int, int] = {}
@@ -72,10 +76,10 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         ]
         if kind == Kind.GRADIENT:
             found = [each for each in found if each[2].numel]
-            sums = _sum_squares([local for _, local, _ in found])
-            squares = self._squares.setdefault(step, {}) if found else {}
-            squares.update(zip(((name, region.key) for name, _, region in found), sums, strict=True))
-            for _, local, region in found:
+            measured = _measure_gradients([local for _, local, _ in found])
+            for (name, local, region), row in zip(found, measured, strict=True):
+                self._squares.setdefault(step, {})[name, region.key] = row
+                self._numels.setdefault(step, {})[name, region.key] = region.numel
                 if not self._norms_are_wide:
                     self._note_eps(step, Kind.GRADIENT, local)
                 self._sizes[step] = max(self._sizes.get(step, 0), region.numel)
@@ -86,9 +90,14 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 
     def report(self) -> dict[int, StepGradients]:
         """Return the numbers of every step; see `Watch`."""
+        measured = {step: torch.stack(list(each.values())).tolist() for step, each in self._squares.items()}
         return {
             step: StepGradients(
-                dict(zip(squares, torch.stack(list(squares.values())).tolist(), strict=True)),
+                {key: square for key, (square, _, _) in zip(squares, measured[step], strict=True)},
+                {
+                    key: (absolute, largest, self._numels[step][key])
+                    for key, (_, absolute, largest) in zip(squares, measured[step], strict=True)
+                },
                 {name: float(value) for name, value in self._norms.get(step, {}).items()},
                 self._eps.get(step, {}),
                 self._sizes.get(step, 0),
@@ -101,21 +110,26 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         eps[about] = max(eps.get(about, 0.0), torch.finfo(local.dtype).eps)
 
 
-def _sum_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of squares of each, () float64, without copies of whole gradients in float64, which are large.
+def _measure_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return of each the sum of squares, and the sum and largest of absolute values, (3) float64.
 
-    On a GPU torch's kernel for many norms adds up in float64 what it reads in the gradients' dtype, in one launch for
-    many. On a CPU that would copy, so they are taken in chunks.
+    Never with copies of whole gradients in float64, which are large. On a GPU torch's kernel for many norms adds up in
+    float64 what it reads in the gradients' dtype, many in one launch. On a CPU that would copy: there, in chunks.
     """
     if tensors and all(tensor.is_cuda for tensor in tensors):
-        norms = torch._foreach_norm([tensor.detach() for tensor in tensors], 2, dtype=torch.float64)
-        return list(torch._foreach_mul(norms, norms))
-    return [_sum_in_chunks(tensor.detach().reshape(-1)) for tensor in tensors]
+        plain = [tensor.detach() for tensor in tensors]
+        norms = [torch.stack(torch._foreach_norm(plain, order, dtype=torch.float64)) for order in _ORDERS]
+        return list(torch.stack([norms[0].square(), *norms[1:]], dim=1))
+    return [_measure_in_chunks(tensor.detach().reshape(-1)) for tensor in tensors]
 
 
-def _sum_in_chunks(flat: Tensor) -> Tensor:
-    parts = [part.to(torch.float64).square().sum() for part in torch.split(flat, _CHUNK)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+def _measure_in_chunks(flat: Tensor) -> Tensor:
+    parts = []
+    for part in torch.split(flat, _CHUNK):
+        wide = part.to(torch.float64).abs()
+        parts.append(torch.stack([wide.square().sum(), wide.sum(), wide.amax()]))
+    whole = torch.stack(parts)
+    return torch.cat([whole[:, :2].sum(dim=0), whole[:, 2:].amax(dim=0)])
 
 
 class Clip(Check[dict[int, StepGradients]]):
@@ -236,6 +250,18 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
     for (parameter, region), square in of_region.items():
         regions.setdefault(parameter, {})[region] = square
     squares = {parameter: sum(known.values()) for parameter, known in regions.items()}
+    sizes: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for each in reversed(of_step):
+        for (parameter, region), size in each.sizes.items():
+            sizes.setdefault(parameter, {})[region] = size
+    joined = {
+        parameter: (
+            sum(absolute for absolute, _, _ in known.values()),
+            max(largest for _, largest, _ in known.values()),
+            sum(count for _, _, count in known.values()),
+        )
+        for parameter, known in sizes.items()
+    }
     parts: dict[str, dict[int, str]] = {}
     held: dict[str, dict[int, dict[str, float]]] = {}
     for rank, each in enumerate(of_step):
@@ -247,7 +273,7 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
             known[rank] = f"{known[rank]};{region}" if rank in known else region
     norms = tuple(each.norms[name] for each in of_step)
     eps = max(each.eps[name] for each in of_step)
-    return ClipFacts(norms=norms, squares=squares, held=held, parts=parts, eps=eps)
+    return ClipFacts(norms=norms, squares=squares, sizes=joined, held=held, parts=parts, eps=eps)
 
 
 def _make_finding(

@@ -18,7 +18,9 @@ from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute
 from moeverify.checks.sampling import sample_all
+from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
+from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.observer import Named
@@ -258,10 +260,13 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
     by_key = dict(sorted(by_key.items(), key=lambda item: item[0][0]))
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
+    of_step: dict[int, StepNorms] = {}
+    limit = shown.case.recipe.optimizer.clip_norm
     for key, found in by_key.items():
         limits[key] = _find_limit([row for _, row in found])
         if any(_rate(row) > 1.0 for _, row in found):
-            findings.append(_make_finding(shown, key, found, rates))
+            norms = of_step.setdefault(key[0], StepNorms(_rows_of(by_key, key[0]), limit))
+            findings.append(_make_finding(shown, key, found, rates, norms))
     worst = max((row for found in by_key.values() for _, row in found), key=_rate)
     scale = _scale_of([worst])
     result = CheckResult(
@@ -277,7 +282,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if _is_known(worst)
         else None,
     )
-    return Outcome(result, tuple(findings), limits)
+    return Outcome(result, tuple(keep_agreeing(findings)), limits)
 
 
 def _rate(row: Row) -> float:
@@ -311,7 +316,13 @@ def _scale_of(rows: Sequence[Row]) -> float:
     return math.sqrt(total / count) if total > 0.0 else 1.0
 
 
-def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]) -> Finding:
+def _rows_of(by_key: Mapping[Key, Sequence[tuple[int, Row]]], step: int) -> list[tuple[int, Row]]:
+    return [row for key, rows in by_key.items() if key[0] == step for row in rows]
+
+
+def _make_finding(
+    shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float], norms: StepNorms
+) -> Finding:
     step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
@@ -325,7 +336,13 @@ def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates
     wrong = [each for _, each in rows if _rate(each) > 1.0]
     common = set(wrong[0].variants).intersection(*(each.variants for each in wrong[1:]))
     if not facts.is_of_rate:
-        facts = facts.model_copy(update={"variants": tuple(sorted(common))})
+        numbers = {
+            name: value for name, value in row.variants.items() if name in common and value is not None
+        }
+        facts = facts.model_copy(update={"variants": tuple(sorted(common)), "numbers": numbers})
+    off = [each for each in rows if _rate(each[1]) > 1.0]
+    if not (facts.forms or facts.is_of_rate or facts.is_unclipped):
+        facts = name_factor(facts, off, [find_one_factor(fit(each)) for _, each in off], norms)
     if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})
     return Finding(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,14 +20,14 @@ from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.router_passes import RouterPasses
-from moeverify.checks.router_rules import compare_choices, list_choice_rules, list_weight_rules, weigh_by
+from moeverify.checks.router_rules import MOST_UNLIKE, Named, RouterSample, name_choices, name_weights
 from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
 from moeverify.model.router import Router, RouterRecord, Routing
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import ChoiceRule, RouterFacts, WeightRule
+from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
@@ -43,8 +44,8 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 
-_MOST_UNLIKE = 0.02
-"""The share of tokens that may have other weights: float32 arithmetic moves a score over the edge of a rounding."""
+MOST_SAMPLED = 1 << 8
+"""So many of the tokens of a step are kept, to compare other rules with where something is wrong."""
 
 
 class Rounded(NamedTuple):
@@ -52,13 +53,6 @@ class Rounded(NamedTuple):
 
     what: Literal["scores", "logits"]
     dtype: str
-
-
-class _Rules(NamedTuple):
-    """The rules that a router is compared with."""
-
-    choices: Sequence[ChoiceRule]
-    weights: Sequence[WeightRule]
 
 
 @dataclass(frozen=True)
@@ -160,13 +154,12 @@ def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> 
 
 def count_wrong(
     router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
-) -> Tensor:
-    """Return how much of one forward pass is wrong, as float64 on the router's device.
+) -> tuple[Tensor, RouterSample]:
+    """Return how much of one forward pass is wrong, as float64 on the router's device, and a few of its tokens.
 
-    Shapes: x (B, S, H); the result (2, 3 + R + rules) has for choice, weights and counts how many tokens (or experts)
+    Shapes: x (B, S, H); the result (2, 3 + R) has for choice, weights and counts how many tokens (or experts)
     are wrong, and the largest ratio of a difference to what rounding can do; then how many tokens have other weights
-    than each of R ways to round gives (`list_rounded`); then, for each other rule to choose and to weigh, how many
-    it does not give, and of tokens that chose wrong.
+    than each of R ways to round gives (`list_rounded`).
     """
     spec = router.spec
     flat = x.flatten(0, -2)
@@ -187,10 +180,7 @@ def count_wrong(
     excess = torch.where(other, margin / room, 0.0)
 
     used = routing.ids.flatten(0, -2)[::stride]
-    weights = scored.scores.gather(-1, used)
-    if spec.renormalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    weights = weights * spec.route_scale
+    weights = _weigh(spec, scored, used)
     actual = routing.weights.detach().flatten(0, -2)[::stride].to(torch.float64)
     unit = 0.5 * torch.finfo(routing.weights.dtype).eps
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
@@ -210,12 +200,18 @@ def count_wrong(
     largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
     found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
     actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
-    biased = None if router.selection_bias is None else selection
-    rules = [
-        *compare_choices(spec, scored.scores, biased, actual_choice, excess > 1.0),
-        *_compare_weights(spec, scored, biased, used, actual, unit),
-    ]
-    return torch.cat([found, *(each.to(torch.float64).unsqueeze(1) for each in rules)], dim=1)
+    scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)
+    is_wrong = (ratios[0] > 1.0, ratios[1] > 1.0)
+    sample = RouterSample(*scores, actual_choice, used, actual, *is_wrong, unit=unit)
+    return found, sample.take(MOST_SAMPLED)
+
+
+def _weigh(spec: MoE, scored: Scored, used: Tensor) -> Tensor:
+    """Return the weights (N, k) of the experts `used` (N, k) by the recipe."""
+    weights = scored.scores.gather(-1, used)
+    if spec.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * spec.route_scale
 
 
 def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
@@ -226,24 +222,12 @@ def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
     return counts.index_add_(0, ids.flatten(), times.flatten().to(torch.int64))
 
 
-def _compare_weights(
-    spec: MoE, scored: Scored, selection: Tensor | None, used: Tensor, actual: Tensor, unit: float
-) -> Iterator[Tensor]:
-    """Yield for each rule how many tokens have other weights than it gives; `actual` (N, k) has this `unit`."""
-    biased = scored.scores if selection is None else selection
-    for rule in list_weight_rules(spec, has_bias=selection is not None):
-        weights = weigh_by(rule, spec, scored.logits, scored.scores, biased, used)
-        allowed = weights.abs() * (unit + 2.0 * scored.relative) + 2.0 * unit**2
-        other = (~((actual - weights).abs() <= allowed)).any(dim=-1).sum()
-        yield torch.stack([other, other])
-
-
 @dataclass(frozen=True)
 class RouterStep:
     """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio.
 
-    `rounded` is what must be rounded on the way to give its weights; `rules` are those by which it has chosen and
-    weighed, by the quantity.
+    `rounded` is what must be rounded on the way to give its weights; `rules` are those by which it may have chosen
+    and weighed, by the quantity.
     """
 
     num_tokens: int
@@ -251,26 +235,27 @@ class RouterStep:
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
     rounded: Rounded | None = None
-    rules: Mapping[str, ChoiceRule | WeightRule] = field(default_factory=dict)
+    rules: Mapping[str, Named] = field(default_factory=dict)
 
 
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
 
 
 class RouterWatch(RouterPasses[Reports]):
-    """Scores the tokens of each forward pass again, on the router's device, and keeps six numbers of it."""
+    """Scores the tokens of each forward pass again, on the router's device, and keeps a few numbers and tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
         self._ways: dict[tuple[int, str], list[Rounded]] = {}
-        self._rules: dict[tuple[int, str], _Rules] = {}
+        self._samples: dict[tuple[int, str], list[RouterSample]] = {}
+        self._routers: dict[str, tuple[MoE, bool]] = {}
 
     def report(self) -> Reports:
         """Return what was wrong in each step; see `Watch`."""
         return {
-            key: _join(seen, self._sizes[key], self._ways[key], self._rules[key])
+            key: _join(seen, self._sizes[key], self._ways[key], self._samples[key], *self._routers[key[1]])
             for key, seen in self._seen.items()
         }
 
@@ -280,57 +265,41 @@ class RouterWatch(RouterPasses[Reports]):
         """Count what is wrong of one pass; see `RouterPasses`."""
         assert router.record is not None
         key = (self.step, name)
-        self._seen.setdefault(key, []).append(count_wrong(router, weight, x, valid, routing, router.record))
+        found, sample = count_wrong(router, weight, x, valid, routing, router.record)
+        self._seen.setdefault(key, []).append(found)
+        kept = self._samples.setdefault(key, [])
+        if sum(len(each.logits) for each in kept) < MOST_SAMPLED:
+            kept.append(sample)
         self._ways[key] = list_ways(widen(x.dtype))
-        has_bias = router.selection_bias is not None
-        self._rules[key] = _Rules(
-            list_choice_rules(router.spec, has_bias=has_bias),
-            list_weight_rules(router.spec, has_bias=has_bias),
-        )
+        self._routers[name] = (router.spec, router.selection_bias is not None)
         tokens, experts = self._sizes.get(key, (0, 0))
         num_tokens = x.flatten(0, -2).shape[0]
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
 def _join(
-    seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded], rules: _Rules
+    seen: Sequence[Tensor],
+    size: tuple[int, int],
+    ways: Sequence[Rounded],
+    samples: Sequence[RouterSample],
+    spec: MoE,
+    has_bias: bool,
 ) -> RouterStep:
-    whole = torch.stack(list(seen))
-    found, compared = whole[..., : 3 + len(ways)], whole[..., 3 + len(ways) :].sum(dim=0)
+    found = torch.stack(list(seen))
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
     fitting = [
         (unlike, way)
         for unlike, way in zip(num_wrong[len(_QUANTITIES) :], ways, strict=True)
-        if unlike <= _MOST_UNLIKE * size[0]
+        if unlike <= MOST_UNLIKE * size[0]
     ]
     rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
     largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
-    named = _name_rules(compared, rules, num_wrong, size[0])
-    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded, named)
-
-
-def _name_rules(
-    compared: Tensor, rules: _Rules, num_wrong: Sequence[int], num_tokens: int
-) -> Mapping[str, ChoiceRule | WeightRule]:
-    """Return the one rule that gives all that was chosen, and the one that gives all weights, where there is one.
-
-    Shape: compared (2, number of rules), as `count_wrong` has it. What chose wrong must be given to the last token.
-    """
-    most = _MOST_UNLIKE * num_tokens
-    unlike, of_wrong = compared.tolist()
-    split = len(rules.choices)
-    found: dict[str, ChoiceRule | WeightRule] = {}
-    chosen = [
-        rule
-        for rule, number, wrong in zip(rules.choices, unlike, of_wrong, strict=False)
-        if number <= most and not wrong
-    ]
-    weighed = [rule for rule, number in zip(rules.weights, unlike[split:], strict=True) if number <= most]
-    if num_wrong[0] and len(chosen) == 1:
-        found["choice"] = chosen[0]
-    if num_wrong[1] > most and len(weighed) == 1:
-        found["weights"] = weighed[0]
-    return found
+    rules: dict[str, Named] = {}
+    if num_wrong[0] or num_wrong[1]:
+        sample = reduce(RouterSample.join, samples)
+        rules["choice"] = name_choices(spec, sample, has_bias=has_bias)
+        rules["weights"] = name_weights(spec, sample, has_bias=has_bias)
+    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded, rules)
 
 
 class RouterChoice(Check[Reports]):
@@ -380,7 +349,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
         largest = max(rows[each].largest[number] for each in wrong)
         ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
         rounded = next(iter(ways)) if len(ways) == 1 else None
-        rules = {rows[each].rules.get(quantity) for each in wrong}
+        rules = _find_common([rows[each].rules.get(quantity, Named({})) for each in wrong])
         yield Finding(
             check=CheckName.ROUTER,
             kind=_KINDS[quantity],
@@ -400,10 +369,18 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
                 margin=largest if quantity == "choice" else None,
                 rounded=rounded.what if rounded else "",
                 dtype=rounded.dtype if rounded else "",
-                rule=next(iter(rules)) if len(rules) == 1 and rounded is None else None,
+                rule=next(iter(rules), None) if rounded is None else None,
+                rivals=tuple(rules)[1:] if rounded is None else (),
+                numbers={name: value for name, value in rules.items() if value is not None},
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
         )
+
+
+def _find_common(named: Sequence[Named]) -> Mapping[str, float | None]:
+    """Return the rules that give what each rank's router did, with a rank's number of each."""
+    first, *rest = (each.rules for each in named)
+    return {name: value for name, value in first.items() if all(name in rules for rules in rest)}
 
 
 CHECKS = (RouterChoice(),)

@@ -1,97 +1,316 @@
-"""Other rules by which routers choose and weigh experts, as implementations have them or had them by mistake.
+"""Other rules by which routers choose and weigh experts, made of parts that may each be another one.
 
-Each is compared with what a router did, on its own input. Letters: N tokens, E experts, G groups, k choices.
+A rule is a way of one part, or of two. Each is compared with what a router did, on its own input; none is looked at
+where the router is right. Letters: N tokens, E experts, G groups, k choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
 
 from moeverify.case.schema import MoE
-from moeverify.results.facts import ChoiceRule, WeightRule
+
+MOST_UNLIKE = 0.02
+"""The share of tokens that may be otherwise: float32 arithmetic moves a score over the edge of a rounding."""
+
+_MOST_ALIKE = 3
+"""More rules that give the same say nothing."""
+
+_TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps from the best one on
+
+_EXACT = 1e-9
+"""Relative: scores of float64 are known better than this."""
+
+_SMALL = 1e-20  # what a router adds to the sum that it divides weights by
 
 
-def list_choice_rules(spec: MoE, *, has_bias: bool) -> list[ChoiceRule]:
-    """Return the rules by which experts may be chosen otherwise, that are other ones here."""
-    found: list[ChoiceRule] = []
+@dataclass(frozen=True)
+class RouterSample:
+    """Some tokens of a router: what it computed by right, and what it chose and weighed.
+
+    Shapes: logits, scores, `selection` (the scores with the selection bias), `chosen` (N, E); `relative` (N, 1), the
+    largest error of a score; `used` and `weights` (N, k); `is_chosen_wrong`, `is_weighed_wrong` (N). `unit` is the
+    rounding of the weights.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    relative: Tensor
+    selection: Tensor
+    chosen: Tensor
+    used: Tensor
+    weights: Tensor
+    is_chosen_wrong: Tensor
+    is_weighed_wrong: Tensor
+    unit: float
+
+    def take(self, most: int) -> RouterSample:
+        """Return so many tokens at most, in equal distances."""
+        every = slice(None, None, -(-len(self.logits) // most))
+        return RouterSample(**{name: each[every] for name, each in self._list().items()}, unit=self.unit)
+
+    def join(self, other: RouterSample) -> RouterSample:
+        """Return both in one."""
+        parts = other._list()
+        joined = {name: torch.cat([each, parts[name]]) for name, each in self._list().items()}
+        return RouterSample(**joined, unit=max(self.unit, other.unit))
+
+    def _list(self) -> dict[str, Tensor]:
+        return {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+
+
+@dataclass(frozen=True)
+class Named:
+    """The rules that give what a router did, with the number that each was solved for, if any."""
+
+    rules: Mapping[str, float | None]
+
+
+def name_choices(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
+    """Return by which rules the experts were chosen: all wrong tokens must have them, and nearly all others."""
+    if not bool(sample.is_chosen_wrong.any()):
+        return Named({})
+    parts = list_choice_parts(spec, has_bias=has_bias)
+
+    def fits(ways: Collection[str]) -> bool:
+        other = (choose_by(ways, spec, sample) != sample.chosen).any(dim=-1)
+        return not bool((other & sample.is_chosen_wrong).any()) and _are_few(other, sample)
+
+    return Named(dict.fromkeys(_find(parts, lambda ways: 1.0 if fits(ways) else None)))
+
+
+def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
+    """Return by which rules the experts were weighed."""
+    if _are_few(sample.is_weighed_wrong, sample):
+        return Named({})
+    found: dict[str, float | None] = {}
+
+    def fit(ways: Collection[str]) -> float | None:
+        made, number = weigh_by(ways, spec, sample)
+        room = 2.0 if number is None else 4.0
+        allowed = made.abs() * (sample.unit + room * sample.relative) + 2.0 * sample.unit**2
+        other = ~((sample.weights - made).abs() <= allowed)
+        if not _are_few(other.any(dim=-1), sample):
+            return None
+        return 0.0 if number is None else number
+
+    for rule, number in _find(list_weight_parts(spec, has_bias=has_bias), fit).items():
+        found[rule] = number if number else None
+    # A number that explains it says less than a rule without one that does so too.
+    plain = {rule: number for rule, number in found.items() if number is None}
+    return Named(plain or found)
+
+
+def _find(
+    parts: Mapping[str, Sequence[str]], fit: Callable[[Collection[str]], float | None]
+) -> dict[str, float]:
+    """Return the rules with one way that fit, else those with two; none where too many do."""
+    for count in (1, 2):
+        found = {
+            "+".join(ways): number
+            for ways in _list_ways(parts, count)
+            if (number := fit(frozenset(ways))) is not None
+        }
+        if found:
+            return found if len(found) <= _MOST_ALIKE else {}
+    return {}
+
+
+def _list_ways(parts: Mapping[str, Sequence[str]], count: int) -> Iterator[tuple[str, ...]]:
+    for names in combinations(parts, count):
+        yield from product(*(parts[name] for name in names))
+
+
+def _are_few(tokens: Tensor, sample: RouterSample) -> bool:
+    """Return whether no more tokens (N) are otherwise than float32 leaves so; in float64 none may be."""
+    is_exact = float(sample.relative.amax()) < _EXACT
+    return float(tokens.sum()) <= (0.0 if is_exact else MOST_UNLIKE * len(tokens))
+
+
+def list_choice_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str]]:
+    """Return the parts of a choice with the ways that are other ones here."""
+    parts: dict[str, list[str]] = {"order": ["worst"], "tokens": ["of-token-before", "of-token-after"]}
     if spec.top_groups < spec.num_groups:
-        found += ["masked-by-zero", "without-groups", "sum-of-group"]
-        found.append("groups-by-two" if spec.group_score == "max" else "groups-by-best")
-        if has_bias:
-            found += ["groups-without-bias", "experts-without-bias"]
-    return [*found, "without-bias", "opposite-bias"] if has_bias else found
+        rated = ["groups-by-two" if spec.group_score == "max" else "groups-by-best"]
+        parts["rate"] = [*rated, "sum-of-group", "groups-by-worst"]
+        parts["mask"] = ["masked-by-zero", "without-groups"]
+        # The k best experts are in no more than k groups: those of more are those of all.
+        most = min(spec.num_groups - 1, spec.top_k - 1)
+        parts["count"] = [f"groups-{count}" for count in range(1, most + 1) if count != spec.top_groups]
+    if has_bias:
+        parts["bias"] = ["without-bias", "opposite-bias", "bias-twice", "bias-on-logits"]
+        if spec.top_groups < spec.num_groups:
+            parts["bias"] += ["groups-without-bias", "experts-without-bias"]
+    if has_bias or spec.top_groups < spec.num_groups:  # else the order of scores is that of logits
+        parts["score"] = ["chosen-by-logits", "chosen-by-other-score"]
+    return parts
 
 
-def choose_by(rule: ChoiceRule, spec: MoE, scores: Tensor, selection: Tensor) -> Tensor:
-    """Return which experts (N, E) a rule chooses by their scores, without and with the selection bias (N, E)."""
-    rated, chosen = selection, selection
-    if rule == "without-bias":
-        rated = chosen = scores
-    elif rule == "opposite-bias":
-        rated = chosen = 2.0 * scores - selection
-    elif rule == "groups-without-bias":
-        rated = scores
-    elif rule == "experts-without-bias":
-        chosen = scores
-    if spec.top_groups < spec.num_groups and rule != "without-groups":
-        allowed = _allow(rule, spec, rated)
-        chosen = chosen.where(allowed, 0.0 if rule == "masked-by-zero" else -torch.inf)
+def choose_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> Tensor:
+    """Return which experts (N, E) are chosen by a rule with these ways."""
+    bias = sample.selection - sample.scores
+    scores = sample.scores
+    if "chosen-by-logits" in ways:
+        scores = sample.logits
+    elif "chosen-by-other-score" in ways:
+        scores = _other_score(spec, sample.logits)
+    elif "bias-on-logits" in ways:
+        scores, bias = _score(spec, sample.logits + bias), bias * 0.0
+    times = {"without-bias": 0.0, "opposite-bias": -1.0, "bias-twice": 2.0}
+    factor = next((value for name, value in times.items() if name in ways), 1.0)
+    rated = scores + (0.0 if "groups-without-bias" in ways else factor) * bias
+    chosen = scores + (0.0 if "experts-without-bias" in ways else factor) * bias
+    if spec.top_groups < spec.num_groups and "without-groups" not in ways:
+        allowed = _allow(ways, spec, rated)
+        chosen = chosen.where(allowed, 0.0 if "masked-by-zero" in ways else -torch.inf)
+        if "worst" in ways:
+            chosen = chosen.where(allowed, torch.inf)
     # Of equal ones, such as zeros, the first, as a stable sort has it.
-    ids = chosen.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
-    return torch.zeros_like(chosen, dtype=torch.bool).scatter(-1, ids, True)
+    ids = chosen.sort(dim=-1, descending="worst" not in ways, stable=True).indices[:, : spec.top_k]
+    found = torch.zeros_like(chosen, dtype=torch.bool).scatter(-1, ids, True)
+    shift = 1 if "of-token-before" in ways else -1 if "of-token-after" in ways else 0
+    return found.roll(shift, dims=0)
 
 
-def _allow(rule: str, spec: MoE, rated: Tensor) -> Tensor:
+def _allow(ways: Collection[str], spec: MoE, rated: Tensor) -> Tensor:
     """Return the experts (N, E) of the groups that are taken."""
     groups = rated.reshape(len(rated), spec.num_groups, -1)
-    is_max = (spec.group_score == "max") != (rule in ("groups-by-two", "groups-by-best"))
+    is_max = (spec.group_score == "max") != bool({"groups-by-two", "groups-by-best"} & set(ways))
     width = 1 if is_max else min(2, groups.shape[-1])
-    width = groups.shape[-1] if rule == "sum-of-group" else width
-    best = groups.topk(width, dim=-1).values.sum(dim=-1).topk(spec.top_groups, dim=-1).indices
+    width = groups.shape[-1] if "sum-of-group" in ways else width
+    rates = groups.topk(width, dim=-1).values.sum(dim=-1)
+    rates = groups.amin(dim=-1) if "groups-by-worst" in ways else rates
+    counts = [int(way.removeprefix("groups-")) for way in ways if way.removeprefix("groups-").isdigit()]
+    best = rates.topk(counts[0] if counts else spec.top_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=rated.device).scatter(-1, best, True)
     return kept.unsqueeze(-1).expand_as(groups).flatten(-2)
 
 
-def list_weight_rules(spec: MoE, *, has_bias: bool) -> list[WeightRule]:
-    """Return the rules by which experts may be weighed otherwise, that are other ones here."""
-    found: list[WeightRule] = ["softmax-scores" if spec.score == "sigmoid" else "sigmoid-scores"]
+def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str]]:
+    """Return the parts of the weights with the ways that are other ones here."""
+    is_softmax, has_groups = spec.score == "softmax", spec.top_groups < spec.num_groups
+    score = ["sigmoid-scores" if is_softmax else "softmax-scores", "scores-again", "logits-as-weights"]
+    score += ["other-temperature", *(["with-bias", "bias-in-logits"] if has_bias else [])]
+    divide: list[str] = []
+    if has_groups and is_softmax and not spec.renormalize:
+        score.append("of-allowed")
     if spec.top_k > 1:  # the one weight of a token is 1 by several rules
-        is_softmax = spec.score == "softmax"
-        found.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
-    if spec.top_groups < spec.num_groups and spec.score == "softmax" and not spec.renormalize:
-        found.append("of-allowed")
+        score += ["equal-weights", "softmax-of-chosen-scores"]
+        # A softmax of the chosen logits is what their softmax scores are, divided by their sum.
+        divide.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
+        divide += ["divided-by-root-of-squares", "divided-by-best", "divided-by-one-more"]
+        if not is_softmax:
+            score.append("softmax-of-chosen")
+    if spec.renormalize:
+        divide.append("other-epsilon")
+    if not is_softmax:
+        divide.append("divided-by-all")
+    scale = ["other-scale"]
     if spec.route_scale != 1.0:
-        found += ["scale-twice", "without-scale"]
-    return [*found, "with-bias"] if has_bias else found
+        scale += ["scale-twice", "without-scale", "divided-by-scale"]
+    order = ["weights-reversed", "weights-by-id", "weights-of-token-before"] if spec.top_k > 1 else []
+    return {"score": score, "divide": divide, "scale": scale, "order": order}
 
 
-def weigh_by(
-    rule: WeightRule, spec: MoE, logits: Tensor, scores: Tensor, selection: Tensor, used: Tensor
-) -> Tensor:
-    """Return the weights (N, k) that a rule gives to the experts `used` (N, k), by logits and scores (N, E)."""
-    if rule == "softmax-scores":
-        scores = logits.softmax(dim=-1)
-    elif rule == "sigmoid-scores":
-        scores = logits.sigmoid()
-    elif rule == "of-allowed":
-        scores = logits.where(_allow(rule, spec, selection), -torch.inf).softmax(dim=-1)
-    elif rule == "with-bias":
-        scores = selection
-    weights = scores.gather(-1, used)
-    if spec.renormalize != (rule in ("normalized", "not-normalized", "of-chosen")):
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    power = {"scale-twice": 2, "without-scale": 0}.get(rule, 1)
-    return weights * spec.route_scale**power
+def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Tensor, float | None]:
+    """Return the weights (N, k) of the experts used by a rule with these ways, and the number it was solved for."""
+    number = None
+    if "other-temperature" in ways:
+        number = _find_temperature(spec, sample)
+    weights = _list_scores(ways, spec, sample, number).gather(-1, sample.used)
+    if "softmax-of-chosen" in ways:
+        weights = sample.logits.gather(-1, sample.used).softmax(dim=-1)
+    if "softmax-of-chosen-scores" in ways:
+        weights = weights.softmax(dim=-1)
+    weights = _order(ways, weights, sample.used)
+    power = 2 if "scale-twice" in ways else 0 if "without-scale" in ways else 1
+    power = -1 if "divided-by-scale" in ways else power
+    scale = spec.route_scale**power
+    if "other-epsilon" in ways:
+        # weight * (sum + eps) = scale * score, solved for eps.
+        left = scale * weights - sample.weights * weights.sum(dim=-1, keepdim=True)
+        number = float((left * sample.weights).sum() / sample.weights.square().sum())
+        return scale * weights / (weights.sum(dim=-1, keepdim=True) + number), number
+    weights = weights / _divide(ways, spec, sample, weights)
+    if "other-scale" in ways:
+        number = float((sample.weights * weights).sum() / weights.square().sum())
+        return number * weights, number
+    return scale * weights, number
 
 
-def compare_choices(
-    spec: MoE, scores: Tensor, selection: Tensor | None, actual: Tensor, wrong: Tensor
-) -> Iterator[Tensor]:
-    """Yield for each rule how many tokens get other experts than `actual` (N, E), in all and of the `wrong` (N)."""
-    biased = scores if selection is None else selection
-    for rule in list_choice_rules(spec, has_bias=selection is not None):
-        other = (choose_by(rule, spec, scores, biased) != actual).any(dim=-1)
-        yield torch.stack([other.sum(), (other & wrong).sum()])
+def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, temperature: float | None) -> Tensor:
+    logits, scores = sample.logits, sample.scores
+    made: Mapping[str, Callable[[], Tensor]] = {
+        "softmax-scores": lambda: logits.softmax(dim=-1),
+        "sigmoid-scores": logits.sigmoid,
+        "scores-again": lambda: _score(spec, scores),
+        "logits-as-weights": lambda: logits,
+        "of-allowed": lambda: logits.where(_allow((), spec, sample.selection), -torch.inf).softmax(dim=-1),
+        "with-bias": lambda: sample.selection,
+        "bias-in-logits": lambda: _score(spec, logits + sample.selection - scores),
+        "equal-weights": lambda: torch.ones_like(scores),
+    }
+    way = next((name for name in made if name in ways), None)
+    if way is not None:
+        return made[way]()
+    return scores if temperature is None else _score(spec, logits * temperature)
+
+
+def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Tensor) -> Tensor:
+    """Return what weights (N, k) are divided by, (N, 1)."""
+    if "divided-by-root-of-squares" in ways:
+        return weights.square().sum(dim=-1, keepdim=True).sqrt()
+    if "divided-by-best" in ways:
+        return weights.amax(dim=-1, keepdim=True)
+    if "divided-by-one-more" in ways:
+        return sample.scores.topk(min(spec.top_k + 1, spec.num_experts), dim=-1).values.sum(
+            dim=-1, keepdim=True
+        )
+    if "divided-by-all" in ways:
+        return sample.scores.sum(dim=-1, keepdim=True)
+    if spec.renormalize != bool({"normalized", "not-normalized", "of-chosen"} & set(ways)):
+        return weights.sum(dim=-1, keepdim=True) + _SMALL
+    return torch.ones_like(weights[:, :1])
+
+
+def _order(ways: Collection[str], weights: Tensor, used: Tensor) -> Tensor:
+    """Return the weights (N, k) as they are given to other choices than their own."""
+    if "weights-reversed" in ways:
+        return weights.flip(-1)
+    if "weights-by-id" in ways:  # in the order of the experts' numbers, for choices from the best on
+        return weights.gather(-1, used.argsort(dim=-1))
+    return weights.roll(1, dims=0) if "weights-of-token-before" in ways else weights
+
+
+def _find_temperature(spec: MoE, sample: RouterSample) -> float:
+    """Return by what logits were multiplied before they became scores, as the weights tell it, by least squares."""
+
+    def measure(number: float) -> Tensor:
+        chosen = _score(spec, number * sample.logits).gather(-1, sample.used)
+        if spec.renormalize:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _SMALL)
+        return spec.route_scale * chosen - sample.weights
+
+    numbers: list[float] = torch.logspace(-2.0, 2.0, _TRIED, dtype=torch.float64).tolist()
+    number = min(numbers, key=lambda each: float(measure(each).square().sum()))
+    for _ in range(_ROUNDS):  # Gauss-Newton
+        left, near = measure(number), 1e-6 * number
+        slope = (measure(number + near) - left) / near
+        size = float(slope.square().sum())
+        number -= float((left * slope).sum()) / size if size else 0.0
+    # Beyond these a softmax has one score that is not zero, or scores that are all alike, by any number.
+    return number if numbers[0] < number < numbers[-1] else math.nan
+
+
+def _score(spec: MoE, logits: Tensor) -> Tensor:
+    return logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=-1)
+
+
+def _other_score(spec: MoE, logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1) if spec.score == "sigmoid" else logits.sigmoid()

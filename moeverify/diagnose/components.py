@@ -49,7 +49,7 @@ class Components:
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
     it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
     weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
-    `by_variant` yields that term with one part of its formula otherwise, or with two.
+    `by_variant` yields that term, or z, with one part of its formula otherwise, or with two.
     """
 
     cells: tuple[Cell, ...]
@@ -60,7 +60,7 @@ class Components:
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
     by_scope: Callable[[], Mapping[str, Vector]] = dict
-    by_variant: Callable[[int], Iterable[tuple[tuple[Change, ...], Vector]]] = lambda num_changes: ()
+    by_variant: Callable[[str, int], Iterable[tuple[tuple[Change, ...], Vector]]] = lambda term, num_changes: ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
         by_scope=cache(gradient.balance_by_scope),
-        by_variant=gradient.balance_by_variant,
+        by_variant=gradient.loss_by_variant,
     )
 
 

@@ -113,6 +113,16 @@ def _list_apart(squares: Mapping[str, float]) -> Iterator[tuple[Group, Group]]:
             )
 
 
+def _list_kinds(squares: Mapping[str, float], parts: Parts) -> Iterator[Group]:
+    """Yield vectors and matrices, which optimizers keep apart; flat shards do not say which they are."""
+    dims = {name: {key.count(",") for key in parts[name].values()} for name in squares}
+    flat = any(key.startswith("flat") for name in squares for key in parts[name].values())
+    vectors = tuple(name for name in squares if dims[name] == {0})
+    matrices = tuple(name for name in squares if name not in vectors)
+    if vectors and matrices and not flat:
+        yield from (Group(tensors=vectors, family="vector"), Group(tensors=matrices, family="matrix"))
+
+
 def _overlap(first: Group, second: Group) -> bool:
     return not set(first.tensors).isdisjoint(second.tensors)
 
@@ -121,6 +131,7 @@ def _list_groups(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iter
     """Yield the groups of parameters that have something in common, those of an axis first."""
     for pair in (*_list_pairs(squares, parts, axes), *_list_apart(squares)):
         yield from pair
+    yield from _list_kinds(squares, parts)
     families: dict[str, list[str]] = {}
     for name in squares:
         families.setdefault(family_of(name), []).append(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moeverify.checks.registry import KIND_ORDER
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.step_forms import count_changes, is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -18,7 +19,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unmoved
+from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, RecomputedFacts
 
@@ -69,18 +70,24 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
                 finding = finding.model_copy(update={"code": Cause.FORWARD.value})
         elif _is_unknown(finding):
             head = _find_known(finding, heads.values()) or head
+        head = _find_weighed(finding, heads.values()) or head
         is_led = head is not None and head is not each
         joined.append(finding.model_copy(update={"follows": head.tensor}) if head and is_led else finding)
     return joined
 
 
-def _rank_head(finding: Finding) -> tuple[bool, bool, bool, bool, int, float]:
+def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
-    is_untold = _find_variant(finding) is None
+    variant = _find_variant(finding)
+    means = finding.facts.means if isinstance(finding.facts, RecomputedFacts) else ()
     return (
         not _find_sure_dtype(finding),
         not _tells_number(finding),
-        is_untold,
+        variant is None and not means,
+        len(means),
+        # What vectors show of a formula is a part of what matrices do, which have a decay.
+        -count_changes(variant),
+        finding.kind == Kind.UPDATE,
         _is_shared(finding),
         finding.step,
         -finding.error,
@@ -123,6 +130,18 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
     return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
 
 
+def _find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
+    """Return the weights that tell by which scores routers work, and have chosen; None of what is no choice."""
+    facts = finding.facts
+    if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
+        return None
+    earlier = [each for each in heads if each.step <= finding.step]
+    return next(
+        (each for each in earlier if isinstance(each.facts, RouterFacts) and _changes_scores(each.facts)),
+        None,
+    )
+
+
 def _is_rounded(finding: Finding) -> bool:
     """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
     return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
@@ -133,10 +152,20 @@ def _scores_otherwise(finding: Finding, loss: Finding) -> bool:
     facts = finding.facts
     if not isinstance(facts, RouterFacts) or finding.step != loss.step:
         return False
-    return facts.rule in ("softmax-scores", "sigmoid-scores", "of-allowed") and loss.tensor in (
+    return _changes_scores(facts) and loss.tensor in (
         "balance",
         "total",
     )
+
+
+_OF_SCORES = frozenset(
+    {"softmax-scores", "sigmoid-scores", "of-allowed", "other-temperature", "scores-again"}
+)
+
+
+def _changes_scores(facts: RouterFacts) -> bool:
+    """Return whether a router weighs by a rule whose scores are others, of all experts."""
+    return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
@@ -195,11 +224,11 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     explanation = origin.explanation
     if explanation is None:
         return False
+    if isinstance(explanation.operation, Unmoved | Unclipped):
+        return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if explanation.cause in _SAYS_MORE:
         says_more = _SAYS_MORE[explanation.cause]
         return any(says_more(finding, origin) for finding in recomputed)
-    if isinstance(explanation.operation, Unmoved):
-        return any(_tells_rate(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if not isinstance(explanation.operation, Altered):
         return False
     telling = [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
@@ -220,8 +249,10 @@ def _tells_form(finding: Finding) -> bool:
     return isinstance(facts, RouterGradientFacts) and bool(facts.form) and None not in facts.factors.values()
 
 
-def _tells_rate(finding: Finding) -> bool:
-    return isinstance(finding.facts, RecomputedFacts) and finding.facts.is_of_rate
+def _tells_step(finding: Finding) -> bool:
+    """Return whether it is known how a step was made: by another rate, by another formula, or by norms."""
+    facts = finding.facts
+    return isinstance(facts, RecomputedFacts) and bool(facts.is_of_rate or facts.variant or facts.means)
 
 
 def _tells_terms(finding: Finding, origin: Finding) -> bool:
@@ -324,7 +355,7 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
         led = next((each for each in heads.values() if is_of(finding, each)), None)
         if led is not None:
             return led
-    formed = next((each for each in heads.values() if _find_variant(each) in finding.facts.variants), None)
+    formed = next((each for each in heads.values() if is_of_form(finding, each)), None)
     if formed is not None:
         return formed
     if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
@@ -419,8 +450,12 @@ def _signature(finding: Finding) -> object:
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
     told = _name_told(facts)
-    if told == _CORRECTED:  # of both moments, and by another number in each step
-        return finding.check, told
+    if (
+        told == _CORRECTED
+        or facts.means
+        or (told and told == facts.variant and finding.kind == Kind.OPTIMIZER_STATE)
+    ):
+        return finding.check, told  # of both moments, and by another number in each step
     if told:
         return *_name_result(finding), told
     factors = tuple(
@@ -441,6 +476,8 @@ def _name_told(facts: RecomputedFacts) -> str:
     for name, is_told in told.items():
         if is_told:
             return name
+    if facts.means:
+        return facts.means[0]
     if facts.decay is not None:
         return f"decay {facts.decay.means or round(facts.decay.found, 4)}"
     if facts.share is not None and facts.share.is_corrected:

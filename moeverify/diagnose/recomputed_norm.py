@@ -11,6 +11,7 @@ import math
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.norm_groups import find_miscounted_group, find_norm_of_norms
+from moeverify.diagnose.norm_orders import find_order
 from moeverify.diagnose.norm_slices import find_norm_of_slices
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
@@ -34,6 +35,7 @@ def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) ->
         return finding
     operation = _find_axis(facts, inputs) or _find_count(finding, facts, inputs)
     noise = max(_OF_A_GROUP * facts.eps, 1e-12)
+    operation = operation or find_order(finding.actual, facts, inputs.max_norm, noise=noise)
     operation = operation or find_norm_of_slices(facts, inputs.axes, noise=noise)
     if operation is None:
         return finding

@@ -11,7 +11,7 @@ from moeverify.diagnose.fit import Fit, fit_columns
 from moeverify.diagnose.hypotheses.linear_fit import knows
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
-from moeverify.results.factor import is_same
+from moeverify.results.factor import SAME, is_same
 from moeverify.results.part import WHOLE
 from moeverify.results.trial import Reason
 from moeverify.train.subject import Vector
@@ -36,3 +36,11 @@ def fit_replaced(tensors: Sequence[WrongTensor], right: Vector, other: Vector) -
     # The part of a golden counts once by itself, so that what is added once is there twice.
     explains = fit is not None and fit.explains and is_same(fit.coefficients[0], 2.0)
     return fit if explains else None
+
+
+def fit_multiple_of(tensors: Sequence[WrongTensor], right: Vector, other: Vector) -> tuple[Fit, float] | None:
+    """Return the fit and x of errors that are x times another term less the right one; None where they are not."""
+    fit = fit_columns(tensors, [(WHOLE, other.__getitem__), (WHOLE, right.__getitem__)])
+    if fit is None or not fit.explains or len(fit.coefficients) < 2 or abs(fit.coefficients[1]) > SAME:
+        return None
+    return fit, fit.coefficients[0] - 1.0

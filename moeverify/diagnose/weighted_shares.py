@@ -18,14 +18,17 @@ from torch import Tensor
 from moeverify.diagnose.components import Components
 from moeverify.diagnose.fit import Fit
 from moeverify.results.factor import SAME, is_same
-from moeverify.results.operation import OwnTokens, PartialClip
+from moeverify.results.operation import ByNumber, OwnTokens, PartialClip
 from moeverify.results.part import Contribution, Tokens
 from moeverify.train.clipping import GUARD
 
-_COUNTS: Mapping[OwnTokens, Callable[[int, float], float]] = {
-    "times": lambda own, mean: float(own),
-    "divided": lambda own, mean: 1.0 / own,
-    "share": lambda own, mean: own / mean,
+_COUNTS: Mapping[OwnTokens, Callable[[int, float, int], float]] = {
+    "times": lambda own, mean, most: float(own),
+    "divided": lambda own, mean, most: 1.0 / own,
+    "share": lambda own, mean, most: own / mean,
+    "of-largest": lambda own, mean, most: own / most,
+    "largest-over": lambda own, mean, most: most / own,
+    "root": lambda own, mean, most: math.sqrt(own / mean),
 }
 
 
@@ -41,7 +44,7 @@ def find_own_tokens(
         return None
     mean = sum(counts) / len(counts)
     for name, formula in _COUNTS.items():
-        wanted = [formula(own, mean) for own in counts]
+        wanted = [formula(own, mean, max(counts)) for own in counts]
         if all(abs(each - right) <= noise * right for each, right in zip(weights, wanted, strict=True)):
             return name
     return None
@@ -66,6 +69,35 @@ def find_own_tokens_of_terms(
 def _weights_of(fit: Fit, term: str) -> dict[Tokens | None, float]:
     pairs = zip(fit.parts, fit.coefficients, strict=True)
     return {part.tokens: value for part, value in pairs if part.term == term}
+
+
+_LEAST_NUMBERS = 3
+"""Of two micro-batches any weights are powers of some ratio."""
+
+
+def find_by_number(fit: Fit, components: Components) -> ByNumber | None:
+    """Return what the weights of micro-batches are of their numbers, the same on all ranks; None where nothing."""
+    weights = _weights_of(fit, "")
+    found: dict[int, float] = {}
+    for cell in components.cells:
+        number, weight = cell.tokens.micro_batch, weights.get(cell.tokens)
+        if number is None or weight is None or not is_same(found.setdefault(number, weight), weight):
+            return None
+    values = [found[number] for number in sorted(found)]
+    if len(values) < _LEAST_NUMBERS or not all(value > 0.0 for value in values):
+        return None
+    ratio = values[0] / values[1]
+    known = {
+        ByNumber(way="divided"): [1.0 / (1 + number) for number in range(len(values))],
+        ByNumber(way="times"): [1.0 + number for number in range(len(values))],
+        ByNumber(way="decaying", ratio=ratio): [ratio**number for number in reversed(range(len(values)))],
+        ByNumber(way="falling", ratio=1.0 / ratio): [ratio**-number for number in range(len(values))],
+    }
+    for way, wanted in known.items():
+        is_it = all(is_same(value, right) for value, right in zip(values, wanted, strict=True))
+        if is_it and not is_same(ratio, 1.0):
+            return way
+    return None
 
 
 @dataclass(frozen=True)

@@ -172,15 +172,16 @@ class ExpertFacts(Record):
 class ClipFacts(Record):
     """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
 
-    For a diagnosis alone, not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, what is
-    `held` of each by rank and key of the region, the `parts` of each parameter that ranks have, as such keys, and the
-    machine epsilon of the norm.
+    For a diagnosis alone, not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, their
+    `sizes` (the sum and the largest of absolute values, and how many there are), what is `held` of each by rank and
+    key of the region, the `parts` of each parameter that ranks have, as such keys, and the norm's machine epsilon.
     """
 
     about: Literal["clip"] = "clip"
     is_coefficient: bool = False
     norms: tuple[float, ...] = Field(default=(), exclude=True, repr=False)
     squares: Mapping[str, float] = Field(default={}, exclude=True, repr=False)
+    sizes: Mapping[str, tuple[float, float, int]] = Field(default={}, exclude=True, repr=False)
     held: Mapping[str, Mapping[int, Mapping[str, float]]] = Field(default={}, exclude=True, repr=False)
     parts: Mapping[str, Mapping[int, str]] = Field(default={}, exclude=True, repr=False)
     eps: float = Field(default=0.0, exclude=True, repr=False)
@@ -253,38 +254,14 @@ class GradientSumFacts(Record):
         return missing if others and all(abs(value - 1.0) <= NEAR for value in others) else ()
 
 
-ChoiceRule = Literal[
-    "masked-by-zero",
-    "without-groups",
-    "groups-by-best",
-    "groups-by-two",
-    "sum-of-group",
-    "groups-without-bias",
-    "experts-without-bias",
-    "without-bias",
-    "opposite-bias",
-]
-
-WeightRule = Literal[
-    "softmax-scores",
-    "sigmoid-scores",
-    "normalized",
-    "not-normalized",
-    "of-chosen",
-    "of-allowed",
-    "scale-twice",
-    "without-scale",
-    "with-bias",
-]
-
-
 class RouterFacts(Record):
     """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
 
     `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
     rounding of the scores, among tokens that chose another expert: how clear the right choice was. Where `rounded` to
-    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rule` is the one
-    by which it has chosen or weighed, where one that is known gives what it did.
+    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rule` is the one by
+    which it has chosen or weighed, where one is known, the names of its ways joined by "+", and `rivals` are others
+    that give the same; `numbers` are what some of them are solved for.
     """
 
     about: Literal["router"] = "router"
@@ -294,7 +271,9 @@ class RouterFacts(Record):
     margin: float | None = None
     rounded: Literal["", "scores", "logits"] = ""
     dtype: str = ""
-    rule: ChoiceRule | WeightRule | None = None
+    rule: str | None = None
+    rivals: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = Field(default_factory=dict)
 
 
 class Issue(Record):
@@ -365,7 +344,7 @@ def names_operation(facts: Facts | None) -> bool:
     not those of its scores. What else they are is found where the modules are compared.
     """
     if isinstance(facts, RecomputedFacts):
-        is_told = facts.wrong_terms or facts.variant or facts.decay or facts.share
+        is_told = facts.wrong_terms or facts.forms or facts.decay or facts.share
         return facts.is_rounding_sure or facts.is_still or bool(is_told)
     if isinstance(facts, CrossEntropyFacts):
         return bool(facts.dtype)

@@ -13,11 +13,13 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
+from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
-OwnTokens = Literal["times", "divided", "share"]
-"""What a weight is of a share's number of valid tokens: it, one over it, or it over the mean of all shares."""
+OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
+"""What a weight is of a share's number of valid tokens: it, one over it, it over the mean of all shares or over the
+largest, the largest over it, or the root of it over the mean."""
 
 
 class PartialClip(Record):
@@ -30,15 +32,27 @@ class PartialClip(Record):
     by_own: bool = False
 
 
+class ByNumber(Record):
+    """Weights of micro-batches by their numbers, from 0 on: `way` of 1 + number, or powers of a `ratio`.
+
+    They decay where the last one counts once, and each earlier one `ratio` times the next; they fall where the first
+    one counts once.
+    """
+
+    way: Literal["divided", "times", "decaying", "falling"]
+    ratio: float = 1.0
+
+
 class Scaled(Record):
     """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
 
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
     means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
     the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
-    says what the weights are of the shares' own numbers of valid tokens, and `clip` which clip makes them. `ranks`
-    are those that have it so, where replicas on other ranks are right. Where `loss_scale` is not 0, a norm is 2 to
-    that power times the right one, as where gradients keep a scale of the loss.
+    says what the weights are of the shares' own numbers of valid tokens, `clip` which clip makes them, and
+    `by_number` what they are of the micro-batches' numbers. `ranks` are those that have it so, where replicas on
+    others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where gradients
+    keep a scale of the loss.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -48,6 +62,7 @@ class Scaled(Record):
     reduced_again: IssuedCollective | None = None
     own_tokens: OwnTokens | None = None
     clip: PartialClip | None = None
+    by_number: ByNumber | None = None
     ranks: tuple[int, ...] = ()
     loss_scale: int = 0
 
@@ -124,12 +139,13 @@ class Change(Record):
 class Redefined(Record):
     """A loss term is that of its formula with a part or two otherwise.
 
-    `variants` are all that explain as well, the first is the simplest.
+    `variants` are all that explain as well, the first is the simplest; the term is there `factor` times, if not once.
     """
 
     kind: Literal["redefined"] = "redefined"
     term: str
     variants: tuple[tuple[Change, ...], ...]
+    factor: Factor | None = None
 
 
 class Unmasked(Record):
@@ -221,6 +237,13 @@ class NormOfNorms(Record):
     groups: tuple[Group, ...] = ()
 
 
+class NormOfOrder(Record):
+    """The norm is of another order than 2, or is not the root of the sum of squares but another number of them."""
+
+    kind: Literal["norm-of-order"] = "norm-of-order"
+    order: NormOrder
+
+
 class NormOfSlices(Record):
     """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
 
@@ -239,14 +262,17 @@ class NormOfSlices(Record):
     is_apart: bool = False
 
 
-BiasRule = Literal["reversed", "frequency", "median", "unsigned", "centred"]
-
-
 class MovedOtherwise(Record):
-    """A selection bias moves by the counts of the step, by another `rule` than the sign of their mean less each."""
+    """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
+
+    `rule` and its `rivals`, which give the same here, are the names of ways of parts (`BiasWay`), joined by "+";
+    `times` is how often the right move it is, by the median.
+    """
 
     kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: BiasRule
+    rule: str
+    rivals: tuple[str, ...] = ()
+    times: float = 1.0
 
 
 class NormOfPartials(Record):
@@ -260,11 +286,6 @@ class NormOfPartials(Record):
     combination: Literal["norms", "squares", "own"]
     tensors: tuple[str, ...]
     axes: tuple[Product, ...] = ()
-
-
-ClipFormulaName = Literal[
-    "guard", "unbounded", "without-limit", "squared", "of-squared-norm", "root", "inverse"
-]
 
 
 class Reclipped(Record):
@@ -440,6 +461,7 @@ Operation = Annotated[
     | NormOfSlices
     | MovedOtherwise
     | NormOfPartials
+    | NormOfOrder
     | Reclipped
     | Unclipped
     | Rounded

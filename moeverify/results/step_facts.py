@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, cast
+
+from pydantic import Field
 
 from moeverify.results.record import Record
 
@@ -52,31 +55,108 @@ class TermFacts(Record):
 
 RIGHT: Literal["right"] = "right"
 
-StepVariant = Literal[
-    "right",
+StepChange = Literal[
     "epsilon-before-correction",
     "epsilon-in-root",
+    "epsilon-squared-in-root",
+    "epsilon-as-floor",
     "no-epsilon",
+    "other-epsilon",
     "no-correction",
     "no-first-correction",
     "no-second-correction",
+    "multiplied-by-corrections",
+    "root-of-first-correction",
+    "second-correction-without-root",
     "corrected-for-next-step",
     "corrected-for-step-before",
+    "first-corrected-for-step-before",
+    "second-corrected-for-step-before",
     "corrected-for-other-step",
-    "multiplied-by-corrections",
     "corrected-with-bfloat16-betas",
     "corrected-with-swapped-betas",
+    "corrected-with-first-beta",
+    "corrected-with-second-beta",
+    "no-root",
+    "fourth-root",
+    "undivided",
+    "sign-of-step",
+    "bounded-step",
+    "masked-by-gradient",
+    "old-mean",
+    "gradient-for-mean",
+    "nesterov",
+    "nesterov-corrected-ahead",
+    "old-square",
+    "squared-gradient-for-square",
+    "largest-square",
+    "no-decay",
+    "decay-reversed",
     "decay-with-corrections",
     "decay-without-rate",
+    "decay-by-squared-rate",
     "decay-after-step",
-    "nesterov",
+    "decay-of-step-alone",
+    "decay-at-weight",
+    "step-without-rate",
+    "step-by-squared-rate",
+    "decay-in-gradient",
+    "decay-against-gradient",
+    "no-decay-in-gradient",
+    "sign-of-gradient",
+    "gradient-times-rate",
+    "not-clipped",
+    "clipped-by-value",
+    "clipped-again",
+    "not-squared",
+    "root-of-gradient",
+    "square-of-difference",
+    "square-of-old-difference",
+    "square-of-mean",
+    "other-share",
+    "other-beta",
+    "other-kept",
+    "undecayed",
+    "largest",
+    "epsilon-in-moment",
 ]
+"""What of a formula of the step is made otherwise; "other" and "bounded" are solved for a number."""
 
 OTHER_STEP: Literal["corrected-for-other-step"] = "corrected-for-other-step"
 """What fits some other step's corrections, and may fit a formula that is more particular as well."""
 
+MOST_FORMS = 3
+"""More formulas that all give what was made are no candidates, but say that little is known."""
+
+
+def join_changes(changes: Sequence[str]) -> str:
+    """Return the name of a formula with these changes, each a `StepChange`."""
+    return "+".join(changes)
+
+
+def split_changes(form: str) -> list[StepChange]:
+    """Return the changes of a formula by its name."""
+    return [cast("StepChange", each) for each in form.split("+")]
+
 
 DecayMeaning = Literal["", "complement", "bfloat16", "float16", "other-beta"]
+
+
+FactorMeaning = Literal[
+    "own-clip",
+    "clip-of-shard",
+    "clip-of-rank",
+    "clip-of-kind",
+    "clip-of-experts",
+    "clipped-again",
+    "unit-gradient",
+    "trust-ratio",
+    "unit-step",
+    "unit-mean-square",
+    "norm-of-weight",
+    "mean-square-of-weight",
+]
+"""What a factor is of the norms of a parameter."""
 
 
 class DecayFacts(Record):
@@ -112,8 +192,9 @@ class RecomputedFacts(Record):
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
     where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
     do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
-    the formulas of the step that give what a smaller sample has, up to rounding; the right one
-    is among them where that tells nothing.
+    the formulas of the step that give what a smaller sample has, up to rounding, by the names of their changes; the
+    right one is among them where that tells nothing. `numbers` are what some of them are solved for.
+    `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -128,14 +209,29 @@ class RecomputedFacts(Record):
     is_still: bool = False
     decay: DecayFacts | None = None
     share: ShareFacts | None = None
-    variants: tuple[StepVariant, ...] = ()
+    variants: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = Field(default_factory=dict)
+    means: tuple[FactorMeaning, ...] = ()
 
     @property
-    def variant(self) -> StepVariant | None:
-        """Return the one formula by which the step was made, None where there is none or rounding hides which."""
-        is_other = self.is_still or self.is_rounding_sure or self.is_of_rate
-        particular = tuple(name for name in self.variants if name != OTHER_STEP) or self.variants
-        return particular[0] if len(particular) == 1 and particular[0] != RIGHT and not is_other else None
+    def forms(self) -> tuple[str, ...]:
+        """Return the most particular formulas by which the step was made; none where rounding hides which."""
+        if (
+            self.is_still
+            or self.is_rounding_sure
+            or self.is_of_rate
+            or self.is_unclipped
+            or RIGHT in self.variants
+        ):
+            return ()
+        known = [name for name in self.variants if name not in self.numbers] or list(self.variants)
+        particular = tuple(name for name in known if name != OTHER_STEP) or tuple(known)
+        return particular if len(particular) <= MOST_FORMS else ()
+
+    @property
+    def variant(self) -> str | None:
+        """Return the one formula by which the step was made, None where there is none or several give the same."""
+        return self.forms[0] if len(self.forms) == 1 else None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:

@@ -174,7 +174,7 @@ class CustomParts:
         """Return nothing: a user's loss has no balance term that is known."""
         return {}
 
-    def balance_by_variant(self, num_changes: int) -> tuple[()]:
+    def loss_by_variant(self, term: str, num_changes: int) -> tuple[()]:
         """Return nothing: a user's loss has no balance term that is known."""
         del num_changes
         return ()

@@ -13,10 +13,10 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
 from moeverify.results.operation import Change
-from moeverify.train.balance_variants import list_variants, vary
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses
+from moeverify.train.router_loss_variants import list_variants, vary
 from moeverify.train.subject import Run, Vector
 
 
@@ -107,15 +107,15 @@ class ReferenceParts:
                 found[scope] = differentiate(balance, self.run.shards)
         return found
 
-    def balance_by_variant(self, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
-        """Yield the gradient of variants of the balance loss; see `GradientParts`."""
-        if self.moe is None or self.moe.balance_coef == 0.0:
+    def loss_by_variant(self, term: str, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
+        """Yield the gradient of variants of the balance or the z loss; see `GradientParts`."""
+        if self.moe is None or term not in ("balance", "z"):
             return
-        for changes in list_variants(self.moe, num_changes):
+        for changes in list_variants(self.moe, term, num_changes):
             with vary(self.run.model, changes):
                 routers = self._forward(self.batch.valid).routers
-            balance, _ = router_losses(self.moe, routers, self.batch, self.normalizers, Sums())
-            yield changes, differentiate(balance, self.run.shards)
+            balance, z = router_losses(self.moe, routers, self.batch, self.normalizers, Sums())
+            yield changes, differentiate(balance if term == "balance" else z, self.run.shards)
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient through each use of a tied weight; see `GradientParts`."""

@@ -73,8 +73,8 @@ class GradientParts(Protocol):
         Empty where no such loss is known.
         """
 
-    def balance_by_variant(self, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
-        """Return the gradient of the balance loss with so many parts of its formula otherwise, one or two.
+    def loss_by_variant(self, term: str, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
+        """Return the gradient of a router's loss term with so many parts of its formula otherwise, one or two.
 
         Each is computed when it is asked for. None where no such loss is known.
         """

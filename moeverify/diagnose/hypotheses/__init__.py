@@ -50,7 +50,7 @@ ORDER = (
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
     ("noisy_factor", "noisy_sum"),
-    ("scaled_loss", "other_balance"),
+    ("scaled_loss", "other_router_loss"),
     ("loss_value",),
     ("rounding",),
     ("repeated_shard", "counted_padding", "counted_others"),

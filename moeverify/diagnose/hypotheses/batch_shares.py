@@ -10,7 +10,7 @@ from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column, Fit
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.weighted_shares import find_own_tokens_of_terms, find_partial_clip
+from moeverify.diagnose.weighted_shares import find_by_number, find_own_tokens_of_terms, find_partial_clip
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Source, is_same
@@ -53,7 +53,8 @@ class BatchShares(LinearFit):
             return found
         own = find_own_tokens_of_terms(wrong, fit, components)
         clip = find_partial_clip(fit, components, inputs.max_norm) if own is None else None
-        return found.model_copy(update={"own_tokens": own, "clip": clip})
+        number = find_by_number(fit, components) if own is None and clip is None else None
+        return found.model_copy(update={"own_tokens": own, "clip": clip, "by_number": number})
 
 
 def describe_means(

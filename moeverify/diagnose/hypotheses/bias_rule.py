@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import BiasRule, MovedOtherwise
+from moeverify.results.formula_names import BiasWay
+from moeverify.results.operation import MovedOtherwise
 from moeverify.results.trial import Reason
 
 _NAME = "selection_bias"
@@ -22,9 +25,12 @@ _NAME = "selection_bias"
 _ROUNDING = 1e-6
 """Of the largest bias: what float32 leaves of its sums."""
 
+_MOST_ALIKE = 3
+"""More rules that give the same say nothing."""
+
 
 class BiasRuleHypothesis(Hypothesis):
-    """The move of each expert is that of one other rule alone, and not that of the right one."""
+    """The move of each expert is that of another rule, with a part or two otherwise; not that of the right one."""
 
     name = "bias_rule"
     quantities = frozenset({Quantity.BUFFER})
@@ -45,30 +51,86 @@ class BiasRuleHypothesis(Hypothesis):
         right = tensor.expected - before.to(torch.float64)
         moved = tensor.whole - before.to(torch.float64)
         allowed = _ROUNDING * float(tensor.expected.abs().max() + right.abs().max())
-        rules = _list_moves(counts.to(torch.float64), right, moved)
         if float(moved.abs().max()) <= allowed:
             return self.refuse()  # it has not moved at all
-        fitting = [name for name, move in rules.items() if float((move - moved).abs().max()) <= allowed]
-        if len(fitting) != 1:
+        seen = _Move(counts.to(torch.float64), before.to(torch.float64), moved, float(right.abs().max()))
+        fitting: dict[tuple[BiasWay, ...], Tensor] = {}
+        for rule in _list_rules():
+            if fitting and len(rule) > len(next(iter(fitting))):
+                break
+            move = _make(rule, seen)
+            if float((move - moved).abs().max()) <= allowed:
+                fitting[rule] = move
+        # One that leaves open by how much says less than one that does not.
+        known = [rule for rule in fitting if "other-rate" not in rule] or list(fitting)
+        if not 0 < len(known) <= _MOST_ALIKE:
             return self.refuse()
-        operation = MovedOtherwise(rule=fitting[0])
+        rate = float((fitting[known[0]] / right)[right != 0.0].abs().median()) if seen.rate else 0.0
+        names = ["+".join(rule) for rule in known]
+        operation = MovedOtherwise(rule=names[0], rivals=tuple(names[1:]), times=rate)
         return self.accept(explain_by(Cause.STATE, operation, tensors, inputs))
 
 
-def _list_moves(counts: Tensor, right: Tensor, moved: Tensor) -> Mapping[BiasRule, Tensor]:
-    """Return the moves (E) by each rule, of counts (E); `right` has the rate, `moved` the scale of what has none."""
-    rate = float(right.abs().max())
-    signs, less = right / rate if rate else right, counts.mean() - counts
-    scale = float(moved @ less) / max(float(less @ less), 1e-300)
-    moves: dict[BiasRule, Tensor] = {
-        "reversed": -right,
+class _Move(NamedTuple):
+    """The counts (E) of a step, the bias (E) of before and how it has moved (E), and by how much it should each."""
+
+    counts: Tensor
+    before: Tensor
+    moved: Tensor
+    rate: float
+
+
+_PARTS: Mapping[str, Sequence[BiasWay]] = {
+    "center": ("median", "largest", "smallest", "of-busy", "frequency"),
+    "shape": ("unsigned", "root", "overloaded", "underloaded", "up-at-mean", "down-at-mean"),
+    "direction": ("reversed",),
+    "rate": ("other-rate",),
+    "after": ("centred", "not-below-zero", "kept"),
+}
+"""The parts of a move, rate * sign(mean - count), with the ways in which each may be otherwise."""
+
+
+def _list_rules() -> Iterator[tuple[BiasWay, ...]]:
+    """Yield the rules with one way of one part, then those with ways of two."""
+    for count in (1, 2):
+        for parts in combinations(_PARTS.values(), count):
+            yield from product(*parts)
+
+
+def _make(ways: Collection[str], seen: _Move) -> Tensor:
+    """Return the move (E) by a rule with these ways."""
+    counts = seen.counts
+    centers: Mapping[str, Tensor] = {
+        "median": counts.median(),
+        "largest": counts.max(),
+        "smallest": counts.min(),
+        "of-busy": counts[counts > 0].mean(),
         # A share of the choices is below 1, and so below each count that is not zero.
-        "frequency": rate * torch.where(counts > 0, -1.0, 1.0).to(torch.float64),
-        "median": rate * torch.sign(counts.median() - counts),
-        "unsigned": max(scale, 0.0) * less,
-        "centred": rate * (signs - signs.mean()),
+        "frequency": torch.full_like(counts[0], 0.5),
     }
-    return {name: move for name, move in moves.items() if not torch.equal(move, right)}
+    less = next((value for name, value in centers.items() if name in ways), counts.mean()) - counts
+    shapes: Mapping[str, Tensor] = {
+        "unsigned": less,
+        "root": less.sign() * less.abs().sqrt(),
+        "overloaded": less.sign().clamp(max=0.0),
+        "underloaded": less.sign().clamp(min=0.0),
+        "up-at-mean": torch.where(less >= 0.0, 1.0, -1.0).to(less.dtype),
+        "down-at-mean": torch.where(less > 0.0, 1.0, -1.0).to(less.dtype),
+    }
+    shape = next((value for name, value in shapes.items() if name in ways), less.sign())
+    shape = -shape if "reversed" in ways else shape
+    shape = shape - shape.mean() if "centred" in ways else shape
+    if {"other-rate", "unsigned", "root"} & set(ways):
+        rate = max(float(seen.moved @ shape) / max(float(shape @ shape), 1e-300), 0.0)
+    else:
+        rate = seen.rate
+    move = rate * shape
+    if "not-below-zero" in ways:
+        return (seen.before + move).clamp(min=0.0) - seen.before
+    if "kept" in ways:
+        left, size = seen.moved - move, float(seen.before @ seen.before)
+        return move + (float(left @ seen.before) / size if size else 0.0) * seen.before
+    return move
 
 
 HYPOTHESIS = BiasRuleHypothesis()

@@ -16,8 +16,9 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor
+from moeverify.results.formula_names import ClipFormulaName
 from moeverify.results.observation import ScalarValues
-from moeverify.results.operation import ClipFormulaName, Reclipped
+from moeverify.results.operation import Reclipped
 from moeverify.results.trial import Reason
 from moeverify.train.clipping import GUARD
 
@@ -45,7 +46,11 @@ class ClipFormula(Hypothesis):
         worst = tensor.worst_shard
         norm, limit, actual = float(total), inputs.max_norm, float(worst.values())
         seen = ScalarValues(expected=float(tensor.expected), actual=actual, rank=worst.rank)
-        operation = _find_formula(actual, norm, limit) or _find_guard(actual, norm, limit, inputs)
+        operation = (
+            _find_formula(actual, norm, limit)
+            or _find_guard(actual, norm, limit, inputs)
+            or _find_limit(actual, norm, limit, inputs)
+        )
         if operation is None:
             return self.refuse(seen)
         return self.accept(explain_by(Cause.NORM, operation, tensors, inputs), seen)
@@ -61,6 +66,9 @@ def _find_formula(actual: float, norm: float, limit: float) -> Reclipped | None:
         "of-squared-norm": limit / (norm * norm + GUARD),
         "root": math.sqrt(right),
         "inverse": 1.0 / right,
+        "soft": limit / (norm + limit),
+        "limit-squared": limit * limit / (norm + GUARD),
+        "of-root-norm": limit / (math.sqrt(norm) + GUARD),
     }
     wrong = min(1.0, right)
     for way, value in formulas.items():
@@ -81,6 +89,14 @@ def _find_guard(actual: float, norm: float, limit: float, inputs: DiagnosisInput
         return None
     factor = find_factor(float(whole), inputs.axes.sources) if whole else Factor(value=0.0)
     return Reclipped(way="guard", factor=factor) if factor.is_zero or factor.equals else None
+
+
+def _find_limit(actual: float, norm: float, limit: float, inputs: DiagnosisInputs) -> Reclipped | None:
+    """Return by which number of the run the limit is multiplied, None where it is none."""
+    if not 0.0 < actual < 1.0:
+        return None
+    factor = find_factor(actual * (norm + GUARD) / limit, inputs.axes.sources)
+    return Reclipped(way="limit", factor=factor) if factor.equals else None
 
 
 HYPOTHESIS = ClipFormula()

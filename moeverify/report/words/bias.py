@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import BiasRule, MovedOtherwise
+from moeverify.results.formula_names import BiasWay
+from moeverify.results.operation import MovedOtherwise
 
-_RULES: Mapping[BiasRule, str] = {
+_WAYS: Mapping[BiasWay, str] = {
     "reversed": "in the wrong direction: up where an expert has more tokens than the mean",
     "frequency": "down for each expert that got a token, as where counts are compared with a share below 1",
     "median": "towards the median of the counts and not their mean",
     "unsigned": "by the difference of mean and count itself and not by its sign",
     "centred": "by its sign less the mean of all signs",
+    "largest": "towards the largest of the counts and not their mean",
+    "smallest": "towards the smallest of the counts and not their mean",
+    "of-busy": "towards the mean of the counts that are not zero",
+    "root": "by the root of the difference of mean and count and not by its sign",
+    "overloaded": "down for experts with more tokens than the mean, and not up for the others",
+    "underloaded": "up for experts with fewer tokens than the mean, and not down for the others",
+    "up-at-mean": "up for experts with as many tokens as the mean",
+    "down-at-mean": "down for experts with as many tokens as the mean",
+    "other-rate": "by {:.5g} times its rate",
+    "not-below-zero": "to no number below zero",
+    "kept": "from a part of itself alone, as where it decays",
 }
 
 
@@ -20,4 +33,11 @@ def describe_moved_otherwise(operation: MovedOtherwise, explanation: Explanation
     """Return by which rule a selection bias moves."""
     count = len(explanation.subject.tensors)
     biases = "the selection bias moves" if count == 1 else f"{count} selection biases move"
-    return f"{biases} {_RULES[operation.rule]}"
+    first, *rest = (_describe_rule(rule, operation.times) for rule in (operation.rule, *operation.rivals))
+    said = f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
+    return f"{biases} {said}"
+
+
+def _describe_rule(rule: str, times: float) -> str:
+    ways = (cast("BiasWay", way) for way in rule.split("+"))
+    return " and ".join(_WAYS[way].format(times) for way in ways)

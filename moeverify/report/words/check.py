@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moeverify.report.numbers import format_count, format_number
 from moeverify.report.words.optimizer import describe_recomputed
-from moeverify.report.words.router import RULES
+from moeverify.report.words.router import describe_rules
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import (
@@ -368,7 +368,7 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
     seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
     if facts.rule is not None:
         exact = "by that rule it is what its own input gives, up to rounding"
-        return Words(f"{finding.tensor} {RULES[facts.rule]}", "", (seen, exact))
+        return Words(f"{finding.tensor} {describe_rules(facts)}", "", (seen, exact))
     if facts.quantity == "choice":
         text = f"{finding.tensor} chooses other experts than its own input and weights say"
         margin = (

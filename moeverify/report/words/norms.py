@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import describe_sources, format_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.results.explanation import Explanation
-from moeverify.results.operation import NormOfNorms, NormOfPartials, NormOfSlices, Reclipped, Scaled
+from moeverify.results.formula_names import NormOrder
+from moeverify.results.operation import (
+    NormOfNorms,
+    NormOfOrder,
+    NormOfPartials,
+    NormOfSlices,
+    Reclipped,
+    Scaled,
+)
 from moeverify.results.part import Part
 
 
@@ -19,6 +27,25 @@ def describe_norm_of_norms(operation: NormOfNorms, explanation: Explanation) -> 
     return (
         f"the gradients match, and the gradient norm is the {value} of {parts}, not the root of their squares"
     )
+
+
+_ORDERS: Mapping[NormOrder, str] = {
+    "absolute": "the sum of the absolute gradients, a norm of order 1 and not 2",
+    "absolute-apart": (
+        "made of the sums of the absolute gradients of experts and of all others, norms of order 1 and not 2"
+    ),
+    "largest": "the largest absolute gradient, a norm of order infinity and not 2",
+    "squares": "the sum of the squares, without its root",
+    "mean-square": "the root of the mean square of all elements, and not of their sum",
+    "mean-absolute": "the mean of the absolute gradients",
+    "root": "the root of the right one",
+    "clipped": "that of the gradients after the clip, which is its limit",
+}
+
+
+def describe_norm_of_order(operation: NormOfOrder, explanation: Explanation) -> str:
+    """Return which other number of the gradients a norm is."""
+    return f"the gradients match, and the gradient norm is {_ORDERS[operation.order]}"
 
 
 def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -> str:
@@ -79,6 +106,9 @@ def describe_reclipped(operation: Reclipped, explanation: Explanation) -> str:
     """Return by which formula a clip coefficient is made."""
     coefficient = "the gradient norm matches, and the clip coefficient"
     guard, factor = "the small number that guards its division", operation.factor
+    if factor is not None and operation.way == "limit":
+        times = f"{format_factor(factor.value)} times the right one ({describe_sources(factor)})"
+        return f"{coefficient} is made of a limit that is {times}"
     if factor is not None and factor.is_zero:
         return f"{coefficient} lacks {guard}"
     if factor is not None:
@@ -94,4 +124,7 @@ _FORMULAS: Mapping[str, str] = {
     "of-squared-norm": "divides by the squared norm",
     "root": "is the root of the right one",
     "inverse": "is 1 over the right one",
+    "soft": "is the limit over the sum of norm and limit, without a bound of 1",
+    "limit-squared": "is made of the square of the limit",
+    "of-root-norm": "divides by the root of the norm",
 }

@@ -19,6 +19,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
+    describe_norm_of_order,
     describe_norm_of_partials,
     describe_norm_of_slices,
     describe_reclipped,
@@ -47,22 +48,11 @@ from moeverify.results.operation import (
     Carried,
     Crossed,
     LostElements,
-    Miscounted,
-    Misplaced,
-    Misreduced,
     Moved,
-    MovedOtherwise,
-    NormOfNorms,
-    NormOfPartials,
-    NormOfSlices,
     Offset,
     OwnValues,
-    Reclipped,
-    Redefined,
     RepeatedShard,
     Replaced,
-    Rescoped,
-    Reweighted,
     Rounded,
     Scaled,
     Shifted,
@@ -71,7 +61,6 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Unreduced,
-    Unwritten,
     Varied,
     Zeroed,
 )
@@ -90,7 +79,7 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens or operation.clip:
+    if operation.local_means or operation.own_tokens or operation.clip or operation.by_number:
         return describe_weights(operation)
     if operation.reduced_again is not None:
         return _describe_repetition(operation.reduced_again, wrong, explanation)
@@ -333,18 +322,22 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
     )
 
 
-describe_operation.register(Misreduced, describe_misreduced)
-describe_operation.register(Misplaced, describe_misplaced)
-describe_operation.register(Rescoped, describe_rescoped)
-describe_operation.register(Reweighted, describe_reweighted)
-describe_operation.register(Redefined, describe_redefined)
-describe_operation.register(Miscounted, describe_miscounted)
-describe_operation.register(Unwritten, describe_unwritten)
-describe_operation.register(NormOfNorms, describe_norm_of_norms)
-describe_operation.register(NormOfPartials, describe_norm_of_partials)
-describe_operation.register(NormOfSlices, describe_norm_of_slices)
-describe_operation.register(MovedOtherwise, describe_moved_otherwise)
-describe_operation.register(Reclipped, describe_reclipped)
+for _describe in (
+    describe_misreduced,
+    describe_misplaced,
+    describe_rescoped,
+    describe_reweighted,
+    describe_redefined,
+    describe_miscounted,
+    describe_unwritten,
+    describe_norm_of_norms,
+    describe_norm_of_partials,
+    describe_norm_of_slices,
+    describe_moved_otherwise,
+    describe_reclipped,
+    describe_norm_of_order,
+):
+    describe_operation.register(_describe)  # by the annotation of its operation
 
 
 @describe_operation.register

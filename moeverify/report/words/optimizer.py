@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.words.step_changes import describe_form
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import (
     NEAR,
     DecayFacts,
+    FactorMeaning,
     RecomputedFacts,
     ShareFacts,
-    StepVariant,
     TermFacts,
 )
 
@@ -34,6 +35,9 @@ def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
         return f"the optimizer's step leaves weights on {format_ranks(finding.ranks)} as they are", ()
     if facts.is_of_rate:
         return _describe_rate(facts, finding)
+    factors = [term.factor for term in wrong if term.factor is not None]
+    if len(wrong) == len(factors) > 1 and max(factors) - min(factors) < NEAR * max(map(abs, factors)):
+        return _describe_whole(facts, factors[0], quantity)
     causes = []
     for term in wrong:
         if term.factor is None:
@@ -55,6 +59,18 @@ def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
     return f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", tuple(evidence)
 
 
+def _describe_whole(facts: RecomputedFacts, factor: float, quantity: str) -> Said:
+    """Return that all terms are there by one factor."""
+    how = (
+        ""
+        if quantity != "the update" or not 0.0 < factor < 1.0
+        else (f", as where {1.0 - factor:.4g} of the new weight is the old one")
+    )
+    evidence = "with that factor it is what the rank's own gradient, moments and options give"
+    cause = f"the optimizer computes {quantity} otherwise: all of it counts {factor:.4g} times{how}"
+    return cause, (evidence, *_count_others(facts))
+
+
 def _describe_told(facts: RecomputedFacts, finding: Finding, quantity: str) -> Said | None:
     """Return what one number, dtype or formula tells of all elements, None where none does."""
     if facts.is_rounding_sure:
@@ -62,10 +78,15 @@ def _describe_told(facts: RecomputedFacts, finding: Finding, quantity: str) -> S
         cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
         return cause, (f"each is what the right one is rounded to in {facts.rounded_to}",)
     if facts.variant is not None:
-        return _describe_variant(facts, facts.variant)
+        return _describe_forms(facts, quantity)
+    if facts.means and not facts.is_still:
+        return _describe_means(facts, quantity)
     if facts.decay is not None:
         return _describe_decay(facts, facts.decay, quantity)
-    return None if facts.share is None else _describe_share(facts, facts.share, quantity)
+    if facts.share is not None:
+        return _describe_share(facts, facts.share, quantity)
+    # One number that explains it says less than formulas of which one explains it as well.
+    return _describe_forms(facts, quantity) if facts.forms else None
 
 
 def _describe_decay(facts: RecomputedFacts, decay: DecayFacts, quantity: str) -> Said:
@@ -96,6 +117,29 @@ def _describe_share(facts: RecomputedFacts, share: ShareFacts, quantity: str) ->
     return cause, (evidence, *_count_others(facts))
 
 
+_MEANS: Mapping[FactorMeaning, str] = {
+    "own-clip": "the gradient of each parameter is clipped by its own norm, not by that of all",
+    "clip-of-shard": "each rank's shard of a gradient is clipped by its own norm, not by that of all gradients",
+    "clip-of-rank": "the gradients of each rank are clipped by the norm of what the rank has, not by that of all",
+    "clip-of-kind": "matrices and vectors are clipped apart, each by the norm of their own gradients",
+    "clip-of-experts": "experts and all other parameters are clipped apart, each by the norm of their own gradients",
+    "clipped-again": "the gradient is clipped twice",
+    "unit-gradient": "the gradient of each parameter is divided by its own norm",
+    "trust-ratio": "the step is multiplied by the norm of its parameter over its own, as by LAMB's trust ratio",
+    "unit-step": "the step of each parameter is divided by its own norm",
+    "unit-mean-square": "the step of each parameter is divided by the root of its own mean square",
+    "norm-of-weight": "the step is multiplied by the norm of its parameter",
+    "mean-square-of-weight": "the step is multiplied by the root mean square of its parameter, as by Adafactor",
+}
+
+
+def _describe_means(facts: RecomputedFacts, quantity: str) -> Said:
+    first, *rest = (_MEANS[name] for name in facts.means)
+    said = f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
+    evidence = [f"{term.name} counts {term.factor:.6g} times" for term in facts.wrong_terms if term.factor]
+    return f"the optimizer computes {quantity} otherwise: {said}", (*evidence, *_count_others(facts))
+
+
 def _describe_corrected(facts: RecomputedFacts, share: ShareFacts, quantity: str) -> Said:
     way = "divided" if share.found > 1.0 else "multiplied"
     cause = (
@@ -110,26 +154,6 @@ def _count_others(facts: RecomputedFacts) -> tuple[str, ...]:
     return (f"so it is in {format_count(len(facts.others), 'other tensor')}",) if facts.others else ()
 
 
-_VARIANTS: Mapping[StepVariant, str] = {
-    "epsilon-before-correction": "epsilon is added before the second moment's bias correction",
-    "epsilon-in-root": "epsilon is added inside of the root",
-    "no-epsilon": "epsilon is left out",
-    "no-correction": "the moments' bias corrections are left out",
-    "no-first-correction": "the first moment's bias correction is left out",
-    "no-second-correction": "the second moment's bias correction is left out",
-    "corrected-for-next-step": "the bias corrections are those of the next step",
-    "corrected-for-step-before": "the bias corrections are those of the step before",
-    "corrected-for-other-step": "the bias corrections are those of another step, by a counter that is not its own",
-    "multiplied-by-corrections": "the moments are multiplied by their bias corrections, not divided by them",
-    "corrected-with-bfloat16-betas": "the bias corrections are those of betas rounded to bfloat16",
-    "corrected-with-swapped-betas": "the bias corrections are those of each other's beta",
-    "decay-with-corrections": "the weight decay is multiplied by the moments' bias corrections",
-    "decay-without-rate": "the weight decay is not multiplied by the learning rate",
-    "decay-after-step": "the weight decay is taken from the weight after its step, not before it",
-    "nesterov": "the momentum is Nesterov's",
-}
-
-
 def _describe_power(term: TermFacts, power: int) -> str:
     name, number = term.name.removeprefix("squared "), 2 ** abs(power)
     if power < 0:
@@ -137,11 +161,13 @@ def _describe_power(term: TermFacts, power: int) -> str:
     return f"the {name} is multiplied by {number}, as by a scale of the loss that is not undone"
 
 
-def _describe_variant(facts: RecomputedFacts, variant: StepVariant) -> Said:
-    evidence = ["with that formula the update is what the rank's own gradient, moments and options give"]
+def _describe_forms(facts: RecomputedFacts, quantity: str) -> Said:
+    first, *rest = (describe_form(form, facts.numbers) for form in facts.forms)
+    evidence = [f"with that formula {quantity} is what the rank's own gradient, moments and options give"]
     if facts.others:
         evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")
-    return f"the optimizer computes the update otherwise: {_VARIANTS[variant]}", tuple(evidence)
+    said = f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
+    return f"the optimizer computes {quantity} otherwise: {said}", tuple(evidence)
 
 
 def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Said:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_ranks
-from moeverify.report.words.factor import describe_sources, name_products
+from moeverify.report.words.factor import describe_factor, describe_sources, name_products
 from moeverify.report.words.subject import name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
@@ -47,6 +47,22 @@ _REDEFINED: Mapping[tuple[str, str], str] = {
     ("counts", "plain"): "the counts of a choice without groups and without the selection bias",
     ("counts", "first"): "the counts of each token's first choice alone",
     ("counts", "padded"): "counts in which tokens of padding take part",
+    ("counts", "probabilities"): "the summed probabilities in place of the counts, with their gradient",
+    (
+        "counts",
+        "detached-probabilities",
+    ): "the summed probabilities in place of the counts, without their gradient",
+    ("counts", "uniform"): "the same count for every expert",
+    ("probabilities", "squared"): "the squares of the probabilities",
+    ("probabilities", "logarithm"): "the logarithms of the probabilities",
+    ("sizes", "unsquared"): "the logsumexp of each token's logits, without its square",
+    ("sizes", "mean-square"): "the mean square of each token's logits, not of the square of their logsumexp",
+    ("sizes", "sum-of-squares"): "the sum of the squares of each token's logits",
+    ("sizes", "largest"): "the square of each token's largest logit",
+    ("sizes", "log-mean-exp"): "the squared logarithm of the mean of exponentials, not of their sum",
+    ("sizes", "log-of-sum"): "the squared logsumexp of the scores, not of the logits",
+    ("sizes", "of-chosen"): "the squared logsumexp of the chosen experts' logits alone",
+    ("sizes", "mean-of-logits"): "the square of the mean of each token's logits",
 }
 _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 
@@ -119,10 +135,11 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
 def describe_redefined(operation: Redefined, explanation: Explanation) -> str:
     """Return of what else a loss term is made, with all that explains it as well."""
     first, *others = (_describe_changes(changes) for changes in operation.variants)
+    times = "" if operation.factor is None else f", {describe_factor(operation.factor)}"
     if not others:
-        return f"the {operation.term} loss is made of {first}"
+        return f"the {operation.term} loss is made of {first}{times}"
     rivals = ", or of ".join((first, *others))
-    return f"the {operation.term} loss is made either of {rivals}: the gradients are equal here"
+    return f"the {operation.term} loss is made either of {rivals}{times}: the gradients are equal here"
 
 
 def _describe_changes(changes: Sequence[Change]) -> str:

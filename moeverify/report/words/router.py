@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.results.facts import ChoiceRule, WeightRule
+from moeverify.results.facts import RouterFacts
 
-RULES: Mapping[ChoiceRule | WeightRule, str] = {
+WAYS: Mapping[str, str] = {
     "masked-by-zero": (
         "masks the experts of groups that it does not take by a score of zero, and not by minus infinity: "
         "they are chosen where others are below zero"
@@ -14,6 +14,31 @@ RULES: Mapping[ChoiceRule | WeightRule, str] = {
     "without-groups": "chooses its experts from all groups, not from the best ones alone",
     "groups-by-best": "rates groups of experts by their best expert, not by their best two",
     "groups-by-two": "rates groups of experts by their best two experts, not by the best one",
+    "groups-by-worst": "rates groups of experts by their worst expert",
+    "worst": "chooses the experts with the lowest scores",
+    "of-token-before": "gives each token the choice of the token before it",
+    "of-token-after": "gives each token the choice of the token after it",
+    "bias-twice": "adds the selection bias twice",
+    "bias-on-logits": "adds the selection bias to its logits, before they become scores",
+    "chosen-by-logits": "chooses its experts by its logits, not by their scores",
+    "chosen-by-other-score": "chooses its experts by the other score, softmax for sigmoid or sigmoid for softmax",
+    "scores-again": "weighs its experts by scores that it makes of its scores once more",
+    "logits-as-weights": "weighs its experts by its logits, not by their scores",
+    "other-temperature": "multiplies its logits by {:.6g} before it makes scores of them",
+    "bias-in-logits": "weighs its experts by scores of logits with the selection bias",
+    "equal-weights": "weighs the experts of a token equally",
+    "softmax-of-chosen": "weighs its experts by a softmax of the chosen logits",
+    "softmax-of-chosen-scores": "weighs its experts by a softmax of the chosen scores",
+    "divided-by-root-of-squares": "divides the weights of a token's experts by the root of the sum of their squares",
+    "divided-by-best": "divides the weights of a token's experts by the largest one",
+    "divided-by-one-more": "divides the weights of a token's experts by a sum that has one more expert's score",
+    "divided-by-all": "divides the weights of a token's experts by the sum of the scores of all experts",
+    "other-epsilon": "adds {:.5g} to the sum that it divides weights by",
+    "other-scale": "multiplies its weights by {:.6g}, which is not the recipe's scale",
+    "divided-by-scale": "divides its weights by their scale, where it should multiply",
+    "weights-reversed": "gives the weights of a token's experts to them in the reverse order",
+    "weights-by-id": "gives the weights of a token's experts to them in the order of the experts' numbers",
+    "weights-of-token-before": "gives each token the weights of the token before it",
     "sum-of-group": "rates groups of experts by the sum of all of their scores",
     "groups-without-bias": "rates groups of experts without the selection bias",
     "experts-without-bias": "chooses experts inside of groups without the selection bias",
@@ -32,4 +57,24 @@ RULES: Mapping[ChoiceRule | WeightRule, str] = {
     "without-scale": "leaves out the scale of its weights",
     "with-bias": "weighs its experts by scores with the selection bias",
 }
-"""By rule what a router does."""
+"""By the way of a part, what a router does."""
+
+_GROUPS = "groups-"
+
+
+def describe_rules(facts: RouterFacts) -> str:
+    """Return by which rule a router has chosen or weighed, or by which ones it may have."""
+    rules = (facts.rule or "", *facts.rivals)
+    first, *rest = (_describe_rule(rule, facts.numbers.get(rule)) for rule in rules)
+    return f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
+
+
+def _describe_rule(rule: str, number: float | None) -> str:
+    return " and ".join(_describe_way(way, number) for way in rule.split("+"))
+
+
+def _describe_way(way: str, number: float | None) -> str:
+    count = way.removeprefix(_GROUPS)
+    if way.startswith(_GROUPS) and count.isdigit():
+        return f"takes the best {count} groups of experts, another number than the recipe's"
+    return WAYS[way].format(number)

@@ -11,6 +11,7 @@ from moeverify.case.rule import Rule, blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
 from moeverify.train.recomputation import Recomputed, StepValues
+from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +44,14 @@ class OptimizerKind(Implementation):
         """
         raise NotImplementedError
 
-    def list_variants(self, spec: Optimizer, step: StepValues) -> Mapping[str, Tensor]:
-        """Return by name (`moeverify.results.facts.StepVariant`) the change (N,) of the weight by another formula.
+    def find_grammar(
+        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
+    ) -> Grammar | None:
+        """Return the formula of the result `name` in parts that may be made otherwise; None where it has none.
 
-        These are formulas that other optimizers have, or had by mistake; none is looked at where the step is right.
+        Shape: actual (N,), what the optimizer has made. None is looked at where the step is right.
         """
-        return {}
+        return None
 
     def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
         """Return the change (N,) of the weight by the bias corrections of the steps `number`, None without any."""

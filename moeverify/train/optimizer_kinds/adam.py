@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
+from moeverify.train.adam_grammar import AdamMoment, AdamStep
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
+from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +24,6 @@ def forgetting(case: Case) -> Iterator[Problem]:
     if max(case.recipe.optimizer.betas) >= 1.0:
         message = "a beta of 1 never forgets, and divides by zero"
         yield blame("recipe.optimizer.betas", message, "write numbers below 1")
-
-
-def round_to_bfloat16(value: float) -> float:
-    """Return the nearest number of 8 significant bits."""
-    mantissa, exponent = math.frexp(value)
-    return math.ldexp(round(mantissa * 256.0) / 256.0, exponent)
 
 
 class AdamKind(OptimizerKind):
@@ -113,44 +108,16 @@ class AdamKind(OptimizerKind):
             shrunk_by = 1.0 - step.lr * step.weight_decay
         return Recomputed(WEIGHT, terms, rounded, options, smallest=smallest, shrunk_by=shrunk_by)
 
-    def list_variants(self, spec: Optimizer, step: StepValues) -> Mapping[str, Tensor]:
-        """Return the changes with epsilon, bias corrections or decay at another place; see `OptimizerKind`."""
+    def find_grammar(
+        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
+    ) -> Grammar | None:
+        """Return that of a moment, or of the change of the weight; see `OptimizerKind`."""
+        if name != WEIGHT:
+            moment = AdamMoment(spec, step, name, actual, solve, decays=not self.decays_weight)
+            return moment.grammar()
         if not set(self.moments) <= set(step.after):
-            return {}
-        mean, square = (step.after[name] for name in self.moments)
-        first, second = (1.0 - beta**step.number for beta in spec.betas)
-        decayed = -step.lr * step.weight_decay * step.weight if self.decays_weight else 0.0 * step.weight
-
-        def move(mean: Tensor, root: Tensor) -> Tensor:
-            return -step.lr * mean / root + decayed
-
-        def correct(number: int, betas: Sequence[float] = spec.betas) -> Tensor:
-            powers = [1.0 - beta**number for beta in betas]
-            return move(mean / powers[0], (square / powers[1]).sqrt() + spec.eps)
-
-        right = correct(step.number)
-        found = {
-            "epsilon-before-correction": move(mean / first, (square.sqrt() + spec.eps) / second**0.5),
-            "epsilon-in-root": move(mean / first, (square / second + spec.eps).sqrt()),
-            "no-epsilon": move(mean / first, (square / second).sqrt()),
-            "no-correction": move(mean, square.sqrt() + spec.eps),
-            "no-first-correction": move(mean, (square / second).sqrt() + spec.eps),
-            "no-second-correction": move(mean / first, square.sqrt() + spec.eps),
-            "multiplied-by-corrections": move(mean * first, (square * second).sqrt() + spec.eps),
-            "corrected-for-next-step": correct(step.number + 1),
-        }
-        if spec.betas[0] != spec.betas[1]:
-            found["corrected-with-swapped-betas"] = correct(step.number, spec.betas[::-1])
-        found["corrected-with-bfloat16-betas"] = correct(
-            step.number, [round_to_bfloat16(b) for b in spec.betas]
-        )
-        if step.number > 1:
-            found["corrected-for-step-before"] = correct(step.number - 1)
-        if self.decays_weight and step.weight_decay:
-            found["decay-with-corrections"] = right + (second**0.5 / first - 1.0) * decayed
-            found["decay-without-rate"] = right + (1.0 / step.lr - 1.0) * decayed if step.lr else right
-            found["decay-after-step"] = right - step.lr * step.weight_decay * (right - decayed)
-        return found
+            return None
+        return AdamStep(spec, step, actual, solve, decays_weight=self.decays_weight).grammar()
 
     def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
         """Return the change with the bias corrections of the steps `number`; see `OptimizerKind`."""

@@ -387,10 +387,10 @@ def test_another_formula_of_the_step_is_named(
 
 
 def test_a_step_in_no_known_way_has_no_formula(judge: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def halved(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-        return exp_avg / (exp_avg_sq.sqrt() + 0.01)
+    def damped(group: dict[str, Any], number: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+        return exp_avg / (exp_avg_sq.sqrt() + exp_avg.abs() + 0.01)
 
-    monkeypatch.setattr(PlainEngine, "step", step_by(halved))
+    monkeypatch.setattr(PlainEngine, "step", step_by(damped))
     findings = judge(ADAMW, "float32").findings
     assert findings
     assert all(finding.facts.variant is None for finding in findings)

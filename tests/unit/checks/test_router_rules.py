@@ -11,9 +11,13 @@ from torch import Tensor
 
 from moeverify.checks.base import Outcome
 from moeverify.checks.router import RouterWatch, judge_routers
+from moeverify.checks.router_rules import list_choice_parts, list_weight_parts
+from moeverify.diagnose.recomputed import join_alike
+from moeverify.faults.setting import make_case
 from moeverify.model import router as routers
 from moeverify.model.router import Router
-from moeverify.report.words.router import RULES
+from moeverify.report.words.router import WAYS, describe_rules
+from moeverify.results.facts import RouterFacts
 
 SOFTMAX = {"num_experts": 16, "top_k": 3, "expert_hidden": 8, "renormalize": False}
 GROUPS = {"num_groups": 4, "top_groups": 2}
@@ -67,7 +71,7 @@ def test_the_rule_of_another_choice_is_named(
 ) -> None:
     choose_by(monkeypatch, CHOICES[rule])
     assert rule in list_rules(judge(SIGMOID, precision))
-    assert rule in RULES
+    assert rule in WAYS
 
 
 def test_a_choice_by_no_known_rule_has_none(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +119,7 @@ def test_scores_that_are_others_for_the_weights_alone_are_named(
         ({**SOFTMAX, "top_k": 1}, {"renormalize": True}, None),
         ({**SIGMOID, "renormalize": False}, {"renormalize": True}, "normalized"),
         ({**SOFTMAX, "renormalize": True}, {"renormalize": False}, "not-normalized"),
-        (SIGMOID, {"route_scale": 2.6}, None),
+        (SIGMOID, {"route_scale": 2.6}, "other-scale"),
     ],
 )
 def test_weights_of_another_recipe_are_named(
@@ -152,3 +156,72 @@ def test_a_softmax_of_the_allowed_groups_alone_is_named(
 
     monkeypatch.setattr(Router, "score", score_allowed)
     assert "of-allowed" in list_rules(judge({**SOFTMAX, **GROUPS}, "bfloat16"))
+
+
+def by_warmth(self: Router, logits: Tensor) -> Tensor:
+    return torch.softmax(1.7 * logits, dim=-1) if self.spec.score == "softmax" else (0.4 * logits).sigmoid()
+
+
+@pytest.mark.parametrize("moe", [SOFTMAX, {**SOFTMAX, "renormalize": True}, {**SIGMOID, "renormalize": True}])
+def test_a_temperature_is_measured_and_leads_the_choice(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, moe: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Router, "score", by_warmth)
+    heads = [each for each in join_alike(judge(moe, "float64").findings) if not each.follows]
+    assert {each.facts.rule for each in heads} == {"other-temperature"}
+    wanted = 1.7 if moe.get("score") != "sigmoid" else 0.4
+    assert all(each.facts.numbers["other-temperature"] == pytest.approx(wanted) for each in heads)
+
+
+def by_epsilon(self: Router, chosen: Tensor) -> Tensor:
+    return self.spec.route_scale * chosen / (chosen.sum(dim=-1, keepdim=True) + 0.02)
+
+
+def by_squares(self: Router, chosen: Tensor) -> Tensor:
+    return self.spec.route_scale * chosen / chosen.square().sum(dim=-1, keepdim=True).sqrt()
+
+
+def by_two_mistakes(self: Router, chosen: Tensor) -> Tensor:
+    return chosen / chosen.amax(dim=-1, keepdim=True)
+
+
+def by_power(self: Router, chosen: Tensor) -> Tensor:
+    return chosen**1.3
+
+
+@pytest.mark.parametrize(
+    ("weigh", "rule"),
+    [
+        (by_epsilon, "other-epsilon"),
+        (by_squares, "divided-by-root-of-squares"),
+        (by_two_mistakes, "divided-by-best+without-scale"),
+        (by_power, None),
+    ],
+)
+def test_the_parts_of_weights_are_told_apart(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, weigh: Callable[..., Tensor], rule: str | None
+) -> None:
+    monkeypatch.setattr(Router, "weigh", weigh)
+    assert list_rules(judge({**SIGMOID, "renormalize": True}, "float64")) == {rule}
+
+
+def test_every_way_has_words() -> None:
+    moe = make_case("ways", moe={**SIGMOID, "group_score": "max"}).recipe.model.moe
+    assert moe is not None
+    specs = [
+        moe.model_copy(update={"score": score, "renormalize": way})
+        for score in ("softmax", "sigmoid")
+        for way in (True, False)
+    ]
+    parts = [list_choice_parts(spec, has_bias=True) for spec in specs]
+    parts += [list_weight_parts(spec, has_bias=True) for spec in specs]
+    ways = {way for each in parts for part in each.values() for way in part}
+    facts = RouterFacts(
+        quantity="weights",
+        num_wrong=1,
+        num_tokens=2,
+        rule="worst",
+        rivals=tuple(ways),
+        numbers=dict.fromkeys(ways, 2.0),
+    )
+    assert describe_rules(facts)

@@ -98,11 +98,15 @@ def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
         ("median", RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
         ("unsigned", 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
         ("centred", RATE * (SIGNS - SIGNS.mean())),
+        ("of-busy", RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
+        ("overloaded", RATE * SIGNS.clamp(max=0.0)),
+        ("other-rate", 2.0 * RATE * SIGNS),
+        ("kept", RATE * SIGNS - 0.2 * BEFORE),
     ],
 )
 def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
     found = look(moved, first=first)
-    assert found == MovedOtherwise(rule=rule)
+    assert found == MovedOtherwise(rule=rule, times=found.times)
     subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))
     said = describe_moved_otherwise(found, Explanation(cause=Cause.STATE, subject=subject, operation=found))
     assert said.startswith("the selection bias moves ")
@@ -111,4 +115,4 @@ def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first
 def test_a_bias_that_moves_by_no_rule_is_not_explained() -> None:
     assert look(torch.zeros(8, dtype=torch.float64)) is None
     assert look(RATE * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, 1], dtype=torch.float64)) is None
-    assert look(2.0 * RATE * SIGNS) is None
+    assert look(RATE * SIGNS * torch.linspace(0.5, 2.0, 8, dtype=torch.float64)) is None

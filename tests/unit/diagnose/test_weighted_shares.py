@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from wrong_tensors import draw
 
 from moeverify.diagnose.components import Cell, Components
 from moeverify.diagnose.fit import Fit
-from moeverify.diagnose.weighted_shares import find_own_tokens, find_partial_clip
-from moeverify.results.operation import PartialClip
+from moeverify.diagnose.weighted_shares import find_by_number, find_own_tokens, find_partial_clip
+from moeverify.results.operation import ByNumber, PartialClip
 from moeverify.results.part import Part, Tokens
 from moeverify.train.clipping import GUARD
 
@@ -114,3 +115,31 @@ def test_weights_by_the_ranks_own_tokens(weights: tuple[float, ...], expected: s
 def test_equal_numbers_of_tokens_are_a_factor_like_any_other() -> None:
     assert find_own_tokens((64.0, 64.0), (64, 64)) is None
     assert find_own_tokens((0.0, 64.0), (0, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((1.0, 1.0 / 2.0, 1.0 / 3.0), ByNumber(way="divided")),
+        ((0.49, 0.7, 1.0), ByNumber(way="decaying", ratio=0.7)),
+        ((1.0, 1.5, 2.25), ByNumber(way="falling", ratio=1.5)),
+        ((0.7, 0.7, 0.7), None),
+        ((0.49, 0.7, 0.9), None),
+    ],
+)
+def test_weights_that_are_of_the_numbers_of_micro_batches(
+    weights: tuple[float, ...], expected: ByNumber | None
+) -> None:
+    known = replace(components(2, 3), num_valid=(5, 9, 7, 3, 4, 6))
+    fit = fit_of(known, {cell.tokens: weights[cell.tokens.micro_batch or 0] for cell in known.cells})
+    found = find_by_number(fit, known)
+    if expected is None or found is None:
+        assert found is expected
+    else:
+        assert (found.way, found.ratio) == (expected.way, pytest.approx(expected.ratio))
+
+
+def test_weights_that_differ_between_ranks_are_none_of_numbers() -> None:
+    known = components(2, 2)
+    fit = fit_of(known, {cell.tokens: 1.0 + number for number, cell in enumerate(known.cells)})
+    assert find_by_number(fit, known) is None

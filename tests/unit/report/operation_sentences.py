@@ -19,6 +19,7 @@ from moeverify.results.operation import (
     Misreduced,
     MovedOtherwise,
     NormOfNorms,
+    NormOfOrder,
     NormOfPartials,
     NormOfSlices,
     Reclipped,
@@ -147,6 +148,12 @@ OPERATIONS = [
         "balance loss",
     ),
     (
+        explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfOrder(order="largest")),
+        "the gradients match, and the gradient norm is the largest absolute gradient, a norm of order infinity and "
+        "not 2",
+        "gradient norm",
+    ),
+    (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfSlices(combination="own", axes=(TP,))),
         "the gradients match, and the squares are not summed over tp: each rank's gradient norm counts only those of "
         "the ranks at its own coordinate",
@@ -179,7 +186,10 @@ OPERATIONS = [
     ),
     (
         explain(
-            Cause.STATE, Quantity.BUFFER, MovedOtherwise(rule="reversed"), tensors=("router.selection_bias",)
+            Cause.STATE,
+            Quantity.BUFFER,
+            MovedOtherwise(rule="reversed"),
+            tensors=("router.selection_bias",),
         ),
         "the selection bias moves in the wrong direction: up where an expert has more tokens than the mean",
         "",

@@ -1,12 +1,14 @@
-"""The balance loss as it would be of other probabilities, or of another choice of experts, on one device.
+"""The balance and the z loss as they would be of other parts of their formulas, on one device.
 
-What implementations take for either is a small set: the router's scores before or after they are normalized, once
-more through a softmax, of the chosen experts alone; the choice with or without groups and selection bias. Letters: B
-rows, S tokens, E experts, k choices.
+What implementations take for each part is a small set. Probabilities: the router's scores before or after they are
+normalized, once more through a softmax, of the chosen experts alone. Counts: of the choice with or without groups
+and selection bias, or probabilities in their place. Sizes, whose squares the z loss sums: other measures of logits.
+Letters: B rows, S tokens, E experts, k choices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from moeverify.case.schema import MoE
 from moeverify.model.router import Router, RouterStats, Routing, choose, summarize
 from moeverify.results.operation import Change
 
-PROBABILITIES, COUNTS = "probabilities", "counts"
+PROBABILITIES, COUNTS, SIZES = "probabilities", "counts", "sizes"
 
 
 class _Seen(NamedTuple):
@@ -53,6 +55,8 @@ def _of_chosen_sigmoid(seen: _Seen) -> Tensor:
 _WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
     "softmax": lambda seen: seen.logits.softmax(dim=-1),
     "sigmoid": lambda seen: seen.logits.sigmoid() / seen.logits.sigmoid().sum(dim=-1, keepdim=True),
+    "squared": lambda seen: seen.probabilities.square(),
+    "logarithm": lambda seen: seen.probabilities.log(),
     "undivided": lambda seen: seen.logits.sigmoid(),
     "softmax-again": lambda seen: seen.probabilities.softmax(dim=-1),
     "softmax-of-scores": lambda seen: seen.scores.softmax(dim=-1),
@@ -65,6 +69,20 @@ _WAYS: Mapping[str, Callable[[_Seen], Tensor]] = {
     "chosen-softmax": lambda seen: seen.logits.masked_fill(seen.chosen == 0.0, -torch.inf).softmax(dim=-1),
     "chosen-sigmoid": _of_chosen_sigmoid,
 }
+_SQUARES: Mapping[str, Callable[[_Seen], Tensor]] = {
+    "unsquared": lambda seen: seen.logits.logsumexp(dim=-1),
+    "mean-square": lambda seen: seen.logits.square().mean(dim=-1),
+    "sum-of-squares": lambda seen: seen.logits.square().sum(dim=-1),
+    "largest": lambda seen: seen.logits.amax(dim=-1).square(),
+    "log-mean-exp": lambda seen: (seen.logits.logsumexp(dim=-1) - math.log(seen.logits.shape[-1])).square(),
+    "log-of-sum": lambda seen: seen.scores.logsumexp(dim=-1).square(),
+    "of-chosen": lambda seen: (
+        seen.logits.masked_fill(seen.chosen == 0.0, -torch.inf).logsumexp(dim=-1).square()
+    ),
+    "mean-of-logits": lambda seen: seen.logits.mean(dim=-1).square(),
+}
+"""What of each token the z loss sums, in the place of the squared logsumexp of its logits."""
+
 _RIGHT = {
     # A softmax of the chosen logits is what their probabilities are, divided by their sum.
     "softmax": ("softmax", "softmax-of-scores", "chosen-softmax"),
@@ -73,14 +91,21 @@ _RIGHT = {
 """By the score of a router: ways that are the right one, or another one of these."""
 
 
-def list_variants(spec: MoE, num_changes: int) -> Iterator[tuple[Change, ...]]:
-    """Yield the variants with one change, or with two: of the probabilities, and of what is counted."""
+_IN_PLACE = ("probabilities", "detached-probabilities", "uniform")
+"""What stands in the place of counts."""
+
+
+def list_variants(spec: MoE, term: str, num_changes: int) -> Iterator[tuple[Change, ...]]:
+    """Yield the variants of a term with one change, or with two: of the probabilities, and of what is counted."""
+    if term == "z":
+        yield from ((Change(part=SIZES, way=way),) for way in _SQUARES if num_changes == 1)
+        return
     ways = [Change(part=PROBABILITIES, way=way) for way in _WAYS if way not in _RIGHT[spec.score]]
     counts = [Change(part=COUNTS, way=way) for way in _list_counts(spec)]
     if num_changes == 1:
         yield from ((change,) for change in (*ways, *counts))
     else:
-        yield from ((first, second) for first in ways for second in counts)
+        yield from ((first, second) for first in ways for second in counts if second.way not in _IN_PLACE)
 
 
 def _list_counts(spec: MoE) -> Iterator[str]:
@@ -95,11 +120,12 @@ def _list_counts(spec: MoE) -> Iterator[str]:
     if spec.top_k > 1:
         yield "first"
     yield "padded"
+    yield from _IN_PLACE
 
 
 @contextmanager
 def vary(model: nn.Module, changes: Sequence[Change]) -> Iterator[None]:
-    """Let all routers of a model hand over what a variant of the balance loss is made of, while this is open."""
+    """Let all routers of a model hand over what a variant of their losses is made of, while this is open."""
     ways = {change.part: change.way for change in changes}
 
     def replace_stats(module: nn.Module, args: Any, kwargs: Mapping[str, Any], routing: Routing) -> Routing:
@@ -132,7 +158,17 @@ def _vary_stats(
     stats = summarize(logits, probabilities, ids, valid)
     if ways.get(COUNTS) == "padded":
         stats = stats._replace(counts=summarize(logits, probabilities, ids, everything).counts)
-    return stats
+    if SIZES in ways:
+        sizes = _SQUARES[ways[SIZES]](_Seen(logits, scores, probabilities, chosen))
+        stats = stats._replace(z_sum=(sizes * valid).sum())
+    # As many choices as there are, in proportion to what stands in the place of counts.
+    shares: Mapping[str, Callable[[], Tensor]] = {
+        "probabilities": lambda: router.spec.top_k * stats.probability_sum,
+        "detached-probabilities": lambda: router.spec.top_k * stats.probability_sum.detach(),
+        "uniform": lambda: stats.counts.double().mean(dim=-1, keepdim=True).expand_as(stats.counts),
+    }
+    make = shares.get(ways.get(COUNTS, ""))
+    return stats if make is None else stats._replace(counts=make())
 
 
 def _choose_otherwise(router: Router, scores: Tensor, ids: Tensor, way: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router, RouterStats
 from moeverify.results.operation import Change
-from moeverify.train.balance_variants import list_variants, vary
+from moeverify.train.router_loss_variants import list_variants, vary
 
 GROUPED = {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "top_k": 3}
 
@@ -114,10 +114,31 @@ def test_no_variant_is_the_right_one_or_another_variant(score: str) -> None:
     x, valid = draw_input()
     seen = [router(x, valid).stats]
     for number in (1, 2):
-        for changes in list_variants(router.spec, number):
+        for changes in list_variants(router.spec, "balance", number):
             with vary(router, changes):
                 seen.append(router(x, valid).stats)
     keys = {
-        (tuple(each.counts.flatten().tolist()), *each.probability_sum.flatten().tolist()) for each in seen
+        (each.counts.requires_grad, *each.counts.flatten().tolist(), *each.probability_sum.flatten().tolist())
+        for each in seen
     }
     assert len(keys) == len(seen)
+
+
+def test_no_variant_of_the_z_loss_is_the_right_one_or_another_one() -> None:
+    router = make_router(score="sigmoid")
+    x, valid = draw_input()
+    found = [float(router(x, valid).stats.z_sum.detach())]
+    for changes in list_variants(router.spec, "z", 1):
+        with vary(router, changes):
+            found.append(float(router(x, valid).stats.z_sum.detach()))
+    assert len({round(each, 9) for each in found}) == len(found) > 5
+    assert not list(list_variants(router.spec, "z", 2))
+
+
+def test_probabilities_that_stand_for_counts_sum_to_as_many() -> None:
+    router = make_router(score="softmax", top_k=3)
+    _, valid = draw_input()
+    stats = run_variant(router, ("counts", "detached-probabilities"))
+    assert float(stats.counts.sum()) == pytest.approx(3.0 * float(valid.sum()))
+    assert not stats.counts.requires_grad
+    assert run_variant(router, ("counts", "probabilities")).counts.requires_grad

@@ -1,0 +1,94 @@
+"""What rounding may leave of a recomputed step of an optimizer, and what a dtype may store of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.train.recomputation import Recomputed
+
+OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
+
+    What is below that may be rounded to zero. `arithmetic` is the unit of what kernels compute in for that dtype, and
+    `dtype` the coarsest one, None where tensors have several.
+    """
+
+    unit: float
+    smallest: float
+    arithmetic: float
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
+        """Return that of the coarsest dtype."""
+        infos = [torch.finfo(dtype) for dtype in dtypes]
+        unit = 0.5 * max(info.eps for info in infos)
+        arithmetic = min(unit, 0.5 * torch.finfo(torch.float32).eps)
+        (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+        return cls(unit, max(info.tiny for info in infos), arithmetic, dtype)
+
+    def bound(self, recomputed: Recomputed, start: Tensor, actual: Tensor) -> tuple[Tensor, Stored]:
+        """Return the largest error (N,) that rounding can cause in each element of a result, and what may be stored.
+
+        Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `actual` (N,).
+        """
+        result, wanted = start + actual, start + recomputed.expected
+        # Half the distance of two numbers beside the result: frexp has mantissas in [0.5, 1).
+        mantissa, exponent = torch.frexp(result)
+        last = self.unit * torch.where(result == 0.0, 0.0, torch.ldexp(torch.ones_like(result), exponent - 1))
+        # Below a power of two numbers are twice as dense.
+        is_from_below = (mantissa.abs() == 0.5) & (wanted.abs() < result.abs())
+        last = torch.where(is_from_below, 0.5 * last, last)
+        # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
+        # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
+        own = OWN * (recomputed.rounded + result.abs())
+        inner = self.unit / (1.0 - 16.0 * self.unit) * recomputed.rounded
+        inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * recomputed.options
+        inner = inner + own + recomputed.smallest * self.smallest
+        least, most = self._shrink(recomputed, start)
+        shrunk = torch.where(result > wanted, most, -least)
+        return last + inner + shrunk, self._store(start, wanted, least - inner, most + inner)
+
+    def _shrink(self, recomputed: Recomputed, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the most (N,) that rounding adds to what is multiplied before the step is taken."""
+        least = most = torch.zeros_like(start)
+        if recomputed.shrunk_by is None:
+            return least, most
+        if self.dtype is None or self.unit == self.arithmetic:
+            rounded = 2.0 * self.unit / (1.0 - 16.0 * self.unit) * start.abs()
+            return -rounded, rounded
+        # Each kernel takes one of these ways, up to its arithmetic: of the factor, the product and the difference.
+        right, own = recomputed.shrunk_by * start, 3.0 * self.arithmetic * start.abs()
+        for factor in (recomputed.shrunk_by, float(torch.tensor(recomputed.shrunk_by, dtype=self.dtype))):
+            product = factor * start
+            for shrunk in (product, product.to(self.dtype).to(start.dtype)):
+                least, most = torch.minimum(least, shrunk - right), torch.maximum(most, shrunk - right)
+        return least - own, most + own
+
+    def _store(self, start: Tensor, wanted: Tensor, least: Tensor, most: Tensor) -> Stored:
+        """Return what may be stored of a result that is off by `least` to `most` (N,) before its last rounding.
+
+        Rounding keeps the order of numbers, so that it is between what the least and the most are rounded to. Where
+        these are one number, an element that is right has it.
+        """
+        if self.dtype is None:
+            return Stored(torch.full_like(wanted, torch.inf), wanted - start)
+        sums = (wanted + least, wanted + most, wanted)
+        low, high, middle = (each.to(self.dtype).to(wanted.dtype) for each in sums)
+        return Stored(high - low, middle - start)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Of each element, how far apart two results are that may both be stored, and the nearest one. Shapes: (N,)."""
+
+    spread: Tensor
+    nearest: Tensor

@@ -1,0 +1,247 @@
+"""By which other formulas a wrong result of an optimizer is made: those of its grammar, on a sample of elements.
+
+Letters: E sampled elements of S shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moeverify.case.schema import Optimizer
+from moeverify.checks.step_rounding import Rounding
+from moeverify.results.step_facts import OTHER_STEP, RIGHT, join_changes
+from moeverify.train.optimizer_kinds import OptimizerKind
+from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
+from moeverify.train.step_grammar import Grammar
+
+MOST_OF_VARIANTS = 1 << 8
+"""Of a shard's elements so many, in equal distances, are compared with other formulas."""
+
+MOST_STEPS = 1 << 10
+"""Bias corrections of so many steps are tried, where an update is wrong."""
+
+_NEAR_STEPS, _FEW = 8, 16
+"""Of these steps so many, the nearest by a few elements, are compared in each element of a shard."""
+
+_LEAST = 4
+"""A number that is solved for is known of no fewer elements: any number fits one."""
+
+_EXACT = 2.0**-24
+"""The unit of rounding up to which formulas are told from each other: that of float32."""
+
+_PLAIN = ("corrections", "decay")
+"""The parts that are told from others in 16 bits, where an element has few values, which many formulas give."""
+
+_ALLOWED = 4.0
+"""How many times the squares that rounding may leave of a shard another formula may."""
+
+_SAME = 1e-3
+"""Relative: a number that differs by less from the usual one is that."""
+
+_MOST_ALIKE = 3
+"""More pairs of changes that give the same say nothing."""
+
+Found = dict[str, float | None]
+"""Of one shard, the formulas that give all of its elements, with the number of each that was solved for one."""
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """A smaller sample of a result, to compare it with other formulas than its own where that does not give it.
+
+    `right` and `actual` (E,) are what the step should have made of `values` and has made; `start` (E,) is what it is
+    added to, zero for a moment; `sizes` (S) the numbers of the elements of each shard.
+    """
+
+    kind: OptimizerKind
+    spec: Optimizer
+    values: StepValues
+    right: Recomputed
+    actual: Tensor
+    start: Tensor
+    dtypes: Collection[torch.dtype]
+    sizes: Sequence[int]
+
+    @classmethod
+    def sample(
+        cls,
+        kind: OptimizerKind,
+        spec: Optimizer,
+        values: StepValues,
+        recomputed: Recomputed,
+        actual: Tensor,
+        dtypes: Collection[torch.dtype],
+        sizes: Sequence[int],
+    ) -> Formulas:
+        """Return a smaller sample of shards of these `sizes`, without a wait for the device."""
+        ends = list(accumulate(sizes))
+        bounds = zip([0, *ends], ends, sizes, strict=False)
+        places = [torch.arange(start, end, -(-size // MOST_OF_VARIANTS)) for start, end, size in bounds]
+        chosen = torch.cat(places).to(actual.device, non_blocking=True)
+        start = values.weight if recomputed.name == WEIGHT else torch.zeros_like(actual)
+        whole = cls(kind, spec, values, recomputed, actual, start, dtypes, sizes)
+        return whole.take(chosen, [len(each) for each in places])
+
+    def take(self, places: Tensor, sizes: Sequence[int]) -> Formulas:
+        """Return the same of some elements."""
+        options = self.right.options
+        right = replace(
+            self.right,
+            terms=(Term(RIGHT, 1.0, self.right.expected[places]),),
+            rounded=self.right.rounded[places],
+            options=options if isinstance(options, float) else options[places],
+        )
+        values = take_few(self.values, places)
+        return replace(
+            self,
+            values=values,
+            right=right,
+            actual=self.actual[places],
+            start=self.start[places],
+            sizes=sizes,
+        )
+
+    def find_fitting(self, wrong: Sequence[bool]) -> list[Found]:
+        """Return of each shard the formulas that give all of its elements, up to rounding; waits for the device.
+
+        `wrong` (S) are the shards that the right one does not give. Two changes are tried where one is not enough.
+        """
+        found: list[Found] = [{} for _ in self.sizes]
+        errors = (self.actual - self.right.expected).abs()
+        for each, part in zip(
+            found, self._split(errors <= self._bound(RIGHT, self.right.expected)), strict=True
+        ):
+            if bool(part.all()):
+                each[RIGHT] = None
+        grammar = self._find_grammar()
+        if grammar is None:
+            return found
+        if Rounding.of(self.dtypes).unit > _EXACT:
+            grammar = replace(grammar, parts={name: grammar.parts.get(name, ()) for name in _PLAIN})
+        for changes in grammar.list_changes(1):
+            self._try(found, grammar, changes)
+        for each, fits in zip(found, self._fit_other_steps(), strict=True):
+            if fits:
+                each[OTHER_STEP] = None
+        left = [number for number, each in enumerate(found) if wrong[number] and not each]
+        if left and Rounding.of(self.dtypes).unit <= _EXACT:
+            for number, pairs in self._find_pairs(grammar, left).items():
+                found[number] = pairs if len(pairs) <= _MOST_ALIKE else {}
+        return found
+
+    def _find_pairs(self, grammar: Grammar, left: Sequence[int]) -> Mapping[int, Found]:
+        """Return the formulas with two changes of the shards `left`; a few elements of each choose them."""
+        sizes = [min(size, _FEW) for size in self.sizes]
+        starts = [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
+        places = [
+            start + torch.arange(few) * size // few
+            for start, size, few in zip(starts, self.sizes, sizes, strict=True)
+        ]
+        sample = self.take(torch.cat(places).to(self.actual.device), sizes)
+        chosen, few = set[tuple[str, ...]](), sample._find_grammar()
+        assert few is not None
+        for changes in grammar.list_changes(2):
+            tried: list[Found] = [{} for _ in sizes]
+            sample._try(tried, few, changes)
+            if any(tried[number] for number in left):
+                chosen.add(changes)
+        found: list[Found] = [{} for _ in self.sizes]
+        for changes in sorted(chosen):
+            self._try(found, grammar, changes)
+        return {number: found[number] for number in left}
+
+    def _find_grammar(self) -> Grammar | None:
+        return self.kind.find_grammar(self.spec, self.values, self.right.name, self.actual, self._solve)
+
+    def _try(self, found: list[Found], grammar: Grammar, changes: Sequence[str]) -> None:
+        """Note of each shard whether a formula with these changes gives it."""
+        made = grammar.make(changes)
+        name, errors = join_changes(changes), (self.actual - made.values).abs()
+        # What divides by zero is allowed any error.
+        errors = errors.where(made.values.isfinite(), torch.nan)
+        # A sum that is squared, or a number that is solved for, is off by what rounding leaves of other elements.
+        pairs = zip(
+            self._split(errors.square()), self._split(self._bound(name, made.values).square()), strict=True
+        )
+        if Rounding.of(self.dtypes).unit > _EXACT:
+            fits = [bool(part.all()) for part in self._split(errors <= self._bound(name, made.values))]
+        else:
+            fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
+        if made.number is None:
+            numbers: Sequence[float | None] = [None] * len(fits)
+        else:
+            numbers = [float(each[0]) for each in self._split(made.number)]
+            fits = [fit and _is_other(number, made.usual) for fit, number in zip(fits, numbers, strict=True)]
+        for each, is_it, value in zip(found, fits, numbers, strict=True):
+            if is_it:
+                each[name] = value
+
+    def _bound(self, name: str, expected: Tensor) -> Tensor:
+        # Another formula has other intermediate results, which are as large as its result and the right one.
+        rounded = self.right.rounded + 4.0 * (expected.abs() + self.right.expected.abs())
+        variant = replace(self.right, terms=(Term(name, 1.0, expected),), rounded=rounded)
+        allowed, _ = Rounding.of(self.dtypes).bound(variant, self.start, self.actual)
+        return allowed
+
+    def _split(self, values: Tensor) -> Iterable[Tensor]:
+        return torch.split(values.cpu(), list(self.sizes))
+
+    def _solve(self, target: Tensor, direction: Tensor) -> Tensor:
+        """Return x (E) of `target = x * direction` by least squares, one for each shard; NaN of too few elements."""
+        sizes = torch.tensor(list(self.sizes), device=target.device)
+        columns = [target * direction, direction * direction, (direction != 0.0).to(target.dtype)]
+        sums = [torch.segment_reduce(column, "sum", lengths=sizes, unsafe=True) for column in columns]
+        found = torch.where(sums[2] >= _LEAST, sums[0] / sums[1], math.nan)
+        return found.repeat_interleave(sizes)
+
+    def _fit_other_steps(self) -> list[bool]:
+        """Return of each shard whether the bias corrections of some other step give all of its elements."""
+        found = [False] * len(self.sizes)
+        if self.right.name != WEIGHT or Rounding.of(self.dtypes).unit > _EXACT:
+            return found  # in 16 bits one of so many steps fits by chance
+        sizes = torch.tensor(list(self.sizes), device=self.actual.device)
+        for numbers in self._find_near_steps(sizes):
+            expected = self.kind.correct_for(self.spec, self.values, numbers.repeat_interleave(sizes))
+            if expected is None:
+                break
+            fits = (self.actual - expected).abs() <= self._bound(OTHER_STEP, expected)
+            parts = [bool(part.all()) for part in self._split(fits)]
+            found = [one or other for one, other in zip(found, parts, strict=True)]
+        return found
+
+    def _find_near_steps(self, sizes: Tensor) -> Iterator[Tensor]:
+        """Yield (S), the other steps by whose corrections a few elements of each shard are nearest."""
+        parts = torch.arange(_FEW, device=sizes.device) * sizes.unsqueeze(1) // _FEW
+        places = (sizes.cumsum(0) - sizes).unsqueeze(1) + parts
+        few = take_few(self.values, places.flatten())
+        numbers = torch.arange(1, MOST_STEPS + 1, device=places.device).unsqueeze(1)
+        expected = self.kind.correct_for(self.spec, few, numbers)
+        if expected is None:
+            return
+        errors = (expected - self.actual[places.flatten()]).abs().view(-1, *places.shape).sum(dim=-1)
+        errors[self.values.number - 1] = torch.inf
+        yield from errors.argsort(dim=0)[:_NEAR_STEPS] + 1
+
+
+def _is_other(number: float | None, usual: float | None) -> bool:
+    """Return whether a number was found that is another one than the usual."""
+    if number is None or not math.isfinite(number):
+        return False
+    return usual is None or abs(number - usual) > _SAME * max(abs(usual), abs(number))
+
+
+def take_few(values: StepValues, places: Tensor) -> StepValues:
+    """Return what a step works on at some of its elements."""
+    return replace(
+        values,
+        weight=values.weight[places],
+        gradient=values.gradient[places],
+        before={name: moment[places] for name, moment in values.before.items()},
+        after={name: moment[places] for name, moment in values.after.items()},
+    )

@@ -1,0 +1,70 @@
+"""Formulas by which an optimizer has made its results: which findings are of one."""
+
+from __future__ import annotations
+
+from moeverify.results.checks import Kind
+from moeverify.results.finding import Finding
+from moeverify.results.step_facts import RIGHT, RecomputedFacts, split_changes
+
+_OF_ALL_STEPS = frozenset({"largest-square", "largest"})
+"""Changes by which a result depends on steps that one step alone does not show."""
+
+_DECAYS_IN_GRADIENT = "decay-in-gradient"
+
+
+def count_changes(variant: str | None) -> int:
+    """Return how many changes a formula has, 0 for none."""
+    return 0 if variant is None else len(split_changes(variant))
+
+
+def is_of_form(finding: Finding, head: Finding) -> bool:
+    """Return whether a result is made as the head's formula says, as far as it tells.
+
+    A vector has no decay, and shows the other changes alone. Where the head's formula depends on earlier steps, a
+    later one need not be explained.
+    """
+    facts, known = finding.facts, head.facts
+    if not isinstance(facts, RecomputedFacts) or not isinstance(known, RecomputedFacts):
+        return False
+    if known.means:
+        return is_of_means(facts, known) and _is_of_quantity(finding, head)
+    if known.variant is None or known.variant in facts.variants:
+        return known.variant is not None
+    changes = set(split_changes(known.variant))
+    if finding.kind == Kind.UPDATE and head.kind == Kind.OPTIMIZER_STATE:
+        return _DECAYS_IN_GRADIENT in changes and "no-decay" in facts.variants
+    if not _is_of_result(finding, head):
+        return False
+    # So few elements may be told nothing of a number.
+    is_solved = known.variant in known.numbers and finding.step >= head.step
+    is_later = (is_solved or (changes & _OF_ALL_STEPS and finding.step > head.step)) and not facts.variants
+    parts = [set(split_changes(form)) for form in facts.variants if form != RIGHT]
+    return bool(is_later) or any(part < changes for part in parts)
+
+
+def is_of_means(facts: RecomputedFacts, known: RecomputedFacts) -> bool:
+    """Return whether a factor may be of the norms that another one is of.
+
+    A framework may take the norm of several parameters that it keeps in one tensor, and such a factor is none that is
+    known: a step that is only off by a factor is one of them.
+    """
+    if facts.means:
+        return bool(set(facts.means) & set(known.means))
+    wrong = facts.wrong_terms
+    return (
+        bool(wrong)
+        and (facts.is_unclipped or not facts.variants)
+        and facts.decay is None
+        and facts.share is None
+    )
+
+
+def _is_of_quantity(finding: Finding, head: Finding) -> bool:
+    """Return whether both are updates, or both moments, of one step or a later one than the head's."""
+    return finding.kind == head.kind and finding.step >= head.step
+
+
+def _is_of_result(finding: Finding, head: Finding) -> bool:
+    if finding.kind != head.kind:
+        return False
+    return finding.kind == Kind.UPDATE or finding.tensor.rpartition(".")[2] == head.tensor.rpartition(".")[2]

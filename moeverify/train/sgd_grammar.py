@@ -1,0 +1,88 @@
+"""SGD's momentum and step in parts, with the ways in which other implementations, or mistakes, have them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from moeverify.case.schema import Optimizer
+from moeverify.train.adam_grammar import KNOWN_ALONE, list_added
+from moeverify.train.recomputation import StepValues
+from moeverify.train.step_grammar import Grammar, Made, Solve, pick
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOMENTUM = "momentum_buffer"
+
+
+class SgdStep:
+    """The change of a weight by the momentum that the step has made, or by the gradient where there is none."""
+
+    def __init__(self, spec: Optimizer, step: StepValues) -> None:
+        self.spec, self.step = spec, step
+        self.gradient = step.gradient + step.weight_decay * step.weight
+
+    def grammar(self) -> Grammar:
+        """Return the formula with its ways."""
+        parts = {"shape": ["sign-of-step"], "rate": ["step-without-rate", "step-by-squared-rate"]}
+        if MOMENTUM in self.step.after:
+            parts["direction"] = ["nesterov", "gradient-for-mean", "old-mean"]
+        if self.step.weight_decay:
+            parts["decay"] = ["decay-at-weight", "decay-without-rate"]
+        return Grammar(parts, self.make)
+
+    def make(self, ways: Collection[str]) -> Made:
+        """Return the change by a formula with these ways."""
+        step, rate = self.step, self.step.lr
+        momentum = step.after.get(MOMENTUM, self.gradient)
+        known = {
+            "nesterov": self.gradient + self.spec.momentum * momentum,
+            "gradient-for-mean": self.gradient,
+            "old-mean": step.before.get(MOMENTUM, 0.0 * momentum),
+        }
+        direction = pick(known, ways, momentum)
+        if "sign-of-step" in ways:
+            direction = direction.sign()
+        decayed = step.weight * 0.0
+        if "decay-at-weight" in ways:
+            decayed = -rate * step.weight_decay * step.weight
+        elif "decay-without-rate" in ways:
+            decayed = -step.weight_decay * step.weight
+        power = 0 if "step-without-rate" in ways else 2 if "step-by-squared-rate" in ways else 1
+        return Made(decayed - rate**power * direction)
+
+
+class SgdMomentum:
+    """The momentum: its own value of before, and what a step adds to it."""
+
+    def __init__(self, spec: Optimizer, step: StepValues, actual: Tensor, solve: Solve) -> None:
+        self.step, self.actual, self.solve = step, actual, solve
+        self.momentum = spec.momentum
+        self.old = step.before.get(MOMENTUM, step.gradient * 0.0)
+        self.right = step.gradient + step.weight_decay * step.weight
+        self.added = {**list_added(step, spec.clip_norm), "no-decay-in-gradient": step.gradient}
+        self.added.pop("decay-in-gradient", None)
+        if not step.weight_decay:
+            del self.added["no-decay-in-gradient"]
+
+    def grammar(self) -> Grammar:
+        """Return the formula with its ways."""
+        parts = {"added": list(self.added), "sum": ["other-share"]}
+        if self.step.before:
+            parts["sum"] += ["other-beta", "other-kept"]
+        return Grammar(parts, self.make, KNOWN_ALONE)
+
+    def make(self, ways: Collection[str]) -> Made:
+        """Return the momentum by a formula with these ways."""
+        added = pick(self.added, ways, self.right)
+        if "other-share" in ways:
+            number = self.solve(self.actual - self.momentum * self.old, added)
+            return Made(self.momentum * self.old + number * added, number, 1.0)
+        if "other-beta" in ways:  # as an average of gradients
+            number = self.solve(self.actual - added, self.old - added)
+            return Made(added + number * (self.old - added), number)
+        if "other-kept" in ways:
+            number = self.solve(self.actual - added, self.old)
+            return Made(number * self.old + added, number, self.momentum)
+        return Made(self.momentum * self.old + added)
