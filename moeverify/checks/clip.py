@@ -113,8 +113,8 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 def _measure_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return of each the sum of squares, and the sum and largest of absolute values, (3) float64.
 
-    Never with copies of whole gradients in float64, which are large. On a GPU torch's kernel for many norms adds up in
-    float64 what it reads in the gradients' dtype, many in one launch. On a CPU that would copy: there, in chunks.
+    Never with copies of whole gradients in float64, which are large. On a GPU torch's kernel for many norms adds up
+    in float64 what it reads in the gradients' dtype, many in one launch. On a CPU that would copy: there, in chunks.
     """
     if tensors and all(tensor.is_cuda for tensor in tensors):
         plain = [tensor.detach() for tensor in tensors]
