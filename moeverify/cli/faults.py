@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moeverify.controller.mutation import MutationOptions, RanMutants
     from moeverify.controller.options import RunOptions
     from moeverify.faults.fault import Fault
-    from moeverify.results.benchmark import FaultRow
+    from moeverify.results.benchmark_rows import FaultRow
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
@@ -215,7 +215,7 @@ def clean(
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.results.benchmark import CleanRow
+        from moeverify.results.benchmark_rows import CleanRow
 
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])
