@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
-from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,9 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
     with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
-        for fault in choose_faults(numbers or [], pattern):
+        with own_sections():
+            chosen = choose_faults(numbers or [], pattern)
+        for fault in chosen:
             context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
 
 
