@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, _sharding_prop
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -187,22 +187,31 @@ def test_each_tensor_of_a_list_is_worked_out_once(
     assert all(isinstance(each, tuple) for each in again), "shapes do not depend on meshes"
 
 
-def test_scalars_of_other_types_and_another_default_dtype_make_other_results(
-    mesh: DeviceMesh, memo: PropagationMemo
-) -> None:
-    whole = DTensor.from_local(torch.ones(4, dtype=torch.int64), mesh, [Replicate()] * 2, run_check=False)
-    assert [(whole * 2).dtype, (whole * 2.0).dtype, (whole * True).dtype] == [
-        torch.int64,
-        torch.float32,
-        torch.int64,
-    ]
+def test_what_else_shapes_strides_and_dtypes_depend_on(mesh: DeviceMesh, memo: PropagationMemo) -> None:
+    def spread(x: torch.Tensor) -> Any:
+        return DTensor.from_local(x, mesh, [Replicate()] * 2, run_check=False)
+
+    def find(x: Any) -> TensorMeta:
+        assert (x.shape, x.stride(), x.dtype) == tuple(x._spec.tensor_meta)
+        found: TensorMeta = x._spec.tensor_meta
+        return found
+
+    whole, square = spread(torch.ones(4, dtype=torch.int64)), torch.ones(4, 4)
+    # 1 and 1.0 are one key of a dict.
+    assert [find(torch.pow(whole, by)).dtype for by in (1, 1.0)] == [torch.int64, torch.float32]
+    assert [find(torch.exp(spread(x))).stride for x in (square, square.t())] == [(4, 1), (1, 4)]
     torch.set_default_dtype(torch.float64)
     try:
         _clear_sharding_prop_cache()
-        assert (whole * 2.0).dtype == torch.float64
-        assert (whole * 2.0)._spec.tensor_meta.dtype == torch.float64
+        assert find(torch.pow(whole, 1.0)).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_operators_that_treat_sums_otherwise(mesh: DeviceMesh, memo: PropagationMemo) -> None:
+    parts = [DTensor.from_local(torch.ones(4), mesh["dp"], [Partial()], run_check=False)]
+    placements = [found[0].placements for found in (torch._foreach_neg(parts), torch._foreach_exp(parts))]
+    assert placements == [(Partial(),), (Replicate(),)]
 
 
 @pytest.mark.parametrize(
