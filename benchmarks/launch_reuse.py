@@ -36,12 +36,13 @@ def choose(cases, num_cases):
 
 def leave_out(cases):
     """Return the cases that can run on this machine; say which others there are, and why not."""
+    from moeverify.report.words.note import describe_obstacle
     from moeverify.validation.choices import find_obstacle
 
-    reasons = {case.name: find_obstacle(case, "cpu") for case in cases}
+    reasons = {case.name: find_obstacle(case, "cpu", "gloo") for case in cases}
     for name, reason in reasons.items():
         if reason:
-            print(f"left out: {name}: {reason}")
+            print(f"left out: {name}: {describe_obstacle(reason)}")
     return [case for case in cases if not reasons[case.name]]
 
 
@@ -58,8 +59,9 @@ def time_command(command):
 
 
 def verify_command(files, cache):
-    """Return the command that verifies the cases of these files."""
-    return [sys.executable, "-m", "moeverify", "run", *files, "--device", "cpu", "--cache", str(cache), "-q"]
+    """Return the command that verifies the cases of these files, in no wider precision: torchrun's ranks ask none."""
+    options = ["--device", "cpu", "--cache", str(cache), "--no-escalate", "-q"]
+    return [sys.executable, "-m", "moeverify", "run", *files, *options]
 
 
 def torchrun_command(case, script):

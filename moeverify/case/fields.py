@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,3 +29,11 @@ class Section(BaseModel):
 
     # Built on first use: most commands read a few sections, and those inside them are built with them.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+
+
+def default_section(section: type[Section], description: str) -> Any:
+    """Return a field whose default is a section of defaults, as `Field` does.
+
+    It is constructed and not validated: that would build what a command may never read.
+    """
+    return Field(default=section.model_construct(), description=description)

@@ -30,6 +30,7 @@ from moeverify.case.fields import (
     Section,
     Target,
     WholeNumber,
+    default_section,
 )
 from moeverify.case.weights_folder import hash_weights
 from moeverify.results.checks import check_name
@@ -259,8 +260,8 @@ class Recipe(Section):
         description="key of the golden; by default the name of the recipe's file, its base or the case"
     )
     model: ReferenceModel | CustomModel = Field(description="the reference model, or your own by a `factory`")
-    data: Data = Field(default=Data(), description="the batch of each step")
-    optimizer: Optimizer = Field(default=Optimizer(), description="the optimizer and its schedule")
+    data: Data = default_section(Data, "the batch of each step")
+    optimizer: Optimizer = default_section(Optimizer, "the optimizer and its schedule")
     precision: Precision = Field(
         default="float64",
         description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
@@ -452,7 +453,7 @@ class Tolerance(Section):
 class Checks(Section):
     """How the layout is compared with its golden."""
 
-    tolerance: Tolerance = Field(default=Tolerance(), description="how far a tensor may be from the golden's")
+    tolerance: Tolerance = default_section(Tolerance, "how far a tensor may be from the golden's")
     steps: Literal["free", "forced"] = Field(
         default="free", description="`forced` starts each step from the golden's state after the step before"
     )
@@ -490,8 +491,6 @@ class Case(Section):
     recipe: Recipe = Field(
         description="the name of a file of `recipes/`, or the fields; `base:` names a recipe that they change"
     )
-    layout: Layout = Field(
-        default=Layout(), description="how the model is divided over ranks, and computed there"
-    )
-    checks: Checks = Field(default=Checks(), description="how the layout is compared with its golden")
-    checkpoint: Checkpoint = Field(default=Checkpoint(), description="when and how the state is saved")
+    layout: Layout = default_section(Layout, "how the model is divided over ranks, and computed there")
+    checks: Checks = default_section(Checks, "how the layout is compared with its golden")
+    checkpoint: Checkpoint = default_section(Checkpoint, "when and how the state is saved")

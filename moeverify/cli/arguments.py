@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.context import is_continuous_integration, own_sections
 from moeverify.cli.options import OptionGroup
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class CaseSelection(OptionGroup):
         """
         from moeverify.validation.load import load_cases
 
-        return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+        with own_sections():
+            return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_sweep(self, sweeps: Sequence[str]) -> list[Combination]:
         """Return the cases for each combination of values of `--sweep`; without one as they are.
@@ -130,7 +132,8 @@ class CaseSelection(OptionGroup):
         """
         from moeverify.validation.sweep import load_sweep
 
-        return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+        with own_sections():
+            return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_valid(self) -> Loaded:
         """Return the valid cases; files of a folder that are refused do not keep the others from running.
@@ -139,7 +142,8 @@ class CaseSelection(OptionGroup):
         """
         from moeverify.validation.load import load_valid_cases
 
-        return load_valid_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+        with own_sections():
+            return load_valid_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,6 @@ class RunSettings(OptionGroup):
 
         Raises: CaseError where the function to call on every rank is not there, before any rank starts.
         """
-        from moeverify.cli.context import is_continuous_integration
         from moeverify.controller.options import RunOptions
 
         _check_fault(cases, self.fault)

@@ -26,6 +26,8 @@ FAILED = 3
 INTERRUPTED = 130
 READER_GONE = 141  # what a shell shows for a process that SIGPIPE has ended
 
+_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun, srun
 
 
@@ -94,6 +96,23 @@ def open_context() -> Iterator[CommandContext]:
         # Python would exit with 1, which here means that a layout computes something else.
         _print_error(context, _report_fault())
         raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def own_sections() -> Iterator[None]:
+    """Have pydantic build the sections of cases without its search for plugins, as typer builds its parameters.
+
+    The search opens a file of every distribution that is installed: a tenth of the time of `moeverify check`.
+    """
+    before = os.environ.get(_PLUGINS)
+    os.environ[_PLUGINS] = "__all__"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PLUGINS]
+        else:
+            os.environ[_PLUGINS] = before
 
 
 def _report_fault() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
-from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moeverify.controller.mutation import MutationOptions, RanMutants
     from moeverify.controller.options import RunOptions
     from moeverify.faults.fault import Fault
-    from moeverify.results.benchmark import FaultRow
+    from moeverify.results.benchmark_rows import FaultRow
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
@@ -70,7 +70,9 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
     with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
-        for fault in choose_faults(numbers or [], pattern):
+        with own_sections():
+            chosen = choose_faults(numbers or [], pattern)
+        for fault in chosen:
             context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -215,7 +217,7 @@ def clean(
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.results.benchmark import CleanRow
+        from moeverify.results.benchmark_rows import CleanRow
 
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])

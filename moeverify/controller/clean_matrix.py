@@ -14,7 +14,7 @@ from moeverify.controller.options import RunOptions
 from moeverify.controller.run import OnEvent, pass_results, run_cases
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.setting import make_case
-from moeverify.results.benchmark import CleanRow
+from moeverify.results.benchmark_rows import CleanRow
 from moeverify.results.run import CaseResult
 from moeverify.validation.rules import validate
 

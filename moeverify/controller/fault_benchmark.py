@@ -14,7 +14,7 @@ from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.fault import Fault
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.run import CaseResult, Event
 
 LOSS_CURVE = 1e-3

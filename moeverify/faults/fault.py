@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moeverify.case.schema import PRECISIONS, Case, Precision
 from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
-from moeverify.results.finding import Finding
+
+if TYPE_CHECKING:
+    from moeverify.results.finding import Finding
 
 
 @dataclass(frozen=True)

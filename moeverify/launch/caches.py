@@ -12,14 +12,18 @@ import functools
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+if TYPE_CHECKING:
+    from moeverify.launch.propagation import PropagationMemo
+
 _PLANNERS = "torch.distributed.tensor._redistribute"
+_PROPAGATION = "torch.distributed.tensor._sharding_prop"
 
 
 def find_caches() -> list[Any]:
@@ -49,6 +53,7 @@ class MeshCaches:
         self._names: dict[_Part, str | None] = {}  # of the groups of all meshes since the caches were empty
         self._keeps = False
         self._left: list[DeviceMesh] = []
+        self._memo: PropagationMemo | None = None
 
     def begin(self, keeps: bool) -> None:
         """Begin a job; `keeps` says that it builds no mesh but those that it will admit, and their parts.
@@ -58,6 +63,11 @@ class MeshCaches:
         self._keeps = keeps and self._device.type == "cpu"
         if not self._keeps and self._names:
             self._clear()
+        if self._keeps and _PROPAGATION in sys.modules:
+            from moeverify.launch.propagation import PropagationMemo
+
+            self._memo = self._memo or PropagationMemo()
+            self._memo.install()
 
     def admit(self, meshes: Iterable[DeviceMesh]) -> None:
         """Take the meshes of this job; forget all that is cached if an equal one stood on groups of other names."""
@@ -79,6 +89,8 @@ class MeshCaches:
 
     def settle(self) -> None:
         """Forget what is cached once the groups are gone, unless `end` has found that it may stay."""
+        if self._memo is not None:
+            self._memo.remove()
         if not self._keeps:
             self._clear()
         for mesh in self._left:
@@ -88,6 +100,8 @@ class MeshCaches:
 
     def _clear(self) -> None:
         self._names = {}
+        if self._memo is not None:
+            self._memo.forget_meshes()
         clear_mesh_caches(self._caches, self._device)
         gc.collect()
 

@@ -12,7 +12,7 @@ from moeverify.report.files import write_atomically
 from moeverify.report.page import render_page
 from moeverify.report.pictures import fault_matrix
 from moeverify.report.pictures.picture import drawing, format_svg
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 
 
 def write(rows: Sequence[FaultRow], path: Path, environment: Mapping[str, str], command: str) -> None:

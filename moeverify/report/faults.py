@@ -13,7 +13,7 @@ from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.markdown import make_markdown_table
 from moeverify.report.sanitize import clean
 from moeverify.report.words.cause import describe_cause, describe_where
-from moeverify.results.benchmark import CleanRow, FaultRow, lower_bound, upper_bound
+from moeverify.results.benchmark_rows import CleanRow, FaultRow, lower_bound, upper_bound
 
 _OWN = "in its precision"
 """The column of what was detected without a wider precision, shown where one has shown more."""

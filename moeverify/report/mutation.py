@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.report.markdown import make_markdown_table
 from moeverify.report.words.cause import describe_where
-from moeverify.results.benchmark import lower_bound
+from moeverify.results.benchmark_rows import lower_bound
 from moeverify.results.mutation import CauseVerdict, MutantRow, Outcome
 
 _CAUSES: tuple[CauseVerdict, ...] = ("right", "place", "none", "wrong", "open")

@@ -10,7 +10,7 @@ from moeverify.report.files import write_atomically
 from moeverify.report.pictures import fault_matrix, step, sweep
 from moeverify.report.pictures.picture import drawing, format_png
 from moeverify.report.pictures.registry import draw_case, draw_run
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.measurement import BenchRun, Measurement
 from moeverify.results.run import RunResult
 

@@ -11,7 +11,7 @@ from moeverify.report.numbers import format_count
 from moeverify.report.pictures.picture import Picture, clear_frame, make_figure
 from moeverify.report.pictures.theme import COLORS
 from moeverify.report.sanitize import clean
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 
 TITLE = "Faults by class"
 _CELL = (0.5, 0.34)  # inches

@@ -7,7 +7,7 @@ import pytest
 from moeverify.controller import clean_matrix as clean
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.options import RunOptions
-from moeverify.results.benchmark import CleanRow
+from moeverify.results.benchmark_rows import CleanRow
 
 # One of the 8 elements of a norm's first update has the other sign here, which no run of calibration showed.
 TURNED = "mixed, seed 0, stress adamw, fsdp2-tp"

@@ -9,7 +9,7 @@ from moeverify.controller import kept
 from moeverify.controller.kept import KeptRows
 from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError, FormatError
-from moeverify.results.benchmark import CleanRow
+from moeverify.results.benchmark_rows import CleanRow
 from moeverify.results.run import CaseResult, Event
 
 HERE = {"torch": "2.13"}

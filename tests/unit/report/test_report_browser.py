@@ -21,7 +21,7 @@ from moeverify.report import fault_page
 from moeverify.report.formats.html import format_page
 from moeverify.report.pictures.registry import draw_case
 from moeverify.report.pictures.theme import PALETTE
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 
 Load = Callable[[str], tuple[str, list[str]]]
 

@@ -11,7 +11,7 @@ import pytest
 from moeverify.report import fault_page
 from moeverify.report.faults import render_faults, write_clean, write_faults
 from moeverify.report.markdown import make_markdown_table
-from moeverify.results.benchmark import CleanRow, FaultRow
+from moeverify.results.benchmark_rows import CleanRow, FaultRow
 
 ENVIRONMENT = {"torch": "2.13", "python": "3.12", "device": "cpu", "cores": "2"}
 

@@ -23,7 +23,7 @@ from moeverify.report.pictures.heat_map import split_name
 from moeverify.report.pictures.picture import Picture, drawing, format_png, format_svg
 from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.report.pictures.theme import COLORS, PALETTE
-from moeverify.results.benchmark import FaultRow
+from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.mesh import MeshShape
 from moeverify.results.run import RunResult
