@@ -13,6 +13,7 @@ from pydantic import Field
 
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
+from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 
@@ -452,6 +453,7 @@ Operation = Annotated[
     | Crossed
     | Offset
     | Varied
+    | Mistaken
     | Reweighted
     | Altered,
     Field(discriminator="kind"),

@@ -1,0 +1,59 @@
+"""Hypothesis: a user's own module, replayed on right inputs with one mistake, computes what ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import Replay
+from moeverify.results.own_module import Mistake, Mistaken
+from moeverify.results.trial import Reason
+
+_COUNTED = ("times", "added", "operand-times", "input-gradient", "operand-gradient")
+
+
+class OwnModuleHypothesis(Hypothesis):
+    """The mistakes of `moeverify.diagnose.own`, made one at a time where one device runs the module again.
+
+    It is asked of modules that the reference model does not have, whose formulas nobody has written down.
+    """
+
+    name = "own_module"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Search the mistakes of the culprit."""
+        (tensor,) = tensors
+        origin = inputs.origin_of(tensor)
+        own = inputs.own(origin) if origin is not None else None
+        if origin is None or own is None or inputs.search is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        found = own.find(origin, tensor, inputs.search.bound)
+        if found is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        name = origin.culprit
+        if not found.mistakes:
+            return self.refuse(Replay(formula=name, num_tried=found.num_tried, is_own=True))
+        mistakes = tuple(_name_number(each, name, inputs) for each in found.mistakes)
+        operation = Mistaken(module=found.replayed, mistakes=mistakes, ranks=found.ranks, tokens=found.tokens)
+        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
+        seen = Replay(formula=name, num_tried=found.num_tried, is_own=True, residual=found.residual)
+        return self.accept(explanation, seen)
+
+
+def _name_number(mistake: Mistake, module: str, inputs: DiagnosisInputs) -> Mistake:
+    """Return a mistake with the integers of the run that its number equals, where something counts so often."""
+    if mistake.way not in _COUNTED or mistake.number is None:
+        return mistake
+    value = mistake.number + 1.0 if mistake.way == "added" else mistake.number
+    factor = find_factor(value, inputs.axes.sources_of(module), counts=inputs.axes.counts_of(module))
+    return mistake.model_copy(update={"factor": factor}) if factor.equals else mistake
+
+
+HYPOTHESIS = OwnModuleHypothesis()
