@@ -28,6 +28,8 @@ def list_child_mistakes(trace: Trace, module: str) -> Iterator[Candidate]:
     for child in children:
         yield _hook(module, child, "zero", _give_zeros)
         yield _hook(module, child, "bfloat16", _round)
+    for child in _list_inner(trace):
+        yield _hook_inputs(module, child, "centered", lambda x, _: x - x.mean(-1, keepdim=True))
     yield from _list_pairs(module, _list_inner(trace))
     for child in children:
         if child.taken is not None and child.made is not None and child.taken.shape == child.made.shape:
@@ -58,18 +60,18 @@ class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         """Return x."""
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         """Return the gradient times the factor."""
         return gradient * ctx.factor, None
 
 
-scale_gradient: Callable[[Tensor, float], Tensor] = _Scaled.apply  # type: ignore[assignment]
+scale_gradient: Callable[[Tensor, float], Tensor] = _Scaled.apply
 
 
 def _name(module: str, child: Child) -> str:
@@ -102,7 +104,7 @@ def _hook_inputs(
 
 
 def _change(change: Callable[[Tensor, float], Tensor], number: float, x: Tensor) -> Tensor:
-    return change(x, number) if x.is_floating_point() and x.requires_grad else x
+    return change(x, number) if x.is_floating_point() else x
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -176,5 +178,5 @@ def _list_pairs(module: str, children: Sequence[Child]) -> Iterator[Candidate]:
 def _exchange(first: Child, second: Child, stage: Stage, _: float) -> None:
     for child, other in ((first, second), (second, first)):
         made = other.made
-        handle = child.module.register_forward_hook(lambda m, a, out, made=made: _first(out, lambda x: made))  # type: ignore[misc]
+        handle = child.module.register_forward_hook(lambda m, a, out, made=made: _first(out, lambda x: made))
         stage.undo.callback(handle.remove)

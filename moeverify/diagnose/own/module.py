@@ -40,7 +40,7 @@ from moeverify.diagnose.own.trace import Trace, trace_run
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.observation import End
 from moeverify.results.own_module import Mistake
-from moeverify.train.module_taps import BACKWARD, FORWARD
+from moeverify.train.module_taps import FORWARD
 
 MOST_ELEMENTS = 1 << 22
 """Elements of a tensor up to which its module is replayed: thousands of runs must stay a matter of seconds."""
@@ -186,7 +186,7 @@ class _RightGradients:
         prefix = f"{call.name}." if call.name not in ("", LOSS) else ""
         inner = dict(call.root.named_modules())
         chosen = [(inner[name], end) for name, end in ends if name in inner and name.startswith(prefix)]
-        places = [ReadingPlace(BACKWARD, module, end, "0") for module, end in chosen[:_MOST_KEPT]]
+        places = [ReadingPlace("backward", module, end, "0") for module, end in chosen[:_MOST_KEPT]]
         replays = [Replay(call, place) for place in places]
         self._right = [(replay, right) for replay in replays if (right := replay.run()) is not None]
 

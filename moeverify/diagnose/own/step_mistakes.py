@@ -66,6 +66,7 @@ _ALIASES: Mapping[str, str] = {
 _REORDERED = frozenset({"sub", "div", "cat", "stack", "matmul", "bmm", "chunk", "split", "unbind", "hstack"})
 _MOST_SCALARS = 12
 _MOST_ALONE = 200
+_PAIR = 2  # steps of one call in the source, as for keys and for values
 
 
 def name_step(step: Step) -> str:
@@ -75,10 +76,11 @@ def name_step(step: Step) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """A call in the source that makes steps: the first of them, and the numbers of all that are made otherwise."""
+    """A call in the source that makes steps: the first of them, and the numbers and results of all."""
 
     step: Step
     numbers: tuple[int, ...]
+    results: tuple[Any, ...] = ()
 
 
 def list_sites(steps: Sequence[Step]) -> list[Site]:
@@ -86,9 +88,13 @@ def list_sites(steps: Sequence[Step]) -> list[Site]:
     by_site: dict[tuple[str, tuple[str, int], str], list[Step]] = {}
     for step in steps:
         by_site.setdefault((step.name, step.site, _strip_numbers(step.module)), []).append(step)
-    sites = [Site(made[0], tuple(step.number for step in made)) for made in by_site.values()]
+    sites = [Site(made[0], *_number(made)) for made in by_site.values()]
     alone = [Site(step, (step.number,)) for made in by_site.values() if len(made) > 1 for step in made]
     return [*sites, *(alone if len(alone) <= _MOST_ALONE else ())]
+
+
+def _number(steps: Sequence[Step]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    return tuple(step.number for step in steps), tuple(step.result for step in steps)
 
 
 def _strip_numbers(name: str) -> str:
@@ -96,18 +102,23 @@ def _strip_numbers(name: str) -> str:
 
 
 def list_number_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
-    """Yield steps with other constants and options, and functions in the place of others."""
+    """Yield steps that are left out, and steps with other constants and options."""
     for site in sites:
+        yield from _list_left_out(site, module)
         yield from _list_constants(site, module)
-        yield from _list_functions(site, module)
 
 
 def list_operand_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
-    """Yield steps that are left out, whose operands are exchanged, or whose result is moved or rounded."""
+    """Yield other functions in the place of steps, exchanged operands, and results that are moved or rounded."""
     for site in sites:
-        if site.step.name.endswith("_") and not site.step.name.startswith("__"):
-            continue  # what works in place has no result of its own
-        yield from _list_results(site, module)
+        yield from _list_functions(site, module)
+        if not _is_in_place(site.step):
+            yield from _list_results(site, module)
+
+
+def _is_in_place(step: Step) -> bool:
+    """Return whether a step has no result of its own: `index_add_`, `/=`."""
+    return (step.name.endswith("_") and not step.name.startswith("__")) or step.name.startswith("__i")
 
 
 def list_factor_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
@@ -173,9 +184,10 @@ def _list_constants(site: Site, module: str) -> Iterator[Candidate]:
         ):
             label = "" if isinstance(path[0], int) else f"{path[0]}="
             say = _say(site.step, module, "fitted", before=f"{label}{value:.6g}", after=label)
-            yield Candidate(
-                say, _plant(site, lambda n, f, a, k, path=path: _with(path, n, n, f, a, k)), float(value)
-            )
+            if value != 0.0:
+                zero = say.model_copy(update={"number": 0.0})
+                yield Candidate(zero, _plant(site, partial(_with, path, 0.0)))
+            yield Candidate(say, _plant(site, partial(_put_number, path)), float(value))
 
 
 def _list_conditions(site: Site, module: str) -> Iterator[Candidate]:
@@ -216,25 +228,61 @@ def _list_functions(site: Site, module: str) -> Iterator[Candidate]:
         yield Candidate(_say(site.step, module, "function", after=text), _plant(site, call))
 
 
+def _list_left_out(site: Site, module: str) -> Iterator[Candidate]:
+    """Yield what a module computes where what goes into a step first, or another of its operands, comes out."""
+    step = site.step
+    if step.args and _are_alike(step.args[0], step.result):
+        yield Candidate(_say(step, module, "left-out"), _plant(site, _return_first))
+    if not isinstance(step.result, Tensor) or step.result.numel() < 2 or _is_in_place(step):
+        return
+    for path, tensor in _list_tensors(step)[1:]:
+        if _are_alike(tensor, step.result):
+            say = _say(step, module, "only-operand", after=_describe_operand(step, path))
+            yield Candidate(say, _plant(site, partial(_return_operand, path)))
+    if step.result.is_floating_point():
+        yield Candidate(_say(step, module, "one"), _plant(site, partial(_transform, _fill, 1.0)))
+
+
 def _list_results(site: Site, module: str) -> Iterator[Candidate]:
     step = site.step
-    result, first = step.result, step.args[0] if step.args else None
-    are_tensors = isinstance(result, Tensor) and isinstance(first, Tensor)
-    if are_tensors and (first.shape, first.dtype) == (result.shape, result.dtype):
-        yield Candidate(_say(site.step, module, "left-out"), _plant(site, _return_first))
-    tensors = [path for path, _ in _list_tensors(site.step)]
-    if name_step(site.step) in _REORDERED:
-        yield Candidate(_say(site.step, module, "reversed"), _plant(site, partial(_reverse, tensors)))
-    if isinstance(result, Tensor) and result.numel() > 1:
-        for path, tensor in _list_tensors(site.step)[1:]:
-            if tensor.shape == result.shape and tensor.dtype == result.dtype:
-                say = _say(site.step, module, "only-operand", after=_describe_operand(site.step, path))
-                yield Candidate(say, _plant(site, partial(_return_operand, path)))
-        yield from _list_rearranged(site, module, result)
+    tensors = [path for path, _ in _list_tensors(step)]
+    if name_step(step) in _REORDERED:
+        yield Candidate(_say(step, module, "reversed"), _plant(site, partial(_reverse, tensors)))
+    if isinstance(step.result, Tensor) and step.result.numel() > 1:
+        if len(site.numbers) == _PAIR:
+            yield Candidate(_say(step, module, "exchanged"), _exchange(site))
+        yield from _list_rearranged(site, module, step.result)
+
+
+def _exchange(site: Site) -> Plant:
+    """Return what gives each of two steps the result of the other, which are those of one run as it is."""
+
+    def plant(stage: Stage, number: float) -> None:
+        for at, other in zip(site.numbers, reversed(site.results), strict=True):
+            stage.changes[at] = partial(_give, other)
+
+    return plant
+
+
+def _give(value: Any, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return value
+
+
+def _fill(x: Tensor, number: float) -> Tensor:
+    return torch.full_like(x, number)
+
+
+def _are_alike(first: object, second: object) -> bool:
+    """Return whether two values are tensors of one shape and dtype."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    return (first.shape, first.dtype) == (second.shape, second.dtype)
 
 
 def _list_rearranged(site: Site, module: str, result: Tensor) -> Iterator[Candidate]:
     if result.is_floating_point():
+        centered = partial(_transform, lambda x, _: x - x.mean(-1, keepdim=True), 0.0)
+        yield Candidate(_say(site.step, module, "centered"), _plant(site, centered))
         yield Candidate(_say(site.step, module, "bfloat16"), _plant(site, partial(_transform, _round, 0.0)))
         yield Candidate(_say(site.step, module, "zero"), _plant(site, partial(_transform, _clear, 0.0)))
     for dim, length in enumerate(result.shape):
@@ -269,7 +317,9 @@ def _flip(dim: int, x: Tensor, _: float) -> Tensor:
 
 def _interleave(dim: int, x: Tensor, number: float) -> Tensor:
     """Return x (..., n * m, ...) with what stands one after another in groups of n in turn from the groups."""
-    return x.unflatten(dim, (-1, int(number))).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    shape = x.shape
+    groups = x.reshape(*shape[:dim], -1, int(number), *shape[dim + 1 :])
+    return groups.transpose(dim, dim + 1).reshape(shape)
 
 
 def _transform(
@@ -327,6 +377,12 @@ def _with(
 ) -> Any:
     args, named = _set(args, named, path, value)
     return function(*args, **named)
+
+
+def _put_number(
+    path: Path, number: float, function: Function, args: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    return _with(path, number, number, function, args, named)
 
 
 def _scale_operand(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from moeverify.diagnose.own.trace import Trace
@@ -16,6 +17,7 @@ def list_known(trace: Trace, inputs: list[tuple[str, Tensor]]) -> Iterator[tuple
     shape, count = trace.output.shape, 0
     seen: set[int] = set()
     named = [
+        ("1", torch.ones_like(trace.output)),
         *inputs,
         *((name, child.made) for name, child in trace.children.items() if name and child.made is not None),
     ]

@@ -90,10 +90,17 @@ def list_parameter_mistakes(
                         partial(_replace, values.detach().clone()),
                         other,
                     )
+            if tensor.is_floating_point() and tensor.ndim == 1:
+                yield _make("parameter", own, "hidden", name, tensor, 0.0, _hide)
             if tensor.is_floating_point():
                 yield _make("parameter", own, "times", name, tensor, None, lambda x, c: x * c, start=1.0)
                 if tensor.ndim == 1 and bool((tensor > 0).all()):
                     yield _make("parameter", own, "power", name, tensor, None, torch.pow, start=1.0)
+
+
+def _hide(x: Tensor, _: float) -> Tensor:
+    """Return what a softmax gives no weight, such as a sink that is left out."""
+    return torch.full_like(x, torch.finfo(x.dtype).min / 2)
 
 
 def list_expert_mistakes(owners: Sequence[tuple[str, nn.Module]]) -> Iterator[Candidate]:
@@ -259,7 +266,7 @@ def _list_masks(module: str, path: tuple[Any, ...], label: str, mask: Tensor) ->
 
 def _shift_mask(way: str, mask: Tensor, number: float) -> Tensor:
     """Return a mask that also shows the keys `number` before those that it shows, or only those both show."""
-    hidden = False if mask.dtype == torch.bool else mask.min()
+    hidden = False if mask.dtype == torch.bool else float(mask.min())
     moved = torch.full_like(mask, hidden)
     n, length = int(number), mask.shape[-1]
     if n > 0:
