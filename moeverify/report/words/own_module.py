@@ -39,8 +39,8 @@ _WORDS: Mapping[tuple[str, str], str] = {
     ("input", "none"): "without {its}",
     ("input", "other"): "with {after} in the place of {its}",
     ("input", "times"): "with {its} counted {number} times{sources}",
-    ("input", "reach"): "with {its} showing each query {keys} more",
-    ("input", "short"): "with {its} showing each query {keys} less",
+    ("input", "reach"): "with {its} showing each query {keys}",
+    ("input", "short"): "with {its} hiding {keys} from each query",
     ("step", "value"): "with {after} in place of {before} in {step}",
     ("step", "fitted"): "with {after}{number} in place of {before} in {step}",
     ("step", "function"): "with {after} in the place of {step}",
@@ -104,7 +104,7 @@ def describe_mistake(mistake: Mistake, module: str = "") -> str:
 
 def _count_keys(number: float) -> str:
     count = abs(int(number))
-    return f"{count} key{'s' if count > 1 else ''} {'ahead' if number < 0 else 'back'}"
+    return f"{count} more key{'s' if count > 1 else ''} further {'ahead' if number < 0 else 'back'}"
 
 
 def describe_mistakes(mistakes: tuple[Mistake, ...], module: str = "") -> str:
@@ -112,7 +112,8 @@ def describe_mistakes(mistakes: tuple[Mistake, ...], module: str = "") -> str:
     texts = list(dict.fromkeys(describe_mistake(each, module) for each in mistakes))
     named, left = texts[:MOST_MISTAKES], len(texts) - MOST_MISTAKES
     if left > 0:
-        named.append(f"with one of {left} other mistakes that give the same")
+        others = f"one of {left} other mistakes that give" if left > 1 else "another mistake that gives"
+        named.append(f"with {others} the same")
     return ", or ".join(named)
 
 

@@ -76,7 +76,7 @@ Break = Callable[[Layer], object]
 def find_mistakes(
     breaks: Break | Mapping[int, Break], *, spoil: Callable[[Tensor], Tensor] | None = None
 ) -> Mistaken | None:
-    """Return what is said of a layer that is broken on all of two ranks, or on some, where its culprit is replayed."""
+    """Return what is said of a layer that is broken on both of two ranks, or on one; its culprit is replayed."""
     right = make_layer()
     golden = _read(right, range(ROWS))
     by_rank = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
-from own_models import Layer, Mixer, find_mistakes, only
+from own_models import Layer, Mixer, find_mistakes, make_layer, only
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moeverify.diagnose.own.replay import Candidate
+from moeverify.diagnose.own.search import Found, Search
+from moeverify.report.words.own_module import describe_mistake
 
-def set_attribute(name: str, value: object):  # noqa: ANN201
+
+def set_attribute(name: str, value: object) -> Callable[[Layer], None]:
     return lambda layer: setattr(layer.mixer, name, value)
 
 
@@ -47,6 +53,7 @@ def test_one_rank_alone_is_named() -> None:
     assert (found.ranks, only(found).number) == ((1,), 0.25)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_wrong_in_different_ways_have_no_one_mistake() -> None:
     assert find_mistakes({0: set_attribute("scaling", 0.25), 1: set_attribute("scaling", 0.75)}) is None
 
@@ -99,6 +106,7 @@ def test_a_step_is_named_with_its_place_in_the_source(monkeypatch: pytest.Monkey
     assert mistake.line.startswith("own_models.py:")
 
 
+@pytest.mark.slow
 def test_a_residual_that_is_added_again_is_named() -> None:
     def add(layer: Layer) -> None:
         layer.mixer.register_forward_hook(lambda m, args, out: (out[0] + 0.5 * args[0], out[1]))
@@ -118,6 +126,7 @@ def test_a_gradient_that_does_not_come_back_is_named_by_the_module_that_it_shoul
     assert {each.way for each in found.mistakes} == {"input-detached"}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_comes_back_twice_is_counted() -> None:
     def double(layer: Layer) -> None:
         layer.mixer.values.register_forward_hook(lambda m, args, out: Twice.apply(out))
@@ -128,6 +137,7 @@ def test_a_gradient_that_comes_back_twice_is_counted() -> None:
     assert "mixer.values" in {each.name for each in found.mistakes}
 
 
+@pytest.mark.slow
 def test_what_is_no_mistake_of_the_module_is_not_explained() -> None:
     noise = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     assert find_mistakes(lambda layer: None, spoil=lambda out: out + 0.1 * noise) is None
@@ -137,9 +147,28 @@ def test_what_is_no_mistake_of_the_module_is_not_explained() -> None:
 
 
 def test_the_module_is_as_it_was_after_the_search() -> None:
-    from own_models import make_layer
-
     before = make_layer().state_dict()
     layer = make_layer()
     find_mistakes(set_attribute("cap", 2.0))
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_every_mistake_that_is_tried_has_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def note(self: Search, tiers: Iterable[Iterable[Candidate]]) -> Found:
+        for candidate in (each for tier in tiers for each in tier):
+            mistake = candidate.mistake.model_copy(update={"number": candidate.mistake.number or 2.0})
+            text = describe_mistake(mistake, "mixer")
+            assert text.startswith("with")
+            assert "{" not in text
+            seen.add(f"{mistake.part} {mistake.way.partition(':')[0]}")
+        return Found()
+
+    monkeypatch.setattr(Search, "run", note)
+    find_mistakes(set_attribute("cap", 2.0))
+    find_mistakes(
+        lambda layer: layer.mixer.keys.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
+    )
+    assert {"attribute fitted", "child left-out", "parameter zero", "input moved", "step one"} <= seen
+    assert {"sum added", "step operand-detached", "child input-gradient"} <= seen
