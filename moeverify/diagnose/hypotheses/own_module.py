@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.own.search import Found
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -14,7 +16,7 @@ from moeverify.results.observation import Replay
 from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.trial import Reason
 
-_COUNTED = ("times", "added", "operand-times", "input-gradient", "operand-gradient")
+COUNTED = ("times", "added", "operand-times", "input-gradient", "operand-gradient")
 
 
 class OwnModuleHypothesis(Hypothesis):
@@ -30,11 +32,11 @@ class OwnModuleHypothesis(Hypothesis):
         """Search the mistakes of the culprit."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
-        own = inputs.own(origin) if origin is not None else None
-        if origin is None or own is None or inputs.search is None:
-            return self.untried(Reason.NOT_COMPARABLE)
-        found = own.find(origin, tensor, inputs.search.bound)
-        if found is None:
+        # The hypothesis of one factor asks too, and so does the log of trials.
+        if id(tensor) not in inputs.searched_own:
+            inputs.searched_own[id(tensor)] = _search(tensor, origin, inputs)
+        found = inputs.searched_own[id(tensor)]
+        if found is None or origin is None:
             return self.untried(Reason.NOT_COMPARABLE)
         name = origin.culprit
         if not found.mistakes:
@@ -47,9 +49,16 @@ class OwnModuleHypothesis(Hypothesis):
         return self.accept(explanation, seen)
 
 
+def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs) -> Found | None:
+    own = inputs.own(origin) if origin is not None else None
+    if own is None or origin is None or inputs.search is None:
+        return None
+    return own.find(origin, tensor, inputs.search.bound)
+
+
 def _name_number(mistake: Mistake, module: str, inputs: DiagnosisInputs) -> Mistake:
     """Return a mistake with the integers of the run that its number equals, where something counts so often."""
-    if mistake.way not in _COUNTED or mistake.number is None:
+    if mistake.way not in COUNTED or mistake.number is None:
         return mistake
     value = mistake.number + 1.0 if mistake.way == "added" else mistake.number
     factor = find_factor(value, inputs.axes.sources_of(module), counts=inputs.axes.counts_of(module))

@@ -153,7 +153,7 @@ class _Attempt:
         if not self.is_forward:
             yield list_gradient_mistakes(trace, name) if call.name != LOSS else ()
             yield list_gradient_factors(sites, name)
-        yield list_operand_mistakes(sites, name)
+        yield list_operand_mistakes(sites, name, own.sizes)
         if self.is_forward:
             yield self._list_sums(trace)
         yield list_factor_mistakes(sites, name)

@@ -108,12 +108,12 @@ def list_number_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candida
         yield from _list_constants(site, module)
 
 
-def list_operand_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
+def list_operand_mistakes(sites: Sequence[Site], module: str, sizes: Sequence[int]) -> Iterator[Candidate]:
     """Yield other functions in the place of steps, exchanged operands, and results that are moved or rounded."""
     for site in sites:
         yield from _list_functions(site, module)
         if not _is_in_place(site.step):
-            yield from _list_results(site, module)
+            yield from _list_results(site, module, sizes)
 
 
 def _is_in_place(step: Step) -> bool:
@@ -243,15 +243,16 @@ def _list_left_out(site: Site, module: str) -> Iterator[Candidate]:
         yield Candidate(_say(step, module, "one"), _plant(site, partial(_transform, _fill, 1.0)))
 
 
-def _list_results(site: Site, module: str) -> Iterator[Candidate]:
+def _list_results(site: Site, module: str, sizes: Sequence[int]) -> Iterator[Candidate]:
     step = site.step
     tensors = [path for path, _ in _list_tensors(step)]
     if name_step(step) in _REORDERED:
-        yield Candidate(_say(step, module, "reversed"), _plant(site, partial(_reverse, tensors)))
+        yield Candidate(_say(step, module, "turned-round"), _plant(site, partial(_reverse, tensors)))
     if isinstance(step.result, Tensor) and step.result.numel() > 1:
         if len(site.numbers) == _PAIR:
             yield Candidate(_say(step, module, "exchanged"), _exchange(site))
         yield from _list_rearranged(site, module, step.result)
+        yield from _list_in_parts(site, module, step.result, sizes)
 
 
 def _exchange(site: Site) -> Plant:
@@ -297,6 +298,19 @@ def _list_rearranged(site: Site, module: str, result: Tensor) -> Iterator[Candid
         for size in (each for each in range(2, length) if length % each == 0 and length <= 1024):
             say = _say(site.step, module, f"in-turn:{dim}", number=size)
             yield Candidate(say, _plant(site, partial(_transform, partial(_interleave, dim), size)))
+
+
+def _list_in_parts(site: Site, module: str, result: Tensor, sizes: Sequence[int]) -> Iterator[Candidate]:
+    """Yield what is in reverse order in the part that each rank of an axis has, such as its heads."""
+    for dim, length in enumerate(result.shape):
+        for size in sizes:
+            if length % size == 0 and length > size:
+                say = _say(site.step, module, f"in-parts:{dim}", number=size)
+                yield Candidate(say, _plant(site, partial(_transform, partial(_flip_parts, dim), size)))
+
+
+def _flip_parts(dim: int, x: Tensor, number: float) -> Tensor:
+    return torch.cat([part.flip(dim) for part in x.chunk(int(number), dim)], dim)
 
 
 def _round(x: Tensor, _: float) -> Tensor:

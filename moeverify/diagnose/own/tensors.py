@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeverify.diagnose.own.replay import Candidate, Stage
 from moeverify.results.own_module import Mistake, Part
 
+Path = tuple[Any, ...]
 Transform = Callable[[Tensor, float], Tensor]
 _MOST_ROWS = 64  # of a parameter, such as a stack of experts, that are looked at one by one
 _MOST_SIBLINGS = 8
@@ -24,6 +25,8 @@ def list_transforms(tensor: Tensor, sizes: Sequence[int]) -> Iterator[tuple[str,
         yield "all-true", 0.0, lambda x, _: torch.ones_like(x)
     elif tensor.is_floating_point():
         yield "zero", 0.0, lambda x, _: torch.zeros_like(x)
+        if tensor.numel() == 1:
+            yield "one", 0.0, lambda x, _: torch.ones_like(x)
         yield "bfloat16", 0.0, lambda x, _: x.to(torch.bfloat16).to(x.dtype)
     else:
         for offset in (1, -1):
@@ -182,7 +185,7 @@ def list_input_mistakes(
     module: str, args: Sequence[Any], named: Mapping[str, Any], labels: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[Candidate]:
     """Yield other values of what a module is called with; `labels` are the names of the arguments in order."""
-    places: list[tuple[tuple[Any, ...], str, Tensor]] = []
+    places: list[tuple[Path, str, Tensor]] = []
     for index, value in enumerate(args):
         label = labels[index] if index < len(labels) else f"argument {index}"
         places += _list_places((index,), label, value)
@@ -201,12 +204,28 @@ def list_input_mistakes(
                 yield _change_input(
                     module, path, label, "other", 0.0, partial(_replace, other.detach()), other_label
                 )
+    yield from _list_exchanged(module, places)
     for path, label, tensor in places:
         if tensor.is_floating_point():
             yield _change_input(module, path, label, "times", None, lambda x, c: x * c, start=1.0)
 
 
-def _list_places(path: tuple[Any, ...], label: str, value: Any) -> list[tuple[tuple[Any, ...], str, Tensor]]:
+def _list_exchanged(module: str, places: Sequence[tuple[Path, str, Tensor]]) -> Iterator[Candidate]:
+    """Yield pairs of tensors of one shape that a module is called with in each other's place."""
+    for number, (path, label, tensor) in enumerate(places):
+        for other_path, other_label, other in places[number + 1 :]:
+            if other.shape == tensor.shape and other.dtype == tensor.dtype:
+                mistake = Mistake(part="input", name=label, way="exchanged", module=module, after=other_label)
+                yield Candidate(mistake, partial(_exchange_inputs, (path, tensor), (other_path, other)))
+
+
+def _exchange_inputs(first: tuple[Path, Tensor], second: tuple[Path, Tensor], stage: Stage, _: float) -> None:
+    for (path, _own), (_other, tensor) in ((first, second), (second, first)):
+        holder: Any = stage.args if isinstance(path[0], int) else stage.named
+        holder[path[0]] = _put(holder[path[0]], path[1:], lambda x, values=tensor: values.detach().clone())
+
+
+def _list_places(path: tuple[Any, ...], label: str, value: Any) -> list[tuple[Path, str, Tensor]]:
     if isinstance(value, Tensor):
         return [(path, label, value)] if value.numel() else []
     if isinstance(value, list | tuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,7 +96,7 @@ def _watch_attributes(module: nn.Module, trace: Trace) -> Iterator[None]:
 def _wrap_reads(
     cls: type, read: dict[int, dict[str, None]], owners: Mapping[int, object], stack: ExitStack
 ) -> None:
-    original: Callable[[object, str], Any] = cls.__getattribute__
+    original: Any = cls.__getattribute__
 
     def note(self: object, name: str) -> Any:
         if id(self) in owners:
