@@ -28,6 +28,11 @@ class OwnModuleHypothesis(Hypothesis):
     name = "own_module"
     quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
 
+    def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+        """Return whether the tensor is of a module of a user's own that can be asked for."""
+        origin = inputs.origin_of(tensor) if super().applies(tensor, inputs) else None
+        return origin is not None and inputs.own(origin) is not None
+
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Search the mistakes of the culprit."""
         (tensor,) = tensors

@@ -29,11 +29,13 @@ def find_own_module(
         calls = Calls(recipe, golden, step, device)
         is_loss = (origin.direction, origin.end, origin.culprit) == (BACKWARD, "output", "")
         names = [] if is_loss and not search.num_right[BACKWARD] else _list_names(origin.culprit)
-        for name in names:
+        for number, name in enumerate(names):
             call = calls.record(name)
             if call is not None:
                 yield call
-        if origin.direction == BACKWARD:
+            if number == 0 and origin.direction == BACKWARD:
+                yield calls.record_loss()
+        if not names:
             yield calls.record_loss()
 
     sizes = tuple(sorted({size for size in list_degrees(case).values() if size > 1}))

@@ -45,7 +45,7 @@ from moeverify.train.module_taps import FORWARD
 MOST_ELEMENTS = 1 << 22
 """Elements of a tensor up to which its module is replayed: thousands of runs must stay a matter of seconds."""
 
-_SECONDS, _SECONDS_AROUND = 8.0, 4.0
+_SECONDS, _SECONDS_AROUND = 6.0, 3.0
 _TIMED = 3
 _MOST_KEPT = 24
 _MOST_RUNS, _LEAST_RUNS = 2048, 64

@@ -44,7 +44,7 @@ _OTHERS: Mapping[str, Sequence[tuple[str, Callable[..., Any]]]] = {
     "cumsum": (("identity", lambda x, *_, **__: x),),
     "argsort": (
         (
-            "argsort of the opposite",
+            "descending argsort",
             lambda x, *dims, **named: (-x if x.dtype != torch.bool else ~x).argsort(*dims, **named),
         ),
         ("inverse permutation", lambda x, *dims, **named: x.argsort(*dims, **named).argsort()),

@@ -165,6 +165,10 @@ def _make(
     return Candidate(mistake, plant, start)
 
 
+def _clone(values: Tensor, _: Tensor) -> Tensor:
+    return values.detach().clone()
+
+
 def _replace(values: Tensor, _: Tensor, __: float) -> Tensor:
     return values
 
@@ -222,7 +226,7 @@ def _list_exchanged(module: str, places: Sequence[tuple[Path, str, Tensor]]) -> 
 def _exchange_inputs(first: tuple[Path, Tensor], second: tuple[Path, Tensor], stage: Stage, _: float) -> None:
     for (path, _own), (_other, tensor) in ((first, second), (second, first)):
         holder: Any = stage.args if isinstance(path[0], int) else stage.named
-        holder[path[0]] = _put(holder[path[0]], path[1:], lambda x, values=tensor: values.detach().clone())
+        holder[path[0]] = _put(holder[path[0]], path[1:], partial(_clone, tensor))
 
 
 def _list_places(path: tuple[Any, ...], label: str, value: Any) -> list[tuple[Path, str, Tensor]]:
