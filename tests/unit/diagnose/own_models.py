@@ -99,7 +99,13 @@ def _examine(right: Layer, search: Search, origin: Origin, name: str) -> Mistake
     call = _record(right, name)
     own = OwnModule(lambda: iter([call]), search.matched, (2,))
     inputs = DiagnosisInputs(search=search, own=lambda _: own)
+    before = {name: value.clone() for name, value in right.state_dict().items()}
+    attributes = dict(vars(right.mixer))
     found = examine("own_module", origin.tensor, inputs).explanation
+    # Whatever was tried, the module is as it was: parameters, attributes, hooks.
+    assert all(torch.equal(value, before[key]) for key, value in right.state_dict().items())
+    assert vars(right.mixer) == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in right.modules())
     if found is None:
         return None
     assert isinstance(found.operation, Mistaken)
