@@ -45,7 +45,7 @@ from moeverify.train.module_taps import FORWARD
 MOST_ELEMENTS = 1 << 22
 """Elements of a tensor up to which its module is replayed: thousands of runs must stay a matter of seconds."""
 
-_SECONDS, _SECONDS_AROUND = 6.0, 3.0
+_SECONDS, _SECONDS_AROUND = 6.0, 4.0
 _TIMED = 3
 _MOST_KEPT = 24
 _MOST_RUNS, _LEAST_RUNS = 2048, 64
@@ -139,19 +139,22 @@ class _Attempt:
             owners, modules = [], []
             steps = [step for step in steps if step.line and not step.module]
         sites, labels = list_sites(steps), _name_arguments(call.module)
+        is_loss = call.name == LOSS
         if not self.is_forward:
-            yield list_detached_children(trace, name) if call.name != LOSS else ()
+            yield list_detached_children(trace, name) if not is_loss else ()
             yield list_detached_mistakes(sites, name)
+            yield list_gradient_mistakes(trace, name) if not is_loss else ()
+            yield list_gradient_factors(sites, name) if not is_loss else ()
         yield [
             *list_attribute_mistakes(trace, owners, own.sizes),
             *list_parameter_mistakes(modules, call.old, call.root, own.sizes),
             *list_expert_mistakes(modules),
             *list_input_mistakes(name, call.args, call.named, labels, own.sizes),
-            *(list_child_mistakes(trace, name) if call.name != LOSS else ()),
+            *(list_child_mistakes(trace, name) if not is_loss else ()),
         ]
         yield list_number_mistakes(sites, name)
-        if not self.is_forward:
-            yield list_gradient_mistakes(trace, name) if call.name != LOSS else ()
+        if is_loss:
+            # A coefficient in its code says more than how often the gradient of a term counts.
             yield list_gradient_factors(sites, name)
         yield list_operand_mistakes(sites, name, own.sizes)
         if self.is_forward:

@@ -146,13 +146,13 @@ class Search:
         self.worst = max(judge.wrong, key=lambda each: (_error(each, judge.tensor), -each.rank))
 
     def run(self, tiers: Sequence[Iterable[Candidate]]) -> Found:
-        """Return what the first tier that explains has; nothing where the runs are used up before a tier ends."""
+        """Return what the first tier that explains has, where the runs are not used up before it ends."""
         kept: list[tuple[Candidate, Tensor]] = []
         for tier in tiers:
             fits = []
             for candidate in tier:
                 if self.replay.num_runs > self.most_runs:
-                    return Found(num_tried=self.replay.num_runs)
+                    return self._find_at_some_tokens(kept)
                 if candidate.start is not None:
                     fits += list(self._fit(candidate))
                     continue
