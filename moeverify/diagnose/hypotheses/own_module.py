@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.own.search import Found
+from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Replay
+from moeverify.results.operation import Change
 from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.trial import Reason
 
@@ -46,7 +47,7 @@ class OwnModuleHypothesis(Hypothesis):
         name = origin.culprit
         if not found.mistakes:
             return self.refuse(Replay(formula=name, num_tried=found.num_tried, is_own=True))
-        mistakes = tuple(_name_number(each, name, inputs) for each in found.mistakes)
+        mistakes = tuple(_name_number(each, origin, inputs) for each in found.mistakes)
         operation = Mistaken(module=found.replayed, mistakes=mistakes, ranks=found.ranks, tokens=found.tokens)
         cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
         explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
@@ -61,13 +62,13 @@ def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs)
     return own.find(origin, tensor, inputs.search.bound)
 
 
-def _name_number(mistake: Mistake, module: str, inputs: DiagnosisInputs) -> Mistake:
-    """Return a mistake with the integers of the run that its number equals, where something counts so often."""
+def _name_number(mistake: Mistake, origin: Origin, inputs: DiagnosisInputs) -> Mistake:
+    """Return a mistake with the axis over which ranks sum what counts so often, where there is one."""
     if mistake.way not in COUNTED or mistake.number is None:
         return mistake
     value = mistake.number + 1.0 if mistake.way == "added" else mistake.number
-    factor = find_factor(value, inputs.axes.sources_of(module), counts=inputs.axes.counts_of(module))
-    return mistake.model_copy(update={"factor": factor}) if factor.equals else mistake
+    named = name_multiple(Change(part=mistake.part, way="times", number=value), origin, inputs)
+    return mistake.model_copy(update={"factor": named.factor}) if named.is_summed else mistake
 
 
 HYPOTHESIS = OwnModuleHypothesis()
