@@ -59,7 +59,10 @@ def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs)
     own = inputs.own(origin) if origin is not None else None
     if own is None or origin is None or inputs.search is None:
         return None
-    return own.find(origin, tensor, inputs.search.bound)
+    try:
+        return own.find(origin, tensor, inputs.search.bound)
+    except Exception:  # a user's module that cannot be called again costs its own cause alone, and no other
+        return None
 
 
 def _name_number(mistake: Mistake, origin: Origin, inputs: DiagnosisInputs) -> Mistake:

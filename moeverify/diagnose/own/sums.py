@@ -22,7 +22,7 @@ def list_known(trace: Trace, inputs: list[tuple[str, Tensor]]) -> Iterator[tuple
         *((name, child.made) for name, child in trace.children.items() if name and child.made is not None),
     ]
     for name, tensor in named:
-        values = tensor.detach().double()
+        values = tensor.detach().to("cpu", torch.float64)
         if values.numel() == trace.output.numel() and values.shape != shape:
             values = values.reshape(shape)
         if values.shape != shape or not bool(values.any()) or id(tensor) in seen:

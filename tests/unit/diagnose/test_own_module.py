@@ -165,3 +165,11 @@ def test_every_mistake_that_is_tried_has_words(monkeypatch: pytest.MonkeyPatch) 
     )
     assert {"attribute fitted", "child left-out", "parameter zero", "input moved", "step one"} <= seen
     assert {"sum added", "step operand-detached", "child input-gradient"} <= seen
+
+
+def test_a_module_that_cannot_be_called_again_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Search, tiers: object) -> Found:
+        raise ValueError
+
+    monkeypatch.setattr(Search, "run", fail)
+    assert find_mistakes(set_attribute("cap", 2.0)) is None
