@@ -37,7 +37,8 @@ class Origin:
     `around` is the module that calls this one, `inside` has those in the culprit of which everything read is right.
     Of `num_tokens` tokens, or rows, `num_wrong` are wrong. `inputs_seen` says that something which the culprit takes
     was compared and is right; ids, such as those of tokens, never are. `reduced` has what was all-reduced inside the
-    culprit (`moeverify.diagnose.operands`).
+    culprit (`moeverify.diagnose.operands`). `slot` says which tensor of the end it is, and
+    `right` has the ends of modules in this direction where all that was read is right.
     """
 
     direction: Direction
@@ -56,6 +57,8 @@ class Origin:
     are_rows: bool = False
     reduced: tuple[Any, ...] = ()
     inputs_seen: bool = True
+    slot: str = "0"
+    right: frozenset[tuple[str, End]] = frozenset()
 
     @property
     def is_of_culprit(self) -> bool:
@@ -184,7 +187,8 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
-            origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
+            right = _list_right(along)
+            origins[direction] = replace(origin, inputs_seen=seen, inside=inside, right=right)
             near = _list_near(first, wrong)
             around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
             others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
@@ -215,6 +219,12 @@ def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, .
     numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
     folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
     return folded if len(folded) <= _MOST_AROUND else ()
+
+
+def _list_right(along: Sequence[_Judged]) -> frozenset[tuple[str, End]]:
+    """Return the ends of modules where all that was read is right."""
+    ends = {(each.reading.module, cast(End, each.reading.end), each.is_wrong) for each in along}
+    return frozenset((module, end) for module, end, is_wrong in ends if (module, end, True) not in ends)
 
 
 def _fold_number(name: str, but: Collection[str]) -> str:
@@ -374,6 +384,7 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
         num_wrong=num_wrong,
         num_tokens=num_tokens,
         are_rows=reading.is_loose,
+        slot=reading.slot,
     )
 
 

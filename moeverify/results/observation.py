@@ -127,12 +127,16 @@ class StaleWeights(Record):
 
 
 class Replay(Record):
-    """How many variants of a module's formula were evaluated on right inputs; what the best leaves of the error."""
+    """How many variants of a module's formula were evaluated on right inputs; what the best leaves of the error.
+
+    Where it `is_own`, `formula` is a module of a user's own, and the variants are mistakes in it.
+    """
 
     kind: Literal["replay"] = "replay"
     formula: str
     num_tried: int
     residual: float | None = None
+    is_own: bool = False
 
 
 class KeptElements(Record):

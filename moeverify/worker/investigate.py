@@ -35,6 +35,7 @@ from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
+from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
 from moeverify.diagnose.replay.attention import Chunks
@@ -292,10 +293,11 @@ def _make_inputs(
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
     clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
+    search = _search(case, evidence, read_right, _find_known(judgement, step))
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
         axes=_make_axes(case, valid),
-        search=_search(case, evidence, read_right, _find_known(judgement, step)),
+        search=search,
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
@@ -308,6 +310,7 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         formula=lambda origin: _find_formula(case, golden, evidence, origin, read_right),
+        own=lambda origin: find_own_module(case, golden, step, origin, search, device),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},

@@ -49,6 +49,7 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
+    ("own_module",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),
     ("loss_value",),

@@ -11,6 +11,8 @@ from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
+from moeverify.diagnose.hypotheses.own_module import COUNTED
+from moeverify.diagnose.hypotheses.own_module import HYPOTHESIS as OWN_MODULE
 from moeverify.diagnose.hypotheses.replayed import HYPOTHESIS as REPLAYED
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -18,6 +20,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled, Varied
+from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
@@ -141,7 +144,7 @@ def _replay(
     varied = REPLAYED.test(tensors, inputs)
     operation, scaled = varied.explanation and varied.explanation.operation, explanation.operation
     if varied.explanation is None or not isinstance(operation, Varied) or not isinstance(scaled, Scaled):
-        return outcome
+        return _replay_own(outcome, scaled, tensors, inputs)
     (whole,) = scaled.contributions
     is_axis = bool(whole.factor.equals) and whole.factor.power == 1
     if is_axis and any(change.number is not None for change in operation.variants[0]):
@@ -152,6 +155,26 @@ def _replay(
         explanation=varied.explanation.model_copy(update={"operation": named}),
         trials=(*outcome.trials, *varied.trials),
         observations=(*outcome.observations, *varied.observations),
+    )
+
+
+def _replay_own(
+    outcome: Outcome, scaled: object, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
+) -> Outcome:
+    """Return which mistake in a user's own module makes all of it so many times the right one.
+
+    That something in it counts so often says no more than the factor does.
+    """
+    if isinstance(scaled, Scaled) and any(each.factor.equals for each in scaled.contributions):
+        return outcome
+    found = OWN_MODULE.test(tensors, inputs)
+    operation = found.explanation and found.explanation.operation
+    if not isinstance(operation, Mistaken) or any(each.way in COUNTED for each in operation.mistakes):
+        return outcome
+    return replace(
+        found,
+        trials=(*outcome.trials, *found.trials),
+        observations=(*outcome.observations, *found.observations),
     )
 
 

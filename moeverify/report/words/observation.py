@@ -7,6 +7,7 @@ from functools import singledispatch
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.factor import format_factor
+from moeverify.report.words.own_module import describe_own_replay
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
 from moeverify.report.words.variant import name_formula
@@ -157,6 +158,8 @@ def _(seen: StaleWeights) -> str:
 
 @describe_observation.register
 def _(seen: Replay) -> str:
+    if seen.is_own:
+        return describe_own_replay(seen)
     tried = f"{format_count(seen.num_tried, 'variant')} of the {name_formula(seen.formula)} replayed on right inputs"
     if seen.residual is None:
         return f"{tried}, none gives this output"

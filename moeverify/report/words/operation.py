@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
+from moeverify.report.words.altered import describe_altered
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
     NO_COUNT,
@@ -24,7 +25,8 @@ from moeverify.report.words.norms import (
     describe_norm_of_slices,
     describe_reclipped,
 )
-from moeverify.report.words.part import name_block, name_part, name_some, name_tokens, of_router
+from moeverify.report.words.own_module import describe_mistaken
+from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
@@ -64,6 +66,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
+from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
@@ -433,60 +436,10 @@ def _(operation: Varied, explanation: Explanation) -> str:
 
 
 @describe_operation.register
+def _(operation: Mistaken, explanation: Explanation) -> str:
+    return describe_mistaken(operation, explanation)
+
+
+@describe_operation.register
 def _(operation: Altered, explanation: Explanation) -> str:
-    subject = explanation.subject
-    names = {
-        "module": name_culprit(subject),
-        "tensors": ", ".join(subject.tensors) or subject.module or MODEL,
-        "subject": name_subject(subject),
-    }
-    if operation.first_micro_batch:
-        text = (
-            "{module} matches in the first micro-batch and diverges from micro-batch {first} on: something that "
-            "changes once a step changed between them"
-        )
-        return text.format(first=operation.first_micro_batch, **names)
-    if operation.tokens is not None and subject.quantity is Quantity.MODULE_GRADIENT:
-        tokens = name_tokens(operation.tokens)
-        return f"what {names['module']} passes back is wrong at {tokens} alone, and all other tokens match"
-    if operation.tokens is not None:
-        return (
-            f"{names['module']} diverges at {name_tokens(operation.tokens)} alone, and all other tokens match"
-        )
-    if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
-        return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
-    text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
-    if explanation.cause is Cause.METRIC and subject.quantity in _REPORTED:
-        text = "only what is reported of {tensors} is wrong: what its block puts out matches"
-    if not operation.inputs_seen:
-        text = text.replace(_MATCH, _UNSEEN)
-    elif operation.has_rows:
-        text = text.replace(_MATCH, _ROWS_MATCH)
-    if operation.is_no_number:
-        text = text.replace(_DIFFERS, _IS_NO_NUMBER)
-    return text.format(**names)
-
-
-_REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
-_MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
-_DIFFERS, _IS_NO_NUMBER = "does not)", "has values that are no numbers)"
-_ROWS_MATCH = "its rows match, whose order is its caller's"
-
-
-_ALTERED_CAUSES: Mapping[Cause, str] = {
-    Cause.NONDETERMINISM: "two runs of the same layout differ: something in it is not deterministic",
-    Cause.ROUTING: "{tensors} chooses other experts (inputs match)",
-    Cause.METRIC: (
-        "only a reported number is wrong: {subject} is no multiple of the expected value; the gradients match"
-    ),
-}
-_ALTERED: Mapping[Quantity, str] = {
-    Quantity.OUTPUT: "first divergence: {module} (inputs match, output does not)",
-    Quantity.MODULE_GRADIENT: (
-        "first divergence in backward: {module} (its output gradient matches, what it passes back does not)"
-    ),
-    Quantity.LOSS: "{subject} is computed differently (routing and module outputs match)",
-    Quantity.ROUTING_WEIGHT: "{tensors} weights its choice differently (inputs match)",
-    Quantity.BUFFER: "{subject} changed differently from what the routing of this step says",
-    Quantity.LOADED: "{subject} has other values than were saved, and none that are known",
-}
+    return describe_altered(operation, explanation)

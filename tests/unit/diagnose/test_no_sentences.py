@@ -27,6 +27,9 @@ OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/first_divergence.py",
+    "diagnose/own/found.py",  # the module around one
+    "diagnose/own/step_mistakes.py",  # numbers in the names of modules
+    "diagnose/own/tensors.py",  # the module that holds a parameter
     "diagnose/replay/formulas.py",
     "diagnose/replay/latent_gradient.py",  # columns of a tensor
     "diagnose/replay/multiples.py",  # the block that a dispatcher's name begins with

@@ -28,6 +28,7 @@ from moeverify.results.operation import (
     Scaled,
     Varied,
 )
+from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.part import WHOLE, Contribution, Group
 
 OPERATIONS = [
@@ -300,6 +301,50 @@ OPERATIONS = [
         ),
         "moe sums the rows that moe.experts returns by other weights than one device (inputs match)",
         "moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Mistaken(
+                module="layers.0.attn",
+                mistakes=(
+                    Mistake(part="attribute", name="scaling", way="fitted", before="0.5", number=0.25),
+                    Mistake(part="input", name="mask", way="reach", number=1.0),
+                    Mistake(part="step", name="cat", way="moved:2", number=-1.0, line="model.py:12"),
+                    Mistake(part="child", name="layers.0.attn.norm", way="left-out"),
+                ),
+                ranks=(1,),
+            ),
+            module="layers.0.attn",
+        ),
+        "the output of layers.0.attn is what layers.0.attn gives with scaling = 0.25 in place of 0.5, or with its "
+        "mask showing each query 1 more key further back, or with the result of cat at model.py:12 moved by -1 along "
+        "dim 2, or with another mistake that gives the same on rank 1 alone",
+        "layers.0.attn",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            Quantity.MODULE_GRADIENT,
+            Mistaken(
+                module="layers",
+                mistakes=(
+                    Mistake(
+                        part="attribute",
+                        name="top_k",
+                        way="value",
+                        module="layers.gate",
+                        before="2",
+                        after="1",
+                    ),
+                ),
+            ),
+            module="layers.experts",
+        ),
+        "the gradient that layers.experts passes back is what layers passes back with layers.gate.top_k = 1 in place "
+        "of 2",
+        "layers.experts",
     ),
     (
         explain(

@@ -1,0 +1,77 @@
+"""Hypothesis: a user's own module, replayed on right inputs with one mistake, computes what ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.first_divergence import Origin
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.own.search import Found
+from moeverify.diagnose.replay.multiples import name_multiple
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.observation import Replay
+from moeverify.results.operation import Change
+from moeverify.results.own_module import Mistake, Mistaken
+from moeverify.results.trial import Reason
+
+COUNTED = ("times", "added", "operand-times", "input-gradient", "operand-gradient")
+
+
+class OwnModuleHypothesis(Hypothesis):
+    """The mistakes of `moeverify.diagnose.own`, made one at a time where one device runs the module again.
+
+    It is asked of modules that the reference model does not have, whose formulas nobody has written down.
+    """
+
+    name = "own_module"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+        """Return whether the tensor is of a module of a user's own that can be asked for."""
+        origin = inputs.origin_of(tensor) if super().applies(tensor, inputs) else None
+        return origin is not None and inputs.own(origin) is not None
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Search the mistakes of the culprit."""
+        (tensor,) = tensors
+        origin = inputs.origin_of(tensor)
+        # The hypothesis of one factor asks too, and so does the log of trials.
+        if id(tensor) not in inputs.searched_own:
+            inputs.searched_own[id(tensor)] = _search(tensor, origin, inputs)
+        found = inputs.searched_own[id(tensor)]
+        if found is None or origin is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        name = origin.culprit
+        if not found.mistakes:
+            return self.refuse(Replay(formula=name, num_tried=found.num_tried, is_own=True))
+        mistakes = tuple(_name_number(each, origin, inputs) for each in found.mistakes)
+        operation = Mistaken(module=found.replayed, mistakes=mistakes, ranks=found.ranks, tokens=found.tokens)
+        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
+        seen = Replay(formula=name, num_tried=found.num_tried, is_own=True, residual=found.residual)
+        return self.accept(explanation, seen)
+
+
+def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs) -> Found | None:
+    own = inputs.own(origin) if origin is not None else None
+    if own is None or origin is None or inputs.search is None:
+        return None
+    try:
+        return own.find(origin, tensor, inputs.search.bound)
+    except Exception:  # a user's module that cannot be called again costs its own cause alone, and no other
+        return None
+
+
+def _name_number(mistake: Mistake, origin: Origin, inputs: DiagnosisInputs) -> Mistake:
+    """Return a mistake with the axis over which ranks sum what counts so often, where there is one."""
+    if mistake.way not in COUNTED or mistake.number is None:
+        return mistake
+    value = mistake.number + 1.0 if mistake.way == "added" else mistake.number
+    named = name_multiple(Change(part=mistake.part, way="times", number=value), origin, inputs)
+    return mistake.model_copy(update={"factor": named.factor}) if named.is_summed else mistake
+
+
+HYPOTHESIS = OwnModuleHypothesis()
