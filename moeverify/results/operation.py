@@ -390,6 +390,24 @@ class Varied(Record):
     factor: Factor | None = None
 
 
+class Term(Record):
+    """A tensor, by `end:module` of where one device reads it, nothing for what it should be, and how often it counts."""
+
+    tensor: str
+    factor: float
+
+
+class KnownSum(Record):
+    """What a module made is another sum of tensors that are known there than one device makes.
+
+    `sums` are all that explain as well with as few terms. With `ranks` it holds of these alone.
+    """
+
+    kind: Literal["known-sum"] = "known-sum"
+    sums: tuple[tuple[Term, ...], ...]
+    ranks: tuple[int, ...] = ()
+
+
 class Reweighted(Record):
     """A module sums the rows that one inside of it returns, copies of its tokens, by other weights than one device.
 
@@ -452,6 +470,7 @@ Operation = Annotated[
     | Crossed
     | Offset
     | Varied
+    | KnownSum
     | Reweighted
     | Altered,
     Field(discriminator="kind"),

@@ -49,6 +49,7 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
+    ("known_sum",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_balance"),
     ("loss_value",),

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import EDGES, NORMS, AttentionFormula, Chunks
+from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.results.operation import Change
 
@@ -41,10 +42,10 @@ class AttentionGradientFormula(Formula):
         self.ways = [
             *([] if of == "q" or size == 1 else [*ways, *moves]),
             *(heads if size > 1 and is_cut else []),
-            # Merged otherwise, the forward pass would be wrong before.
-            *(way for way in forward.ways if way.part != "merge"),
+            *forward.backward,
+            *list_ways_back(forward),
         ]
-        self.fits = forward.fits
+        self.fits = [*fit_gradients(*EDGES), *forward.fits]
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
@@ -89,6 +90,14 @@ class AttentionGradientFormula(Formula):
         kept = {"own": part == own, "not-own": part != own}.get(change.way, part != number)
         lost: Tensor = found * kept.to(found.dtype)[:, None]
         return lost
+
+
+def list_ways_back(forward: AttentionFormula) -> list[Change]:
+    """Return what attention may have otherwise in its backward pass alone.
+
+    Merged otherwise the forward pass would be wrong before, and norms lie before what is asked for.
+    """
+    return [way for way in forward.ways if way.part != "merge" and way.part not in NORMS]
 
 
 def list_left_out(chunks: Chunks) -> list[Change]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.embedding import EmbeddingFormula
 from moeverify.diagnose.replay.experts import (
     ONE_DEVICE,
     CombineGradientFormula,
@@ -21,9 +22,11 @@ from moeverify.diagnose.replay.experts import (
 )
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
+from moeverify.diagnose.replay.passed_back import list_block_gradients, list_moe_gradients
 from moeverify.diagnose.replay.routed import RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
     GatedFormula,
+    GatedGradientFormula,
     HandedFormula,
     LinearFormula,
     NormFormula,
@@ -36,6 +39,7 @@ from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP
 from moeverify.model.moe import MoE
 from moeverify.model.norm import LayerNorm, RMSNorm
+from moeverify.model.rope import compute_rotation, rotate
 from moeverify.model.router import Router
 from moeverify.model.transformer import Block
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
@@ -51,6 +55,7 @@ _PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
 }
 
 
+_HEAD_NORMS = ("q_norm", "k_norm")
 _LATENT_PROJECTIONS: Mapping[str, Projection] = {
     "q_proj": "queries",
     "q_b_proj": "queries",
@@ -59,12 +64,15 @@ _LATENT_PROJECTIONS: Mapping[str, Projection] = {
 }
 
 
+_GATED: Mapping[str, Literal["gate", "up"]] = {"gate_proj": "gate", "up_proj": "up"}
+
+
 @dataclass(frozen=True)
 class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `experts` says where experts live.
+    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch.
     """
 
     model: nn.Module
@@ -72,10 +80,12 @@ class RightModules:
     chunks: Chunks
     valid: Tensor | None
     experts: ExpertLayout = ONE_DEVICE
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
 
     def find(self, name: str) -> nn.Module | None:
-        """Return the module of a name; nothing for that of the whole model."""
-        return dict(self.model.named_modules()).get(name) if name else None
+        """Return the module of a name, the whole model of none."""
+        return dict(self.model.named_modules()).get(name)
 
     def read(self, module: str, end: str, direction: str = FORWARD) -> Tensor | None:
         """Return what one device read at an end of a module: its first tensor, or backward the gradient of that."""
@@ -107,6 +117,10 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
         return _make_gradient(origin, right)
     block = origin.culprit.removesuffix(f".{_DISPATCHER}")
     culprit, x = right.find(block), right.read(origin.culprit, "input")
+    if isinstance(culprit, nn.Embedding) and right.tokens is not None:
+        return NamedFormula("embedding", EmbeddingFormula(culprit, right.tokens))
+    if culprit is right.model:
+        return _make_inside_model(origin, right)
     if culprit is None or x is None:
         return None
     if block != origin.culprit:
@@ -132,6 +146,14 @@ def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
         return _make_latent_gradient(culprit, name, inner, right)
     if isinstance(culprit, MoE) and block == name and origin.module == f"{name}.router":
         return _make_combine_gradient(culprit, name, right)
+    if isinstance(culprit, MLP) and inner in _GATED and origin.end == "output":
+        return _make_gated_gradient(name, _GATED[inner], right)
+    if isinstance(culprit, Block) and (is_middle := inner == "ffn_norm") | (origin.end == "input"):
+        return _make_sum(
+            list_block_gradients(culprit, name, right.read, is_middle=is_middle), name="gradient:branches"
+        )
+    if isinstance(culprit, MoE) and block == name and origin.end == "input":
+        return _make_sum(list_moe_gradients(culprit, name, right.read), name="gradient:branches")
     if origin.end != "input" or gradient is None:
         return None
     if isinstance(culprit, MoE) and block != name:
@@ -202,9 +224,12 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
     handed = right.read(origin.module, "input")
     if handed is None:
         return None
-    return NamedFormula(
-        f"input:{origin.module}", HandedFormula(handed, right.list_like(handed, origin.module))
-    )
+    others = right.list_like(handed, origin.module)
+    if isinstance(culprit, Attention) and inner in _HEAD_NORMS and culprit.norms_heads:
+        positions = torch.arange(handed.shape[1])
+        rotation = compute_rotation(positions[None], culprit.head_dim, culprit.rope_theta, culprit.yarn)
+        others["rotary embedding of it"] = rotate(handed, rotation)
+    return NamedFormula(f"input:{origin.module}", HandedFormula(handed, others))
 
 
 def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict[str, Tensor | None]:
@@ -241,10 +266,33 @@ def _list_gated(culprit: MoE, name: str, right: RightModules) -> dict[str, dict[
 
 
 def _make_sum(
-    terms: Mapping[str, Tensor | None], others: Mapping[str, Mapping[str, Tensor]] | None = None
+    terms: Mapping[str, Tensor | None],
+    others: Mapping[str, Mapping[str, Tensor]] | None = None,
+    name: str = "branches",
 ) -> NamedFormula | None:
-    known = {name: value for name, value in terms.items() if value is not None}
-    return NamedFormula("branches", SumFormula(known, others)) if len(known) == len(terms) > 1 else None
+    known = {term: value for term, value in terms.items() if value is not None}
+    return NamedFormula(name, SumFormula(known, others)) if len(known) == len(terms) > 1 else None
+
+
+def _make_inside_model(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return what the whole model hands to a module of its own, or puts out: its logits."""
+    module = origin.module or "lm_head"
+    end = "input" if origin.module else "output"
+    handed = right.read(module, end)
+    if handed is None:
+        return None
+    others = right.list_like(handed, origin.module)
+    return NamedFormula(f"{end}:{module}", HandedFormula(handed, others))
+
+
+def _make_gated_gradient(name: str, of: Literal["gate", "up"], right: RightModules) -> NamedFormula | None:
+    up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
+    gradient = right.read(f"{name}.down_proj", "input", BACKWARD)
+    if up is None or gradient is None:
+        return None
+    return NamedFormula(
+        "gradient:feed-forward-block", GatedGradientFormula(GatedFormula(gate, up), of, gradient)
+    )
 
 
 @torch.no_grad()

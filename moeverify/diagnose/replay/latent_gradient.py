@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula
-from moeverify.diagnose.replay.attention_gradient import list_left_out, weigh_queries
+from moeverify.diagnose.replay.attention import EDGES, AttentionFormula
+from moeverify.diagnose.replay.attention_gradient import list_left_out, list_ways_back, weigh_queries
+from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims
 from moeverify.model.mla import LatentAttention
@@ -50,9 +51,10 @@ class LatentGradientFormula(Formula):
         self.ways = [
             *(ways if of == "latent" else []),
             *([] if of == "queries" else list_left_out(forward.chunks)),
-            *(way for way in forward.ways if way.part != "merge"),
+            *forward.backward,
+            *list_ways_back(forward),
         ]
-        self.fits = forward.fits
+        self.fits = [*fit_gradients(*EDGES), *forward.fits]
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""

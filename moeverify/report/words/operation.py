@@ -16,6 +16,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
+from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -38,7 +39,7 @@ from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
-from moeverify.report.words.variant import describe_restriction, describe_variant
+from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
@@ -46,6 +47,7 @@ from moeverify.results.operation import (
     Altered,
     Carried,
     Crossed,
+    KnownSum,
     LostElements,
     Miscounted,
     Misplaced,
@@ -78,7 +80,7 @@ from moeverify.results.operation import (
 from moeverify.results.part import WHOLE, Contribution
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-_MOST_MOVES, MOST_RIVALS = 4, 3
+_MOST_MOVES = 4
 
 
 @singledispatch
@@ -424,19 +426,12 @@ def _(operation: Offset, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Varied, explanation: Explanation) -> str:
-    first, *others = (describe_variant(operation.formula, changes) for changes in operation.variants)
-    where = describe_restriction(operation.ranks, operation.blocks, operation.tokens)
-    culprit = name_culprit(explanation.subject)
-    if operation.factor is not None:
-        all_of_it = f"all that it puts out is {describe_factor(operation.factor)}"
-        others = [*others, all_of_it]
-    if not others:
-        return f"{culprit} {first}{where}"
-    named = others[:MOST_RIVALS]
-    left_out = len(others) - len(named)
-    named += [f"does one of {left_out} other things"] if left_out else []
-    rivals = ", or ".join(each if each.startswith("all ") else f"it {each}" for each in named)
-    return f"either {culprit} {first}, or {rivals}{where}: the outputs are equal here"
+    return describe_varied(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: KnownSum, explanation: Explanation) -> str:
+    return describe_known_sum(operation, explanation)
 
 
 @describe_operation.register

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.exchange import describe_step
 from moeverify.report.words.factor import AMBIGUOUS, NO_COUNT, describe_sources, format_factor, name_product
+from moeverify.report.words.mistakes import describe_mistake
 from moeverify.results.operation import Change
 
 # By part and way; `{number}` is what the way leaves open.
@@ -44,6 +45,28 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("scale", "value-width"): "with scores divided by the root of the width of the values",
     ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
     ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
+    ("scale", "hidden-width"): "with scores divided by the root of the hidden width",
+    ("scale", "kv-width"): "with scores divided by the root of the width of all key-value heads",
+    (
+        "scale",
+        "log-length",
+    ): "with scores multiplied by the logarithm of a query's number of keys to the base {number} + 1",
+    (
+        "scale",
+        "log-position",
+    ): "with scores multiplied by 1 + {number} log(1 + floor((position + 1) / {name}))",
+    ("scores", "slopes"): "with a bias by distance on the scores, with the slopes of ALiBi",
+    (
+        "scores",
+        "slopes-opposite",
+    ): "with a bias by distance on the scores, with the slopes of ALiBi and the other sign",
+    ("scores", "slopes-times"): "with {number} times the slopes of ALiBi as a bias by distance on the scores",
+    ("scores", "distance"): "with {number} times the distance subtracted from the scores",
+    ("value-rotation", "added"): "with the rotary embedding applied to the values too",
+    (
+        "value-rotation",
+        "opposite",
+    ): "with the rotary embedding applied to the values too, in the opposite direction",
     ("scale", "multiplied"): "with scores multiplied by the root of the width, not divided",
     ("scale", "factor"): "with scores that are {number}x the right ones",
     ("heads", "modulo"): "with query heads that read key-value heads in turn and not in groups",
@@ -71,6 +94,12 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
     ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
     ("softmax", "not-normalized"): "without the softmax's denominator",
+    ("softmax", "extra"): "with {number} more in the softmax's denominator, as of a sink",
+    ("softmax", "of-queries"): "with a softmax over the queries and not over the keys",
+    ("softmax", "sigmoid"): "with a sigmoid of the scores in place of a softmax",
+    ("softmax", "relu"): "with a relu of the scores in place of a softmax",
+    ("softmax", "squared"): "with the square of the softmax",
+    ("softmax", "largest-alone"): "to the key of the largest score alone",
     ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
     ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
     ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
@@ -141,6 +170,7 @@ _ATTENTION: Mapping[tuple[str, str], str] = {
     ("scores", "capped"): "with scores that are capped at {number} by a tanh",
     ("reach", "beyond"): "without the last {number} positions that a query should see",
     ("reach", "boundary"): "with a boundary of documents at position {number}",
+    ("reach", "prefix"): "with a mask that shows the first {number} positions to every query, as of a prefix",
     ("reach", "window"): "to the last {number} positions alone",
     ("rotation", "unstretched"): "with a rotary embedding without its YaRN stretch",
     ("rotation", "base"): "with a rotary base of {number}",
@@ -159,6 +189,12 @@ _ROTATIONS: Mapping[str, str] = {
     "halves": "with a rotary embedding{of} of halves in place of neighbouring elements",
     "first-half": "with a rotary embedding{of} of the higher half of the frequencies alone",
     "swapped": "with cosine and sine of the rotary embedding{of} exchanged",
+    "mixed-pairs": "with a rotary embedding{of} whose angles stand as for the other kind of pairs",
+    "own-part-first": "with a rotary embedding{of} of the first elements of a head, not of the last",
+    "whole": "with a rotary embedding{of} of all elements of a head",
+    "partial": "with a rotary embedding{of} of the first {number} elements of a head's rotated part alone",
+    "partial-last": "with a rotary embedding{of} of the last {number} elements of a head alone",
+    "partial-frequencies": "with a rotary embedding{of} of the first {number} elements alone, by the frequencies of all",
     "modulo": "with rotary positions{of} that begin again after every {number}",
     "restart": "with rotary positions{of} that begin again at position {number}",
     "clamped": "with rotary positions{of} that stop after {number}",
@@ -176,6 +212,16 @@ _ORDERS: Mapping[str, str] = {
 }
 _RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
 _ROTATED = {"rotation": "", "query-rotation": " of the queries", "key-rotation": " of the keys"}
+_NORMED = {"query-norm": "the queries", "key-norm": "the keys", "norms": "queries and keys"}
+_NORMS = {
+    "none": "without the norm of {of}",
+    "after": "with the norm of {of} after their rotary embedding",
+    "twice": "with the norm of {of} applied twice",
+    "of-unit-length": "with {of} divided by their length and not by the root of their mean square",
+    "exchanged": "with the other norm's weight in the norm of {of}",
+    "of-head": "with the norm of {of} taken over each head",
+    "of-all": "with the norm of {of} taken over all heads",
+}
 _ORDERED = {"keys": "keys", "values": "values", "keys-and-values": "keys and values"}
 _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("input", "of-position"): "with the token of the position {number} further in the place of each",
@@ -184,15 +230,22 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("eps", "none"): "without eps",
     ("eps", "outside"): "with eps outside of the root",
     ("eps", "value"): "with an eps of {number}",
+    ("eps", "outside-value"): "with an eps of {number} outside of the root",
     ("weight", "none"): "without its weight",
     ("weight", "plus-one"): "with 1 + weight in place of the weight",
     ("weight", "twice"): "with its weight applied twice",
+    ("weight", "minus-one"): "with weight - 1 in place of the weight",
+    ("weight", "exponential"): "with the exponential of its weight",
+    ("weight", "times"): "with {number} times its weight",
+    ("weight", "plus"): "with {number} added to its weight",
     ("weight", "before"): "with its weight applied before the norm",
     ("weight", "transposed"): "with its weight transposed",
     ("weight", "of-module"): "with the weight of {name}",
     ("bias", "none"): "without its bias",
     ("bias", "opposite"): "with its bias subtracted",
     ("bias", "times"): "with its bias added {number} times",
+    ("bias", "twice"): "with its bias added twice",
+    ("bias", "scaled"): "with its bias added before the weight multiplies",
     ("centre", "kept"): "without subtracting the mean",
     ("centre", "removed"): "after subtracting the mean",
     ("statistics", "detached"): "with statistics that are taken for constants",
@@ -235,13 +288,6 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
         )
     },
     ("mean", "parts"): "with the mean over each of {number} parts of the width in place of all of it",
-    ("activation", "gelu"): "with gelu",
-    ("activation", "gelu-tanh"): "with the tanh approximation of gelu",
-    ("activation", "silu"): "with silu",
-    ("activation", "relu"): "with relu",
-    ("activation", "relu-squared"): "with the square of relu",
-    ("activation", "sigmoid"): "with sigmoid",
-    ("activation", "tanh"): "with tanh",
     ("activation", "none"): "without an activation",
     ("gate", "exchanged"): "with gate and up exchanged",
     ("gate", "weights-exchanged"): "with the weights of gate and up exchanged, and their biases not",
@@ -249,6 +295,11 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("gate", "alone"): "without up: the activation of the gate alone",
     ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
     ("gate", "added"): "with up added to the activation of the gate, not multiplied",
+    ("gate", "up-plus-one"): "with 1 added to up",
+    ("gate", "of-product"): "with the activation of gate times up",
+    ("gate", "up-squared"): "with the activation of up times up: the gate is up",
+    ("gate", "halves"): "with up in the place of the gate too",
+    ("gate", "bilinear"): "without an activation of the gate",
     ("score", "softmax"): "with softmax scores",
     ("score", "sigmoid"): "with sigmoid scores",
     ("score", "logits"): "with logits in place of scores",
@@ -373,7 +424,8 @@ _TIMES = {
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
-    verbs = {"attention": "attends", "input": f"makes the {name_formula(formula)}"}
+    made = f"makes the {name_formula(formula)}"
+    verbs = {"attention": "attends", "input": made, "output": made}
     passed = f"passes back the {name_formula(formula)}"
     verb = passed if formula.startswith("gradient:") else verbs.get(formula.partition(":")[0], "computes")
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
@@ -411,6 +463,10 @@ def _describe_multiple(change: Change) -> str:
 
 def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
+    if change.part in _NORMED:
+        return _NORMS[change.way].format(of=_NORMED[change.part])
+    if change.part == "rotation-back":
+        return f"{_ROTATIONS[change.way].format(of='', number=number)} in the backward pass alone"
     if change.part in _ROTATED and change.way in _ROTATIONS:
         return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
     if change.part in _ORDERED:
@@ -423,6 +479,8 @@ def _describe_way(change: Change) -> str:
         return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
     if step := describe_step(change.part, change.way, number):
         return step
+    if mistake := describe_mistake(change, number):
+        return mistake
     words = _ATTENTION.get((change.part, change.way)) or _TOKENWISE[change.part, change.way]
     return words.format(number=number, name=_name(change.name))
 
