@@ -11,6 +11,7 @@ from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.reductions import Brought
+from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula
 from moeverify.diagnose.replay.language import Found, NamedFormula
 from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
@@ -65,7 +66,8 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
-    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `shapes` has, of
+    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `cross_entropy` gives
+    the formula of each token's loss on right logits. `shapes` has, of
     what has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
     micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten` has
@@ -89,6 +91,7 @@ class DiagnosisInputs:
     decays: Mapping[str, float] = field(default_factory=dict)
     formula: Callable[[Origin], NamedFormula | None] = lambda origin: None
     searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
+    cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)

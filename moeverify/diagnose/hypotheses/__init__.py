@@ -27,6 +27,7 @@ ORDER = (
         "clip_formula",
         "another_term",
     ),
+    ("loss_formula",),
     (
         "one_factor",
         "held_sum",

@@ -34,6 +34,10 @@ _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
 _SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
 _DENSE = 0.9  # of the elements that are not zero must be off: rounding spares few numbers
 _WHITE = 0.05  # median over largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
+_LEAST_SIGNS, _BALANCE = (
+    256,
+    0.1,
+)  # numbers, and the least share of them that rounding makes larger, or smaller
 _LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
 
 
@@ -133,6 +137,12 @@ def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> 
     if tensors[0].quantity not in _OF_MODULES or found is None:
         return True
     error = (found.tensor.whole - found.tensor.expected).flatten(0, -2)
+    # Rounding makes as many numbers larger as smaller.
+    moved = (error * found.tensor.expected.flatten(0, -2)).flatten()
+    moved = moved[moved != 0.0]
+    larger = float((moved > 0.0).double().mean()) if len(moved) >= _LEAST_SIGNS else 0.5
+    if not _BALANCE < larger < 1.0 - _BALANCE:
+        return False
     scale = found.tensor.expected.flatten(0, -2).norm(dim=1, keepdim=True)
     rows = (error / scale.clamp(min=1e-300))[scale.squeeze(1) > 0.0]
     if min(rows.shape) < _LEAST_DIRECTIONS:

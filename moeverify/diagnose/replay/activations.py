@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -32,6 +33,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 _FITTED: Mapping[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
     "swish": (lambda x, beta: x * torch.sigmoid(beta * x), (0.5, 2.0)),
+    "cubic-gelu": (
+        lambda x, cubic: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + cubic * x**3))),
+        (0.1,),
+    ),
+    "sigmoid-of": (lambda x, beta: torch.sigmoid(beta * x), (2.0,)),
     "leaky-relu": (lambda x, slope: functional.leaky_relu(x, slope), (0.05,)),
 }
 

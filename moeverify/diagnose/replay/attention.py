@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from moeverify.axes.split import Positions, split_in_zigzag
-from moeverify.diagnose.replay.grammar import list_gradients, weigh_gradient, with_gradient_of
+from moeverify.diagnose.replay.grammar import (
+    HEAD_FUNCTIONS,
+    fit_functions,
+    list_functions,
+    list_gradients,
+    visit,
+    weigh_gradient,
+    with_gradient_of,
+)
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
@@ -26,8 +34,9 @@ from moeverify.results.operation import Change
 _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")
 _NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
-EDGES = ("queries", "keys", "values", "scores", "weights", "denominator")
-"""The tensors inside whose gradients may count otherwise."""
+_VISITED = ("queries", "keys", "values", "heads")
+EDGES = (*_VISITED, "scores", "weights", "denominator")
+"""The tensors inside whose gradients may count otherwise; some may also have passed through one function more."""
 
 
 class Chunks:
@@ -81,7 +90,7 @@ class Chunks:
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
-    alone = frozenset({"merge"})
+    alone = frozenset({"merge", *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -104,9 +113,16 @@ class AttentionFormula(Formula):
             *(Change(part=part, way=way) for part, way in norms),
             *self._list_others(),
             *self._list_reaches(),
+            *(way for edge in _VISITED for way in list_functions(f"{edge}-through", HEAD_FUNCTIONS)),
         ]
         self.fits = [*fit_scores(length), *self.rotation.list_fits()]
         self.fits += [Change(part="softmax", way="extra", number=number) for number in (0.5, 4.0)]
+        self.fits += [
+            fit
+            for edge in _VISITED
+            for fit in fit_functions(f"{edge}-through", but=("times", "plus", "minus", "clamped-above"))
+        ]
+        self.fits += [Change(part="hidden", way=way, number=5.0) for way in ("lowered", "value")]
         self.backward = [*list_gradients(*EDGES), *self.rotation.list_backward()]
 
     def _list_masks(self) -> list[Change]:
@@ -137,7 +153,7 @@ class AttentionFormula(Formula):
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
         ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
-        ways += ["of-queries", "sigmoid", "relu", "squared", "largest-alone"]
+        ways += ["relative", "of-queries", "sigmoid", "relu", "squared", "largest-alone"]
         ways += [way for way in SOFTMAXES if way not in ways]
         found += [Change(part="softmax", way=way) for way in ways]
         return found + [Change(part="merge", way=way) for way in STEPS]
@@ -176,14 +192,14 @@ class AttentionFormula(Formula):
         place = _Queries(cell, self.chunks)
         q = self._prepare("query", cell, cell.positions, place.numbers, changes)[:, :, heads]
         k = self._prepare("key", cell, torch.arange(self.k.shape[1]), self._numbers(), changes)
-        k = weigh_gradient(k, "keys", changes)
-        q = weigh_gradient(q, "queries", changes)
+        k = visit(k, "keys", changes)
+        q = visit(q, "queries", changes)
         v = self.v[cell.rows]
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
         if "value-rotation" in changes:
             v = self._rotate_values(v, changes["value-rotation"])
         v = self._reorder(v, changes.get("values") or changes.get("keys-and-values"), cell)
-        v = weigh_gradient(v, "values", changes)
+        v = visit(v, "values", changes)
         sources = self._find_sources(heads, changes.get("heads"))
         scale = self.sizes.find_scale(changes.get("scale"), cell.positions)
         scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * scale
@@ -196,7 +212,7 @@ class AttentionFormula(Formula):
         mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
         mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
-        return mixed.flatten(2)
+        return visit(mixed, "heads", changes).flatten(2)
 
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""
@@ -328,21 +344,27 @@ class AttentionFormula(Formula):
         weights = self._weigh(scores, visible, place, changes)
         return Merged(weights, torch.zeros_like(weights[..., :1]))
 
+    def _weigh_hidden(self, scores: Tensor, visible: Tensor, change: Change) -> Tensor:
+        """Return weights of which hidden keys have some, or that are not normalized over the visible ones."""
+        number = float(change.number or 0.0)
+        ways = {
+            "zero-score": lambda: torch.where(visible, scores, torch.zeros_like(scores)),
+            "lowered": lambda: torch.where(visible, scores, scores - number),
+            "value": lambda: torch.where(visible, scores, torch.full_like(scores, -number)),
+        }
+        if change.way in ways:
+            return ways[change.way]().softmax(-1)
+        return scores.softmax(-1) * visible
+
     def _weigh(
         self, scores: Tensor, visible: Tensor, place: _Queries, changes: Mapping[str, Change]
     ) -> Tensor:
         change, hidden = changes.get("softmax"), changes.get("hidden")
         way = "" if change is None else change.way
         if hidden is not None:
-            whole = (
-                torch.where(visible, scores, torch.zeros_like(scores))
-                if hidden.way == "zero-score"
-                else scores
-            )
-            weights = whole.softmax(-1)
-            return weights if hidden.way == "zero-score" else weights * visible
+            return self._weigh_hidden(scores, visible, hidden)
         masked = scores.masked_fill(~visible, -torch.inf)
-        top = masked.amax(-1, keepdim=True)
+        top = masked.amax(-1, keepdim=True).detach()  # it cancels out, and so does its gradient
         share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
         if way in SOFTMAXES:
             return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
@@ -351,6 +373,8 @@ class AttentionFormula(Formula):
         total = weigh_gradient(share.sum(-1, keepdim=True), "denominator", changes)
         if way in ("extra-one", "extra"):
             total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
+        elif way == "relative":
+            total = torch.ones_like(total)
         elif way == "not-normalized":
             total = (-top).exp()
         return share / total

@@ -16,6 +16,7 @@ from torch import Tensor
 from moeverify.diagnose.replay.attention import EDGES, NORMS, AttentionFormula, Chunks
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.tokenwise import pull_back
 from moeverify.results.operation import Change
 
 
@@ -62,7 +63,7 @@ class AttentionGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
         change, at = changes.get("sums"), cell.positions
         if change is not None:
             orders = {"arrival": chunks.order, "position": chunks.arrival}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.embedding import EmbeddingFormula
 from moeverify.diagnose.replay.experts import (
     ONE_DEVICE,
@@ -110,6 +111,16 @@ class RightModules:
                 break
         return found
 
+    def list_gated(self, x: Tensor, name: str) -> dict[str, Tensor]:
+        """Return x (B, S, H) times what a module inside of another one makes of each token: one number."""
+        found: dict[str, Tensor] = {}
+        for each in self.readings:
+            is_inside = each.module.startswith(f"{name}.") and each.direction == FORWARD
+            if is_inside and each.local.shape == (*x.shape[:2], 1):
+                found[f"right input times the sigmoid of {each.module}"] = x * each.local.sigmoid()
+                found[f"right input times the output of {each.module}"] = x * each.local
+        return found
+
 
 def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     """Return the formula of what was read first wrong; None where there is none for it."""
@@ -138,6 +149,8 @@ def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
     name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
     block, x = name.removesuffix(f".{_DISPATCHER}"), right.read(name, "input")
     culprit, gradient = right.find(block), right.read(name, "output", BACKWARD)
+    if culprit is right.model and origin.end == "output":
+        return _make_loss_gradient(origin, right)
     if culprit is None or x is None:
         return None
     if isinstance(culprit, Attention) and inner in _PROJECTIONS:
@@ -224,7 +237,7 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
     handed = right.read(origin.module, "input")
     if handed is None:
         return None
-    others = right.list_like(handed, origin.module)
+    others = {**right.list_like(handed, origin.module), **right.list_gated(handed, name)}
     if isinstance(culprit, Attention) and inner in _HEAD_NORMS and culprit.norms_heads:
         positions = torch.arange(handed.shape[1])
         rotation = compute_rotation(positions[None], culprit.head_dim, culprit.rope_theta, culprit.yarn)
@@ -283,6 +296,21 @@ def _make_inside_model(origin: Origin, right: RightModules) -> NamedFormula | No
         return None
     others = right.list_like(handed, origin.module)
     return NamedFormula(f"{end}:{module}", HandedFormula(handed, others))
+
+
+def make_cross_entropy(right: RightModules) -> CrossEntropyFormula | None:
+    """Return the formula of each token's loss; None where this rank has no head, or labels are not known."""
+    logits = right.read("lm_head", "output")
+    if logits is None or right.labels is None or logits.shape[:2] != right.labels.shape:
+        return None
+    return CrossEntropyFormula(logits, right.labels)
+
+
+def _make_loss_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
+    formula = make_cross_entropy(right)
+    if formula is None or origin.tensor.expected.shape != formula.logits.shape:
+        return None
+    return NamedFormula("gradient:cross-entropy", CrossEntropyGradientFormula(formula))
 
 
 def _make_gated_gradient(name: str, of: Literal["gate", "up"], right: RightModules) -> NamedFormula | None:

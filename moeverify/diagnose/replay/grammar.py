@@ -11,7 +11,7 @@ A formula says what it is made of, and its variants follow:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from torch.nn import functional
 from moeverify.results.operation import Change
 
 _TIMES: Mapping[str, float] = {"none": 0.0, "opposite": -1.0, "twice": 2.0}
-_EPS = 1e-6  # of a norm that is there once too often
+_EPS = (1e-6, 1e-5, 1e-8, 0.0)  # of a norm that is there once too often
 
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "normalized": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS),
     "of-unit-length": lambda x: functional.normalize(x, dim=-1),
     "centred": lambda x: x - x.mean(-1, keepdim=True),
     "standardized": lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-5),
@@ -40,9 +39,16 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """What a tensor may have passed through besides, without a number that is not known."""
 
+HEAD_FUNCTIONS = ("of-unit-length", "centred", "standardized", "sigmoid", "tanh", "silu", "relu", "reversed")
+"""Those of what stands in the middle of a formula, such as the values of attention."""
+
 _WITH_NUMBER: Mapping[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
     "capped": (lambda x, number: number * torch.tanh(x / number), (1.0, 10.0)),
     "clamped": (lambda x, number: x.clamp(-number, number), (0.3, 1.0, 3.0)),
+    "shortened": (
+        lambda x, number: x * (number / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0),
+        (0.1, 1.0),
+    ),
     "clamped-above": (lambda x, number: x.clamp(max=number), (0.3, 1.0, 3.0)),
     "plus": (lambda x, number: x + number, (0.5,)),
     "minus": (lambda x, number: x - number, (0.5,)),
@@ -67,9 +73,10 @@ def times_of(change: Change | None) -> float:
     return _TIMES.get(change.way, float(change.number or 0.0))
 
 
-def list_functions(part: str, *, but: Sequence[str] = ()) -> list[Change]:
+def list_functions(part: str, names: Iterable[str] = tuple(FUNCTIONS)) -> list[Change]:
     """Return the functions that a tensor may have passed through besides, by their part: `input-through`."""
-    return [Change(part=part, way=way) for way in FUNCTIONS if way not in but]
+    norms = [Change(part=part, way="normalized", number=eps) for eps in _EPS]
+    return [*norms, *(Change(part=part, way=way) for way in names)]
 
 
 def fit_functions(part: str, *, but: Sequence[str] = ()) -> list[Change]:
@@ -88,6 +95,8 @@ def pass_through(x: Tensor, change: Change | None) -> Tensor:
         return x
     if change.way in FUNCTIONS:
         return FUNCTIONS[change.way](x)
+    if change.way == "normalized":
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(change.number or 0.0))
     return _WITH_NUMBER[change.way][0](x, float(change.number or 1.0))
 
 
@@ -112,3 +121,8 @@ def weigh_gradient(x: Tensor, edge: str, changes: Mapping[str, Change]) -> Tenso
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
     """Return a value that has the gradient of another one."""
     return value.detach() + (other - other.detach())
+
+
+def visit(x: Tensor, edge: str, changes: Mapping[str, Change]) -> Tensor:
+    """Return a tensor inside of a formula: passed through one function more, or with another gradient."""
+    return weigh_gradient(pass_through(x, changes.get(f"{edge}-through")), edge, changes)

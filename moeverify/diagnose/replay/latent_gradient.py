@@ -17,7 +17,7 @@ from moeverify.diagnose.replay.attention import EDGES, AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import list_left_out, list_ways_back, weigh_queries
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
-from moeverify.diagnose.replay.tokenwise import pick_dims
+from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
 from moeverify.results.operation import Change
 
@@ -69,7 +69,7 @@ class LatentGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
         return pick_dims(found[:, cell.positions], cell)
 
     def _put_in(self, inner: AttentionFormula, leaf: Tensor, changes: Mapping[str, Change]) -> None:

@@ -17,6 +17,7 @@ from moeverify.results.operation import Change
 
 GLOBAL, OWNER = "position", "owner"
 PARTS = ("rotation", "query-rotation", "key-rotation")
+_MOST_ANGLES = 16
 _BASES = (1e2, 1e4, 1e6)
 _POSITIONS = ("none", "place", "arrival", "opposite", "twice")
 _PAIRS = ("neighbours", "halves", "first-half", "swapped", "mixed-pairs", "own-part-first", "whole")
@@ -65,7 +66,15 @@ class Rotation:
     def list_fits(self) -> list[Change]:
         """Return what has a number that is not known."""
         found = [Change(part=PARTS[0], way="base", number=base) for base in _BASES]
-        return found + [Change(part=PARTS[0], way="interpolated", number=number) for number in (0.7, 1.4)]
+        found += [Change(part=PARTS[0], way="interpolated", number=number) for number in (0.7, 1.4)]
+        # As where a context is stretched: slow angles change by one number, fast ones stay.
+        count = self.num_rotated // 2
+        return found + [
+            Change(part=PARTS[0], way=way, number=number, name=str(at))
+            for at in range(1, min(count, _MOST_ANGLES))
+            for way in ("stretched-from", "stretched-before")
+            for number in (0.25, 4.0)
+        ]
 
     def _list_widths(self) -> list[int]:
         return [n for n in range(2, self.num_rotated, 2) if self.num_rotated % n == 0 or n > 2]
@@ -82,6 +91,11 @@ class Rotation:
         cos, sin = (each.squeeze(-2) for each in compute_rotation(at.unsqueeze(0), width, theta, yarn))
         length = torch.hypot(cos, sin)
         cos, sin = cos / length, sin / length  # (1, s, R/2)
+        if way.startswith("stretched") and change is not None:
+            far = compute_rotation((number or 1.0) * at.unsqueeze(0), width, theta, yarn)
+            other = [each.squeeze(-2) / length for each in far]
+            is_other = (torch.arange(cos.shape[-1]) >= int(change.name)) == (way == "stretched-from")
+            cos, sin = torch.where(is_other, other[0], cos), torch.where(is_other, other[1], sin)
         if way == "partial-frequencies":
             width = int(number or size)
             cos, sin = cos[..., : width // 2], sin[..., : width // 2]

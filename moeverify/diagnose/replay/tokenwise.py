@@ -106,7 +106,7 @@ def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
 class NormFormula(TokenFormula):
     """(x - mean) / sqrt(mean of squares + eps) * weight + bias; an RMSNorm has no mean and no bias."""
 
-    edges = ("numerator",)
+    edges = ("numerator", "mean")
 
     def __init__(self, module: RMSNorm | LayerNorm, x: Tensor, others: Named, weights: Named) -> None:
         super().__init__(x, others)
@@ -119,7 +119,7 @@ class NormFormula(TokenFormula):
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
         ways += [*list_terms("bias"), Change(part="bias", way="scaled")] if self.bias is not None else []
         ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
-        ways += [Change(part="statistics", way="detached")]
+        ways += [Change(part="statistics", way="detached"), Change(part="all", way="identity")]
         ways += [
             Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
         ]
@@ -132,6 +132,7 @@ class NormFormula(TokenFormula):
         self.ways = [*ways, *self.ways]
         numbers = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
         numbers.append(Change(part="eps", way="outside-value", number=1e-3))
+        numbers.append(Change(part="root", way="power", number=0.8))
         numbers += [
             Change(part=part, way="times", number=number)
             for part in ("mean", "statistics", "weight")
@@ -148,17 +149,20 @@ class NormFormula(TokenFormula):
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the normalized tokens."""
         del cell
+        if "all" in changes:
+            return x
         eps, weight, mean = (changes.get(part) for part in ("eps", "weight", "mean"))
         scale = self._find_weight(weight)
         x = x * scale if weight is not None and weight.way == "before" else x
         is_centred = self.is_centred != ("centre" in changes)
-        x = x - x.mean(-1, keepdim=True) if is_centred else x
+        x = x - weigh_gradient(x.mean(-1, keepdim=True), "mean", changes) if is_centred else x
         add = self.eps if eps is None else float(eps.number or 0.0)
         root = self._average(x, mean)
         root = root if "statistics" not in changes else self._detach(x, root, mean, changes["statistics"])
         add = self.eps if eps is not None and eps.way == "outside" else add
+        power = 0.5 if "root" not in changes else float(changes["root"].number or 0.0)
         is_outside = eps is not None and eps.way.startswith("outside")
-        root = root.sqrt() + add if is_outside else (root + add).sqrt()
+        root = root.sqrt() + add if is_outside else (root + add) ** power
         normed = weigh_gradient(x, "numerator", changes) / root
         bias = changes.get("bias")
         if self.bias is not None and bias is not None and bias.way == "scaled":

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from moeverify.results.operation import Change
 
 _FUNCTIONS: Mapping[str, str] = {
-    "normalized": "normalized once more",
+    "normalized": "normalized once more, with an eps of {number}",
+    "shortened": "cut to a length of at most {number}",
     "of-unit-length": "divided by its length",
     "centred": "less its mean",
     "standardized": "normalized once more, less its mean",
@@ -28,7 +29,15 @@ _FUNCTIONS: Mapping[str, str] = {
     "minus": "with {number} subtracted from every element",
     "times": "{number} times as large",
 }
-_ENDS = {"input-through": "input", "output-through": "output"}
+_ENDS = {
+    "input-through": "its input",
+    "output-through": "its output",
+    "logits-through": "its logits",
+    "queries-through": "the queries",
+    "keys-through": "the keys",
+    "values-through": "the values",
+    "heads-through": "the output of each head",
+}
 _GRADIENTS: Mapping[str, str] = {
     "none": "without the gradient that comes through {what}",
     "twice": "with the gradient that comes through {what} twice",
@@ -44,8 +53,11 @@ _EDGES: Mapping[str, str] = {
     "keys": "the keys",
     "values": "the values",
     "scores": "the scores",
+    "heads": "the outputs of heads",
+    "mean": "the mean",
     "weights": "the softmax",
     "denominator": "the softmax's denominator",
+    "label": "the label's logit",
 }
 _DERIVATIVES = {
     "of-sigmoid-alone": "with the gradient of the activation's sigmoid alone",
@@ -69,6 +81,8 @@ _ACTIVATIONS = {
     "relu6": "relu6",
     "softsign": "softsign",
     "swish": "x * sigmoid({number} x)",
+    "cubic-gelu": "the tanh approximation of gelu with {number} in place of 0.044715",
+    "sigmoid-of": "sigmoid({number} x)",
     "leaky-relu": "a leaky relu of slope {number}",
 }
 _CLAMPS = {
@@ -86,12 +100,58 @@ _EMBEDDINGS: Mapping[tuple[str, str], str] = {
     ("positions", "sinusoids-in-turn"): "with sinusoids of the positions added, sine and cosine in turn",
     ("positions", "numbers"): "with {number} times the position added",
 }
+_LOSSES: Mapping[tuple[str, str], str] = {
+    ("loss", "base-2"): "with a logarithm of base 2",
+    ("loss", "base-10"): "with a logarithm of base 10",
+    ("loss", "probability"): "with the probability of the label, without its logarithm",
+    ("loss", "missing-probability"): "with 1 less the probability of the label",
+    ("loss", "squared"): "with the square of each token's loss",
+    ("loss", "exponential"): "with the exponential of each token's loss",
+    ("loss", "focal"): "with a focal factor of (1 - probability) to the power of {number}",
+    ("loss", "guarded"): "with {number} added to the probability before the logarithm",
+    ("loss", "capped"): "with each token's loss cut off at {number}",
+    ("loss", "plus"): "with {number} added to each token's loss",
+    ("loss", "minus"): "with {number} subtracted from each token's loss",
+    ("softmax-twice", "probabilities"): "with the softmax of the logits in the place of the logits",
+    ("denominator", "without-label"): "with a denominator that leaves the label out",
+    ("denominator", "largest"): "with the largest logit in place of the logarithm of the sum of exponentials",
+    ("denominator", "less-largest"): "without adding the largest logit back after it was subtracted",
+    (
+        "denominator",
+        "mean",
+    ): "with the mean of the logits in place of the logarithm of the sum of exponentials",
+    ("denominator", "over-positions"): "with a softmax over positions and not over the vocabulary",
+    (
+        "denominator",
+        "own-part",
+    ): "with a softmax over the label's own one of {number} parts of the vocabulary",
+    ("denominator", "first-part"): "with a softmax over the first of {number} parts of the vocabulary",
+    ("denominator", "sum-of-parts"): "with the logarithms of {number} parts of the vocabulary summed",
+    ("denominator", "mean-of-parts"): "with the mean of the logarithms of {number} parts of the vocabulary",
+    ("denominator", "all-twice"): "with {number} times the sum of exponentials",
+    ("label", "of-position"): "with the label of the position {number} further in the place of each",
+    ("label", "of-row"): "with the label of the row {number} further in the place of each",
+    ("label", "class"): "with the class {number} further in the place of each label",
+    ("smoothing", "all"): "with labels smoothed by {number}",
+    ("smoothing", "all-subtracted"): "with labels smoothed by -{number}",
+}
+_ADDED: Mapping[str, str] = {
+    "log-sum-squared": "the square of the logarithm of the softmax's denominator",
+    "log-sum": "the logarithm of the softmax's denominator",
+    "missing-probability": "1 less the label's probability",
+    "squared-loss": "the square of the loss",
+    "entropy": "the entropy of the softmax",
+    "largest-logit": "the largest logit",
+    "mean-logit": "the mean of the logits",
+    "squared-logits": "the mean square of the logits",
+    "label-logit": "the label's logit",
+}
 
 
 def describe_mistake(change: Change, number: str) -> str:
     """Return a change of the grammar in words; nothing for one that is a formula's own."""
     if change.part in _ENDS:
-        return f"with its {_ENDS[change.part]} {_FUNCTIONS[change.way].format(number=number)}"
+        return f"with {_ENDS[change.part]} {_FUNCTIONS[change.way].format(number=number)}"
     if change.part == "gradient-of":
         return _GRADIENTS[change.way].format(what=_EDGES[change.name], number=number)
     if change.part == "derivative":
@@ -99,6 +159,9 @@ def describe_mistake(change: Change, number: str) -> str:
         return known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
     if change.part == "activation" and change.way != "none":
         return f"with {_ACTIVATIONS[change.way].format(number=number)}"
+    if change.part == "added":
+        return f"with {number} times {_ADDED[change.name]} {change.way}"
     if change.part == "clamp":
         return _CLAMPS[change.way].format(number=number)
-    return _EMBEDDINGS.get((change.part, change.way), "").format(number=number)
+    words = _EMBEDDINGS.get((change.part, change.way)) or _LOSSES.get((change.part, change.way), "")
+    return words.format(number=number)
