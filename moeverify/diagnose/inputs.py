@@ -66,9 +66,9 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
-    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `cross_entropy` gives
-    the formula of each token's loss on right logits. `shapes` has, of
-    what has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
+    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `cross_entropy`
+    gives the formula of each token's loss on right logits. `shapes` has, of what has another shape under the layout,
+    the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
     micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten` has
     by rank what was read of memory that nothing had written.

@@ -391,7 +391,7 @@ class Varied(Record):
 
 
 class Term(Record):
-    """A tensor, by `end:module` of where one device reads it, nothing for what it should be, and how often it counts."""
+    """A tensor, by `end:module` of where it is read, nothing for what it should be, and how often it counts."""
 
     tensor: str
     factor: float

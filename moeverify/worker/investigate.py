@@ -32,7 +32,7 @@ from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensor
 from moeverify.diagnose.components import Components, load_weights, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
-from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
+from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings

@@ -41,8 +41,8 @@ class _Fit:
 class SumOfKnown(Hypothesis):
     """Least squares of what went wrong first on the tensors of its shape that were right before it.
 
-    The fewest terms that leave nothing but rounding are the cause: with ten digits of each of thousands of elements, a
-    fit of three numbers is no chance. Of several sums with as few terms all are named, up to three.
+    The fewest terms that leave nothing but rounding are the cause: with ten digits of each of thousands of elements,
+    a fit of three numbers is no chance. Of several sums with as few terms all are named, up to three.
     """
 
     name = "known_sum"
@@ -75,8 +75,7 @@ class SumOfKnown(Hypothesis):
             )
             for fit in found
         )
-        right = [shard for shard in tensor.shards if shard not in wrong]
-        ranks = tuple(sorted({shard.rank for shard in wrong})) if right else ()
+        ranks = tuple(sorted({shard.rank for shard in wrong})) if len(wrong) < len(tensor.shards) else ()
         operation = KnownSum(sums=sums, ranks=ranks)
         cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
         residual = max(fit.residual for fit in found)

@@ -62,7 +62,7 @@ class LossFormula(Hypothesis):
 
 
 def _explain_passed_back(formula: CrossEntropyFormula, inputs: DiagnosisInputs) -> Found | None:
-    """Return the variants of what the loss passes back, None where it is no gradient of logits that is wrong first."""
+    """Return the variants of what the loss passes back; None where no gradient of logits is wrong first."""
     origin = inputs.origins.get(BACKWARD)
     if origin is None or not inputs.comes_from_loss(origin) or inputs.search is None:
         return None

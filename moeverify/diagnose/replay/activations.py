@@ -27,7 +27,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mish": functional.mish,
     "softplus": functional.softplus,
     "hardswish": functional.hardswish,
-    "relu6": functional.relu6,
     "softsign": functional.softsign,
 }
 
@@ -37,8 +36,8 @@ _FITTED: Mapping[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]
         lambda x, cubic: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + cubic * x**3))),
         (0.1,),
     ),
-    "sigmoid-of": (lambda x, beta: torch.sigmoid(beta * x), (2.0,)),
-    "leaky-relu": (lambda x, slope: functional.leaky_relu(x, slope), (0.05,)),
+    "sigmoid-of": (lambda x, beta: (beta * x).sigmoid(), (2.0,)),
+    "leaky-relu": (functional.leaky_relu, (0.05,)),
 }
 
 _CLAMPS: Mapping[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {

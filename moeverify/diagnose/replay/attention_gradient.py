@@ -46,7 +46,7 @@ class AttentionGradientFormula(Formula):
             *forward.backward,
             *list_ways_back(forward),
         ]
-        self.fits = [*fit_gradients(*EDGES), *forward.fits]
+        self.fits = list_fits_back(forward)
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
@@ -98,7 +98,19 @@ def list_ways_back(forward: AttentionFormula) -> list[Change]:
 
     Merged otherwise the forward pass would be wrong before, and norms lie before what is asked for.
     """
-    return [way for way in forward.ways if way.part != "merge" and way.part not in NORMS]
+    return [way for way in forward.ways if way.part not in (*NORMS, *forward.alone)]
+
+
+def list_fits_back(forward: AttentionFormula) -> list[Change]:
+    """Return the same of what has a number; each step of a fit is a backward pass."""
+    return [
+        *fit_gradients(*EDGES),
+        *(
+            fit
+            for fit in forward.fits
+            if fit.part not in forward.alone and not fit.way.startswith("stretched")
+        ),
+    ]
 
 
 def list_left_out(chunks: Chunks) -> list[Change]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
-from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.activations import activate, fit_activations, list_activations
+from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
 from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
+from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, pull_back
 from moeverify.model.experts import Experts
 from moeverify.model.router import Routing

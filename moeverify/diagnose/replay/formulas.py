@@ -117,22 +117,32 @@ class RightModules:
         for each in self.readings:
             is_inside = each.module.startswith(f"{name}.") and each.direction == FORWARD
             if is_inside and each.local.shape == (*x.shape[:2], 1):
-                found[f"right input times the sigmoid of {each.module}"] = x * each.local.sigmoid()
-                found[f"right input times the output of {each.module}"] = x * each.local
+                found[f"gated:{each.module}"] = x * each.local.sigmoid()
+                found[f"multiplied:{each.module}"] = x * each.local
         return found
 
 
 def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     """Return the formula of what was read first wrong; None where there is none for it."""
-    if origin.direction == BACKWARD:
-        return _make_gradient(origin, right)
     block = origin.culprit.removesuffix(f".{_DISPATCHER}")
-    culprit, x = right.find(block), right.read(origin.culprit, "input")
-    if isinstance(culprit, nn.Embedding) and right.tokens is not None:
-        return NamedFormula("embedding", EmbeddingFormula(culprit, right.tokens))
+    culprit = right.find(block)
+    if culprit is None:
+        return None
+    if origin.direction == BACKWARD:
+        inside = _make_gradient_inside(origin, culprit, block, right)
+        return inside or _make_gradient(origin, culprit, block, right)
+    if isinstance(culprit, nn.Embedding):
+        tokens = right.tokens
+        return None if tokens is None else NamedFormula("embedding", EmbeddingFormula(culprit, tokens))
     if culprit is right.model:
         return _make_inside_model(origin, right)
-    if culprit is None or x is None:
+    return _make_forward(origin, culprit, block, right)
+
+
+def _make_forward(origin: Origin, culprit: nn.Module, block: str, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what a module puts out, or hands to one inside of it."""
+    x = right.read(origin.culprit, "input")
+    if x is None:
         return None
     if block != origin.culprit:
         return _make_experts(culprit, block, x, right) if isinstance(culprit, MoE) else None
@@ -144,30 +154,37 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     return _make_tokenwise(culprit, block, x, right)
 
 
-def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
-    """Return the formula of what a module passes back; of attention, to its projections or their norms."""
+def _make_gradient_inside(
+    origin: Origin, culprit: nn.Module, block: str, right: RightModules
+) -> NamedFormula | None:
+    """Return the formula of what a module passes back to one inside of it, or by its branches."""
     name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
-    block, x = name.removesuffix(f".{_DISPATCHER}"), right.read(name, "input")
-    culprit, gradient = right.find(block), right.read(name, "output", BACKWARD)
+    found: NamedFormula | None = None
     if culprit is right.model and origin.end == "output":
-        return _make_loss_gradient(origin, right)
-    if culprit is None or x is None:
-        return None
-    if isinstance(culprit, Attention) and inner in _PROJECTIONS:
-        return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
-    if isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
-        return _make_latent_gradient(culprit, name, inner, right)
-    if isinstance(culprit, MoE) and block == name and origin.module == f"{name}.router":
-        return _make_combine_gradient(culprit, name, right)
-    if isinstance(culprit, MLP) and inner in _GATED and origin.end == "output":
-        return _make_gated_gradient(name, _GATED[inner], right)
-    if isinstance(culprit, Block) and (is_middle := inner == "ffn_norm") | (origin.end == "input"):
-        return _make_sum(
-            list_block_gradients(culprit, name, right.read, is_middle=is_middle), name="gradient:branches"
-        )
-    if isinstance(culprit, MoE) and block == name and origin.end == "input":
-        return _make_sum(list_moe_gradients(culprit, name, right.read), name="gradient:branches")
-    if origin.end != "input" or gradient is None:
+        found = _make_loss_gradient(origin, right)
+    elif isinstance(culprit, Attention) and inner in _PROJECTIONS:
+        found = _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    elif isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
+        found = _make_latent_gradient(culprit, name, inner, right)
+    elif isinstance(culprit, MLP) and inner in _GATED and origin.end == "output":
+        found = _make_gated_gradient(name, _GATED[inner], right)
+    elif isinstance(culprit, MoE) and block == name and inner == "router":
+        found = _make_combine_gradient(culprit, name, right)
+    elif isinstance(culprit, Block) and (inner == "ffn_norm" or origin.end == "input"):
+        branches = list_block_gradients(culprit, name, right.read, is_middle=inner == "ffn_norm")
+        found = _make_sum(branches, name="gradient:branches")
+    elif isinstance(culprit, MoE) and block == name and origin.end == "input":
+        found = _make_sum(list_moe_gradients(culprit, name, right.read), name="gradient:branches")
+    return found
+
+
+def _make_gradient(
+    origin: Origin, culprit: nn.Module, block: str, right: RightModules
+) -> NamedFormula | None:
+    """Return the formula of what a module passes back to its input."""
+    name = origin.culprit
+    x, gradient = right.read(name, "input"), right.read(name, "output", BACKWARD)
+    if x is None or gradient is None or origin.end != "input":
         return None
     if isinstance(culprit, MoE) and block != name:
         named = _make_experts(culprit, block, x, right)
@@ -241,7 +258,7 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
     if isinstance(culprit, Attention) and inner in _HEAD_NORMS and culprit.norms_heads:
         positions = torch.arange(handed.shape[1])
         rotation = compute_rotation(positions[None], culprit.head_dim, culprit.rope_theta, culprit.yarn)
-        others["rotary embedding of it"] = rotate(handed, rotation)
+        others[f"rotated:{origin.module}"] = rotate(handed, rotation)
     return NamedFormula(f"input:{origin.module}", HandedFormula(handed, others))
 
 

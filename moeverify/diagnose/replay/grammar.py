@@ -1,4 +1,4 @@
-"""The grammar of mistakes: how any term, tensor or function of a formula may be otherwise, spelled once for all of them.
+"""The grammar of mistakes: how any term, tensor or function of a formula may be otherwise, spelled once for all.
 
 A formula says what it is made of, and its variants follow:
 

@@ -13,9 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import EDGES, AttentionFormula
-from moeverify.diagnose.replay.attention_gradient import list_left_out, list_ways_back, weigh_queries
-from moeverify.diagnose.replay.grammar import fit_gradients
+from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.attention_gradient import (
+    list_fits_back,
+    list_left_out,
+    list_ways_back,
+    weigh_queries,
+)
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
@@ -54,7 +58,7 @@ class LatentGradientFormula(Formula):
             *forward.backward,
             *list_ways_back(forward),
         ]
-        self.fits = [*fit_gradients(*EDGES), *forward.fits]
+        self.fits = list_fits_back(forward)
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""

@@ -42,7 +42,7 @@ def list_moe_gradients(block: MoE, name: str, read: Read) -> dict[str, Tensor | 
     if block.shared is not None:
         found["shared expert"] = _pass_back(block.shared, f"{name}.shared", read)
     if block.shared_gate is not None:
-        found["gate of the shared expert"] = _pass_back(block.shared_gate, f"{name}.shared_gate", read)
+        found["shared gate"] = _pass_back(block.shared_gate, f"{name}.shared_gate", read)
     rest = whole
     for part in found.values():
         rest = None if rest is None or part is None else rest - part

@@ -25,7 +25,7 @@ _PAIRS = ("neighbours", "halves", "first-half", "swapped", "mixed-pairs", "own-p
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a module turns its heads: the last `num_rotated` elements of `width`, in pairs of neighbours or of halves."""
+    """How a module turns heads: the last `num_rotated` of `width` elements, in pairs of neighbours or of halves."""
 
     theta: float
     yarn: Yarn | None

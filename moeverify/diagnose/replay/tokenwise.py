@@ -264,8 +264,9 @@ class GatedFormula(TokenFormula):
     def __init__(self, gate: Tensor | None, up: Tensor) -> None:
         super().__init__(up, {})
         self.gate, self.up = gate, up
-        self.ways = [*list_activations(has_gate=gate is not None), *self.ways]
-        self.fits = [*fit_activations(has_gate=gate is not None), *self.fits]
+        # What goes in is up, and has ways of its own.
+        self.ways = [*list_activations(has_gate=gate is not None), *list_functions("output-through")]
+        self.fits = [*fit_activations(has_gate=gate is not None), *fit_functions("output-through")]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the inside of the block."""

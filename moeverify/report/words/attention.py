@@ -201,7 +201,7 @@ _ROTATIONS: Mapping[str, str] = {
     "whole": "with a rotary embedding{of} of all elements of a head",
     "partial": "with a rotary embedding{of} of the first {number} elements of a head's rotated part alone",
     "partial-last": "with a rotary embedding{of} of the last {number} elements of a head alone",
-    "partial-frequencies": "with a rotary embedding{of} of the first {number} elements alone, by the frequencies of all",
+    "partial-frequencies": "with a rotary embedding{of} of the first {number} elements alone, by all frequencies",
     "modulo": "with rotary positions{of} that begin again after every {number}",
     "restart": "with rotary positions{of} that begin again at position {number}",
     "clamped": "with rotary positions{of} that stop after {number}",

@@ -1,4 +1,4 @@
-"""A sum of known tensors in words: `layers.0 computes the input of layers.0 + 0.5 times the output of its attention`."""
+"""A sum of known tensors in words: `layers.0 puts out its input + 0.5 times the output of layers.0.mlp`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,6 @@ _ACTIVATIONS = {
     "mish": "mish",
     "softplus": "softplus",
     "hardswish": "hardswish",
-    "relu6": "relu6",
     "softsign": "softsign",
     "swish": "x * sigmoid({number} x)",
     "cubic-gelu": "the tanh approximation of gelu with {number} in place of 0.044715",
@@ -150,18 +149,20 @@ _ADDED: Mapping[str, str] = {
 
 def describe_mistake(change: Change, number: str) -> str:
     """Return a change of the grammar in words; nothing for one that is a formula's own."""
+    key = change.part, change.way
+    words = _EMBEDDINGS.get(key) or _LOSSES.get(key, "")
+    what = ""
     if change.part in _ENDS:
-        return f"with {_ENDS[change.part]} {_FUNCTIONS[change.way].format(number=number)}"
-    if change.part == "gradient-of":
-        return _GRADIENTS[change.way].format(what=_EDGES[change.name], number=number)
-    if change.part == "derivative":
+        words = f"with {_ENDS[change.part]} {_FUNCTIONS[change.way]}"
+    elif change.part == "gradient-of":
+        words, what = _GRADIENTS[change.way], _EDGES[change.name]
+    elif change.part == "derivative":
         known = _DERIVATIVES.get(change.way)
-        return known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
-    if change.part == "activation" and change.way != "none":
-        return f"with {_ACTIVATIONS[change.way].format(number=number)}"
-    if change.part == "added":
-        return f"with {number} times {_ADDED[change.name]} {change.way}"
-    if change.part == "clamp":
-        return _CLAMPS[change.way].format(number=number)
-    words = _EMBEDDINGS.get((change.part, change.way)) or _LOSSES.get((change.part, change.way), "")
-    return words.format(number=number)
+        words = known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
+    elif change.part == "activation" and change.way != "none":
+        words = f"with {_ACTIVATIONS[change.way]}"
+    elif change.part == "added":
+        words = f"with {{number}} times {_ADDED[change.name]} {change.way}"
+    elif change.part == "clamp":
+        words = _CLAMPS[change.way]
+    return words.format(what=what, number=number)

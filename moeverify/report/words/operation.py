@@ -9,9 +9,9 @@ from functools import singledispatch
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
-    NO_COUNT,
     describe_amount,
     describe_factor,
+    describe_no_count,
     describe_sources,
     format_factor,
     name_products,
@@ -155,7 +155,7 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     quantity = explanation.subject.quantity
     is_fact = quantity in _OF_MODULES and not sources and not factor.is_zero
     text = f"{subject} {subject.be} {amount}" + (
-        f"; {sources}" if sources else f", {NO_COUNT}" if is_fact else ""
+        f"; {sources}" if sources else f", {describe_no_count(factor.value)}" if is_fact else ""
     )
     if explanation.cause is Cause.METRIC:
         right = "the gradients match" if quantity is Quantity.LOSS else "the choice of experts matches"

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.attention import describe_attention
 from moeverify.report.words.exchange import describe_step
-from moeverify.report.words.factor import AMBIGUOUS, NO_COUNT, describe_sources, format_factor, name_product
+from moeverify.report.words.factor import (
+    AMBIGUOUS,
+    describe_no_count,
+    describe_sources,
+    format_factor,
+    name_product,
+)
 from moeverify.report.words.mistakes import describe_mistake
 from moeverify.results.operation import Change
 
@@ -248,7 +254,7 @@ def _describe_multiple(change: Change) -> str:
         return f" (2 is also {names})"
     if factor.equals:
         return f" ({describe_sources(factor)})".replace(f" {AMBIGUOUS}", ", ambiguous in this layout")
-    return "" if change.way == "twice" else f", {NO_COUNT}"
+    return "" if change.way == "twice" else f", {describe_no_count(change.number or 0.0)}"
 
 
 def _describe_way(change: Change) -> str:
@@ -266,9 +272,18 @@ def _describe_way(change: Change) -> str:
     return words.format(number=number, name=_name(change.name))
 
 
+_MADE_OF = {
+    "rotated": "rotary embedding of its right input",
+    "gated": "right input times the sigmoid of {module}",
+    "multiplied": "right input times the output of {module}",
+}
+
+
 def _name(name: str) -> str:
-    """Return the end of a module that a change names."""
+    """Return what a change names: the end of a module, or what is made of one."""
     end, _, module = name.partition(":")
+    if end in _MADE_OF:
+        return _MADE_OF[end].format(module=module)
     return f"{end} of {module}" if module else name
 
 
