@@ -150,6 +150,7 @@ class AttentionFormula(Formula):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
             ]
+            found += [Change(part=part, way="of-keys")] if part == "values" else []
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
         ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
@@ -196,6 +197,8 @@ class AttentionFormula(Formula):
         q = visit(q, "queries", changes)
         v = self.v[cell.rows]
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
+        if "values" in changes and changes["values"].way == "of-keys":
+            v = k if k.shape == v.shape else v * torch.nan
         if "value-rotation" in changes:
             v = self._rotate_values(v, changes["value-rotation"])
         v = self._reorder(v, changes.get("values") or changes.get("keys-and-values"), cell)
@@ -272,7 +275,7 @@ class AttentionFormula(Formula):
 
     def _reorder(self, x: Tensor, change: Change | None, cell: Cell) -> Tensor:
         """Return keys or values (b, S, N, D) where those of others stand in the place of each."""
-        if change is None:
+        if change is None or change.way == "of-keys":
             return x
         chunks, number, length = self.chunks, int(change.number or 0), x.shape[1]
         if change.way == "of-row":

@@ -248,7 +248,10 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
         return NamedFormula("attention", AttentionFormula(culprit, x, right.valid, right.chunks))
     if isinstance(culprit, MLP) and inner == "down_proj":
         up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
-        return None if up is None else NamedFormula("feed-forward-block", GatedFormula(gate, up))
+        if up is None:
+            return None
+        biases = _list_biases(culprit)
+        return NamedFormula("feed-forward-block", GatedFormula(gate, up, biases))
     if isinstance(culprit, Block) and inner == "ffn_norm":
         return _make_sum({"residual": x, "attention": right.read(f"{name}.attention", "output")})
     handed = right.read(origin.module, "input")
@@ -260,6 +263,16 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
         rotation = compute_rotation(positions[None], culprit.head_dim, culprit.rope_theta, culprit.yarn)
         others[f"rotated:{origin.module}"] = rotate(handed, rotation)
     return NamedFormula(f"input:{origin.module}", HandedFormula(handed, others))
+
+
+def _list_biases(block: MLP) -> dict[str, Tensor]:
+    """Return the biases of what goes into the activation, by their part of the formula."""
+    parts = {"gate-bias": block.gate_proj, "up-bias": block.up_proj}
+    return {
+        part: layer.bias.detach()
+        for part, layer in parts.items()
+        if layer is not None and layer.bias is not None and bool(layer.bias.any())
+    }
 
 
 def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict[str, Tensor | None]:

@@ -25,6 +25,7 @@ _EPS = (1e-6, 1e-5, 1e-8, 0.0)  # of a norm that is there once too often
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "of-unit-length": lambda x: functional.normalize(x, dim=-1),
     "centred": lambda x: x - x.mean(-1, keepdim=True),
+    "less-largest": lambda x: x - x.amax(-1, keepdim=True),
     "standardized": lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-5),
     "softmax": lambda x: x.softmax(-1),
     "log-softmax": lambda x: x.log_softmax(-1),

@@ -44,6 +44,7 @@ _ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "in-turn": lambda at, size: at.view(-1, size).T.flatten(),
 }
 _MOST_PARTS = 16
+_MEANS = ("sum", "unbiased", "absolute", "deviation", "unbiased-deviation", "over-tokens", "none")
 _WEIGHTS = ("none", "plus-one", "minus-one", "twice", "before", "exponential")
 
 
@@ -107,6 +108,7 @@ class NormFormula(TokenFormula):
     """(x - mean) / sqrt(mean of squares + eps) * weight + bias; an RMSNorm has no mean and no bias."""
 
     edges = ("numerator", "mean")
+    most_paired = 10
 
     def __init__(self, module: RMSNorm | LayerNorm, x: Tensor, others: Named, weights: Named) -> None:
         super().__init__(x, others)
@@ -120,9 +122,7 @@ class NormFormula(TokenFormula):
         ways += [*list_terms("bias"), Change(part="bias", way="scaled")] if self.bias is not None else []
         ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
         ways += [Change(part="statistics", way="detached"), Change(part="all", way="identity")]
-        ways += [
-            Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
-        ]
+        ways += [Change(part="mean", way=way) for way in _MEANS]
         sizes = [n for n in range(2, width + 1) if width % n == 0]
         ways += [Change(part="mean", way="parts", number=n) for n in sizes]
         sizes = [n for n in sizes if n <= _MOST_PARTS]
@@ -218,6 +218,8 @@ class NormFormula(TokenFormula):
             "unbiased": lambda: whole * width / max(width - 1, 1),
             "absolute": lambda: x.abs().mean(-1, keepdim=True).square(),
             "over-tokens": lambda: self.x.square().mean((0, 1)).expand_as(x),
+            "deviation": lambda: x.var(-1, correction=0, keepdim=True),
+            "unbiased-deviation": lambda: x.var(-1, correction=1, keepdim=True),
             "none": lambda: torch.ones_like(whole),
         }
         return ways[way]() if way in ways else whole
@@ -261,16 +263,25 @@ class LinearFormula(TokenFormula):
 class GatedFormula(TokenFormula):
     """silu(gate) * up, or gelu(up) without a gate: what goes into the last product of a feed-forward block."""
 
-    def __init__(self, gate: Tensor | None, up: Tensor) -> None:
+    most_paired = 32  # as cheap as a formula can be
+
+    def __init__(self, gate: Tensor | None, up: Tensor, biases: Named | None = None) -> None:
         super().__init__(up, {})
-        self.gate, self.up = gate, up
+        self.gate, self.up, self.biases = gate, up, biases or {}
+        has_gate = gate is not None
         # What goes in is up, and has ways of its own.
-        self.ways = [*list_activations(has_gate=gate is not None), *list_functions("output-through")]
-        self.fits = [*fit_activations(has_gate=gate is not None), *fit_functions("output-through")]
+        self.ways = [*list_activations(has_gate=has_gate), *list_functions("output-through")]
+        self.ways += [way for part in self.biases for way in list_terms(part)]
+        self.fits = [*fit_activations(has_gate=has_gate), *fit_functions("output-through")]
+        self.fits += [fit for part in self.biases for fit in fit_terms(part)]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the inside of the block."""
         gate = None if self.gate is None else self.gate[cell.rows][:, cell.positions]
+        for part in ("gate-bias", "up-bias"):
+            if part in changes:
+                added = (times_of(changes[part]) - 1.0) * self.biases[part]
+                gate, x = (gate, x + added) if part == "up-bias" or gate is None else (gate + added, x)
         return activate(gate, x, changes)
 
 

@@ -214,6 +214,7 @@ _ORDERS: Mapping[str, str] = {
     "own": "with the {what} of the query's own rank in the place of those of every rank",
     "reversed": "with {what} in reverse order",
     "exchanged": "with the halves of each rank's {what} exchanged",
+    "of-keys": "with the keys in the place of the {what}",
     "of-position": "with the {what} of the position {number} further in the place of each",
     "of-row": "with the {what} of the row {number} further in the place of each",
 }

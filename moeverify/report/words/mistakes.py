@@ -11,6 +11,7 @@ _FUNCTIONS: Mapping[str, str] = {
     "shortened": "cut to a length of at most {number}",
     "of-unit-length": "divided by its length",
     "centred": "less its mean",
+    "less-largest": "less its largest element",
     "standardized": "normalized once more, less its mean",
     "softmax": "after a softmax",
     "log-softmax": "after a logarithm of the softmax",

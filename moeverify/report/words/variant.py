@@ -48,6 +48,8 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("mean", "sum"): "with the sum of squares in place of their mean",
     ("mean", "unbiased"): "with squares divided by the width less one",
     ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
+    ("mean", "deviation"): "with the variance in place of the mean of squares",
+    ("mean", "unbiased-deviation"): "with the variance by the width less one in place of the mean of squares",
     ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
     ("mean", "none"): "without dividing by the root of the mean square",
     ("mean", "times"): "with {number} times the mean of squares",

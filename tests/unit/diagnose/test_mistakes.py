@@ -11,6 +11,9 @@ from replays import LENGTH, ROWS, ZIGZAG, Heads, break_model, make_model, name_c
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moeverify.diagnose.first_divergence import Origin, Search
+from moeverify.diagnose.hypotheses.rounding import HYPOTHESIS as ROUNDING
+from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.replay.activations import activate, list_derivatives
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.formulas import make_formula
@@ -303,6 +306,45 @@ def test_a_loss_with_a_part_otherwise_is_named_by_its_value_and_its_gradient(nam
     assert [each for each in passed if each in changes] == changes
     if not changes:
         assert not [each for each in found if each in passed]
+
+
+def _divide_by_deviation(self: RMSNorm, x: Tensor) -> Tensor:
+    return x / (x.std(-1, keepdim=True) + self.eps) * self.weight
+
+
+def test_two_parts_of_a_norm_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, right = break_model("stress", monkeypatch, RMSNorm, "forward", _divide_by_deviation)
+    named = make_formula(origin, right)
+    assert named is not None
+    found = name_changes(find_variant(named.formula, origin.tensor, 1e-9)) or []
+    assert [sorted(changes) for changes in found] == [[("eps", "outside"), ("mean", "unbiased-deviation")]]
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_a_wrong_number_of_each_token_is_no_rounding(is_rounded: bool) -> None:
+    expected = _draw(0, (8, 16, 32))
+    scale = 1.0 + 0.01 * _draw(1, (8, 16, 1))
+    wrong = scale.bfloat16().double() / scale if is_rounded else scale
+    shard = RankShard(0, Region.whole(expected.shape), expected * wrong)
+    tensor = WrongTensor((0, MODULE_KINDS["forward"], "norm"), expected, (shard,))
+    origin = Origin("forward", "norm", "output", 1.0, (0,), tensor)
+    search = Search({"forward": origin}, {"forward": 1, "backward": 1}, {"forward": 0.0}, 1e-9)
+    outcome = ROUNDING.test([tensor], DiagnosisInputs(search=search))
+    assert (outcome.explanation is not None) == is_rounded
+
+
+def test_a_term_that_makes_nearly_all_numbers_larger_is_no_rounding() -> None:
+    leaf = LOGITS.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(_losses(leaf).sum(), leaf)
+    actual = expected + 2e-3 * LOGITS.softmax(-1) * (LABELS != IGNORED).unsqueeze(-1)
+    tensor = WrongTensor(
+        (0, MODULE_KINDS["backward"], "lm_head"),
+        expected.repeat(4, 1, 1),
+        (RankShard(0, Region.whole((8, *expected.shape[1:])), actual.repeat(4, 1, 1)),),
+    )
+    origin = Origin("backward", "lm_head", "output", 1.0, (0,), tensor)
+    search = Search({"backward": origin}, {"forward": 1, "backward": 0}, {"backward": 0.0}, 1e-9)
+    assert ROUNDING.test([tensor], DiagnosisInputs(search=search)).explanation is None
 
 
 def test_ranks_of_a_ring_are_told_apart() -> None:
