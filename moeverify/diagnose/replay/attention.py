@@ -90,7 +90,8 @@ class Chunks:
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
-    alone = frozenset({"merge", *(f"{edge}-through" for edge in _VISITED)})
+    # Pairs with these would be as many as all others.
+    alone = frozenset({"merge", "value-rotation", *NORMS, *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks

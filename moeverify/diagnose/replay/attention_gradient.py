@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import EDGES, NORMS, AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
@@ -98,7 +98,7 @@ def list_ways_back(forward: AttentionFormula) -> list[Change]:
 
     Merged otherwise the forward pass would be wrong before, and norms lie before what is asked for.
     """
-    return [way for way in forward.ways if way.part not in (*NORMS, *forward.alone)]
+    return [way for way in forward.ways if way.part not in forward.alone]
 
 
 def list_fits_back(forward: AttentionFormula) -> list[Change]:

@@ -187,6 +187,9 @@ class _Search:
         # What holds on all ranks needs no restriction to some: it is simpler than what does.
         spared = {changes: how for changes, how in confirmed.items() if not how[1]}
         confirmed = spared or confirmed
+        # A function that anything may pass through says less than a part of the formula that does the same here.
+        own = {changes: how for changes, how in confirmed.items() if not any(map(_is_general, changes))}
+        confirmed = own or confirmed
         residual, ranks = next(iter(confirmed.values()))
         blocks = self._list_spared_by(next(iter(confirmed)))
         return Found(
@@ -373,6 +376,11 @@ class _Search:
             return value
         inside = torch.isin(cell.dims[-1] // self.formula.block, self.blocks)
         return torch.where(inside, value, torch.zeros_like(value))
+
+
+def _is_general(change: Change) -> bool:
+    """Return whether a change is one function more that something passes through."""
+    return change.part.endswith("-through")
 
 
 def _is_turned(way: Change, other: Change) -> bool:

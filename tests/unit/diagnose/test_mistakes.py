@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from moeverify.diagnose.replay.activations import activate, list_derivatives
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.formulas import make_formula
 from moeverify.diagnose.replay.grammar import weigh_gradient, with_gradient_of
-from moeverify.diagnose.replay.language import Formula, Found, find_variant
-from moeverify.diagnose.replay.tokenwise import GatedFormula, GatedGradientFormula, SumFormula
+from moeverify.diagnose.replay.language import Cell, Formula, Found, find_variant
+from moeverify.diagnose.replay.tokenwise import GatedFormula, GatedGradientFormula, SumFormula, TokenFormula
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.model import transformer
@@ -109,6 +109,22 @@ def test_a_number_is_fitted_to_what_somebody_wrote(monkeypatch: pytest.MonkeyPat
     found = find_variant(named.formula, origin.tensor, 1e-9)
     assert found is not None
     assert [change.number for changes in found.variants for change in changes] == [0.7]
+
+
+class _Doubled(TokenFormula):
+    """Tokens that a way of its own makes as a function that anything may pass through does: without their signs."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x, {})
+        self.ways = [*self.ways, Change(part="sign", way="none")]
+
+    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        return x.abs() if "sign" in changes else x
+
+
+def test_a_part_of_a_formula_is_said_and_not_a_function_that_does_the_same() -> None:
+    x = _draw(0)
+    assert name_changes(_explain(_Doubled(x), x, x.abs())) == [[("sign", "none")]]
 
 
 def test_a_function_of_two_tokens_is_none_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
