@@ -49,9 +49,6 @@ _CLAMPS: Mapping[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] 
     "both": lambda gate, up, at: (gate.clamp(-at, at), up.clamp(-at, at)),
 }
 
-EDGES = ("gate", "up", "activation")
-"""The tensors inside whose gradients may count otherwise: what the activation is taken of, up, and what it gives."""
-
 _GATES = (
     "exchanged",
     "none",

@@ -35,8 +35,8 @@ _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")
 _NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
 _VISITED = ("queries", "keys", "values", "heads")
-EDGES = (*_VISITED, "scores", "weights", "denominator")
-"""The tensors inside whose gradients may count otherwise; some may also have passed through one function more."""
+EDGES = ("denominator",)
+"""The tensors inside whose gradients may count otherwise; all of a gradient is a factor, which needs no replay."""
 
 
 class Chunks:

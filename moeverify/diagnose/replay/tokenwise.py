@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moeverify.diagnose.replay.activations import EDGES as ACTIVATION_EDGES
 from moeverify.diagnose.replay.activations import (
     activate,
     fit_activations,
@@ -291,14 +290,11 @@ class GatedGradientFormula(Formula):
     def __init__(self, forward: GatedFormula, of: Literal["gate", "up"], gradient: Tensor) -> None:
         self.forward, self.of, self.gradient = forward, of, gradient
         has_gate = forward.gate is not None
-        edges = ACTIVATION_EDGES if has_gate else ("up", "activation")
         ways = list_activations(has_gate=has_gate)
         # To up comes the value of the activation, to the gate its derivative.
         other = "derivative" if of == "up" and has_gate else "activation"
-        self.ways = [
-            way for way in (*list_gradients(*edges), *list_derivatives(), *ways) if way.part != other
-        ]
-        self.fits = [*fit_gradients(*edges), *fit_activations(has_gate=has_gate)]
+        self.ways = [way for way in (*list_derivatives(), *ways) if way.part != other]
+        self.fits = fit_activations(has_gate=has_gate)
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
