@@ -15,6 +15,7 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Change,
+    KnownSum,
     Misplaced,
     Misreduced,
     MovedOtherwise,
@@ -25,6 +26,7 @@ from moeverify.results.operation import (
     Redefined,
     Reweighted,
     Scaled,
+    Term,
     Varied,
 )
 from moeverify.results.part import WHOLE, Contribution, Group
@@ -226,6 +228,16 @@ OPERATIONS = [
         explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
         "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
         "axis tp",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            Quantity.OUTPUT,
+            KnownSum(sums=((Term(tensor="output:a.norm", factor=1.0), Term(tensor="", factor=-0.5)),)),
+            module="a",
+        ),
+        "a puts out the output of a.norm - 0.5 times what it should be",
+        "a",
     ),
     (
         explain(
