@@ -13,6 +13,7 @@ from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.own.module import OwnModule
 from moeverify.diagnose.own.search import Found as FoundMistakes
 from moeverify.diagnose.reductions import Brought
+from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula
 from moeverify.diagnose.replay.language import Found, NamedFormula
 from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
@@ -68,8 +69,9 @@ class DiagnosisInputs:
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
     known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `own` gives the
-    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `shapes` has, of
-    what has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
+    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `cross_entropy`
+    gives the formula of each token's loss on right logits. `shapes` has, of what has another shape under the layout,
+    the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
     micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten` has
     by rank what was read of memory that nothing had written.
@@ -94,6 +96,7 @@ class DiagnosisInputs:
     own: Callable[[Origin], OwnModule | None] = lambda origin: None
     searched_own: dict[int, FoundMistakes | None] = field(default_factory=dict)
     searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
+    cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)

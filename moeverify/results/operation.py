@@ -14,6 +14,7 @@ from pydantic import Field
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import ClipFormulaName, NormOrder
+from moeverify.results.known_sum import KnownSum
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -476,6 +477,7 @@ Operation = Annotated[
     | Offset
     | Varied
     | Mistaken
+    | KnownSum
     | Reweighted
     | Altered,
     Field(discriminator="kind"),

@@ -32,7 +32,7 @@ from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensor
 from moeverify.diagnose.components import Components, load_weights, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
-from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
+from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
@@ -41,8 +41,7 @@ from moeverify.diagnose.reductions import Bringing, Brought
 from moeverify.diagnose.replay.attention import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
-from moeverify.diagnose.replay.formulas import RightModules, make_formula
-from moeverify.diagnose.replay.language import NamedFormula
+from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula
 from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
@@ -60,7 +59,7 @@ from moeverify.results.observation import Direction
 from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
-from moeverify.train.data import make_batch, whole_share
+from moeverify.train.data import Batch, make_batch, whole_share
 from moeverify.train.loop import train
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
@@ -289,6 +288,7 @@ def _make_inputs(
 
     precision = compute_dtype_of(case.recipe.precision)
     read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
+    find_right = cache(lambda: _find_right_modules(case, golden, evidence, read_right))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
@@ -309,8 +309,9 @@ def _make_inputs(
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
-        formula=lambda origin: _find_formula(case, golden, evidence, origin, read_right),
+        formula=lambda origin: None if (right := find_right()) is None else make_formula(origin, right),
         own=lambda origin: find_own_module(case, golden, step, origin, search, device),
+        cross_entropy=lambda: None if (right := find_right()) is None else make_cross_entropy(right),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
@@ -319,15 +320,12 @@ def _make_inputs(
     )
 
 
-def _find_formula(
-    case: Case,
-    golden: StoredGolden,
-    evidence: Evidence,
-    origin: Origin,
-    read_right: Callable[[], list[Reading]],
-) -> NamedFormula | None:
-    """Return what the culprit of an origin should compute; None of a user's model, whose formulas are not known."""
-    if case.recipe.model.reference is None:
+def _find_right_modules(
+    case: Case, golden: StoredGolden, evidence: Evidence, read_right: Callable[[], list[Reading]]
+) -> RightModules | None:
+    """Return one device's model and what it read; None of a user's model, whose formulas are not known."""
+    reference = case.recipe.model.reference
+    if reference is None or evidence.step < 0:
         return None
     program = assemble_single(case.recipe, torch.device("cpu"), compute="float64")
     if evidence.step > 0:
@@ -335,9 +333,11 @@ def _find_formula(
     plan = MeshPlan.of(case.layout)
     by_rank = {plan.coordinates(rank).get("cp", 0): each for rank, each in enumerate(evidence.by_rank)}
     chunks = Chunks([by_rank[number].readings.shares[0][1] for number in range(len(by_rank))])
-    valid = _find_valid(case, evidence.step)
+    batch = _make_whole_batch(case, evidence.step)
     experts = _place_experts(case, plan, evidence)
-    return make_formula(origin, RightModules(program.model, read_right(), chunks, valid, experts))
+    tokens, labels = (None, None) if batch is None else (batch.tokens, batch.targets)
+    valid = None if batch is None else batch.valid
+    return RightModules(program.model, read_right(), chunks, valid, experts, tokens, labels)
 
 
 def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:
@@ -379,14 +379,20 @@ def _read_golden_value(
     return None if step - before < INITIAL else read((step - before, kind, name))
 
 
-def _find_valid(case: Case, step: int) -> Tensor | None:
-    """Return the tokens (B, S) of a step that are no padding."""
+def _make_whole_batch(case: Case, step: int) -> Batch | None:
+    """Return the batch of a step, of all ranks."""
     reference = case.recipe.model.reference
     if step < 0 or reference is None:
         return None
     recipe = case.recipe
     whole = whole_share(recipe.data)
-    return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu")).valid
+    return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu"))
+
+
+def _find_valid(case: Case, step: int) -> Tensor | None:
+    """Return the tokens (B, S) of a step that are no padding."""
+    batch = _make_whole_batch(case, step)
+    return None if batch is None else batch.valid
 
 
 def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:

@@ -27,6 +27,7 @@ ORDER = (
         "clip_formula",
         "another_term",
     ),
+    ("loss_formula",),
     (
         "one_factor",
         "held_sum",
@@ -50,6 +51,7 @@ ORDER = (
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
     ("own_module",),
+    ("known_sum",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),
     ("loss_value",),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
@@ -34,6 +35,11 @@ _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
 _SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
 _DENSE = 0.9  # of the elements that are not zero must be off: rounding spares few numbers
 _WHITE = 0.05  # median over largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
+_LEAST_SIGNS, _BALANCE = (
+    256,
+    0.1,
+)  # numbers, and the least share of them that rounding makes larger, or smaller
+_ALONG = 0.99  # cosine of an error with the values themselves
 _LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
 
 
@@ -77,7 +83,7 @@ class Rounding(Hypothesis):
             if is_representable or (
                 _have_size_of(unit, errors)
                 and all(_is_dense(tensor) for tensor, _ in errors)
-                and _began_as_noise(tensors, inputs)
+                and _began_as_noise(tensors, inputs, unit)
             ):
                 operation = Rounded(dtype=name_dtype(dtype), is_representable=is_representable)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
@@ -123,7 +129,7 @@ def _is_dense(tensor: WrongTensor) -> bool:
     return float((error[held] > 0.0).double().mean()) >= _DENSE
 
 
-def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> bool:
+def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, unit: float) -> bool:
     """Return whether the errors at the module where it began have no direction; true where no module is known.
 
     Shape: (rows, positions, width) is looked at as (tokens, width).
@@ -133,12 +139,27 @@ def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> 
     if tensors[0].quantity not in _OF_MODULES or found is None:
         return True
     error = (found.tensor.whole - found.tensor.expected).flatten(0, -2)
+    # Rounding makes as many numbers larger as smaller.
+    moved = (error * found.tensor.expected.flatten(0, -2)).flatten()
+    moved = moved[moved != 0.0]
+    larger = float((moved > 0.0).double().mean()) if len(moved) >= _LEAST_SIGNS else 0.5
+    if not _BALANCE < larger < 1.0 - _BALANCE:
+        return False
     scale = found.tensor.expected.flatten(0, -2).norm(dim=1, keepdim=True)
     rows = (error / scale.clamp(min=1e-300))[scale.squeeze(1) > 0.0]
     if min(rows.shape) < _LEAST_DIRECTIONS:
         return True
+    if _are_multiples(rows, found.tensor.expected.flatten(0, -2)[scale.squeeze(1) > 0.0]):
+        # One number of each token was rounded, such as what a norm divides by: by a unit at most.
+        return float(rows.norm(dim=1).max()) <= unit
     values = torch.linalg.svdvals(rows)
     return float(values.median()) > _WHITE * float(values[0])
+
+
+def _are_multiples(errors: Tensor, expected: Tensor) -> bool:
+    """Return whether most rows (n, width) of errors lie along what is expected there."""
+    along = (errors * expected).sum(dim=1).abs()
+    return float((along / (errors.norm(dim=1) * expected.norm(dim=1)).clamp(min=1e-300)).median()) > _ALONG
 
 
 def _is_unstructured(tensor: WrongTensor, error: float) -> bool:

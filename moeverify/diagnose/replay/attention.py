@@ -6,22 +6,37 @@ value's, R of its part that is rotated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moeverify.axes.split import Positions, split_in_zigzag
+from moeverify.diagnose.replay.grammar import (
+    HEAD_FUNCTIONS,
+    fit_functions,
+    list_functions,
+    list_gradients,
+    visit,
+    weigh_gradient,
+    with_gradient_of,
+)
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
+from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
+from moeverify.diagnose.replay.rotation import Rotation
+from moeverify.diagnose.replay.scores import Sizes, change_scores, fit_scores, list_scales
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
-from moeverify.model.rope import compute_rotation
 from moeverify.results.operation import Change
 
 _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
-_BASES = (1e2, 1e4, 1e6)
+NORMS = ("query-norm", "key-norm", "norms")
+_NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
+_VISITED = ("queries", "keys", "values", "heads")
+EDGES = ("denominator",)
+"""The tensors inside whose gradients may count otherwise; all of a gradient is a factor, which needs no replay."""
 
 
 class Chunks:
@@ -75,7 +90,8 @@ class Chunks:
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
-    alone = frozenset({"merge"})
+    # Pairs with these would be as many as all others.
+    alone = frozenset({"merge", "value-rotation", *NORMS, *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -83,15 +99,32 @@ class AttentionFormula(Formula):
         self.q, self.k, self.v = read_heads(module, x)
         self.valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
         self.chunks = chunks
-        self.theta, self.yarn = module.rope_theta, module.yarn
-        self.in_neighbours = isinstance(module, LatentAttention)
-        self.num_rotated = module.sizes.qk_rope if isinstance(module, LatentAttention) else module.head_dim
-        self.block = self.v.shape[-1]
-        self.ways = [*self._list_masks(), *self._list_others(), *self._list_reaches()]
-        self.fits = [Change(part="scale", way="factor", number=number) for number in (1.5, 0.4, 4.0)]
-        self.fits.append(Change(part="scores", way="capped", number=3.0))
-        self.fits += [Change(part="rotation", way="base", number=base) for base in _BASES]
-        self.fits += [Change(part="rotation", way="interpolated", number=number) for number in (0.7, 1.4)]
+        is_latent = isinstance(module, LatentAttention)
+        width, self.block = self.q.shape[-1], self.v.shape[-1]
+        rotated = module.sizes.qk_rope if isinstance(module, LatentAttention) else module.head_dim
+        self.rotation = Rotation(module.rope_theta, module.yarn, width, rotated, in_neighbours=is_latent)
+        self.sizes = Sizes(width, self.block, rotated, x.shape[-1], self.q.shape[2], self.k.shape[2])
+        self.norms = RawHeads.of(module, x) if isinstance(module, Attention) else None
+        length = self.k.shape[1]
+        norms = [] if self.norms is None else [(part, way) for part in NORMS for way in _NORM_WAYS]
+        self.ways = [
+            *self._list_masks(),
+            *list_scales(length),
+            *self.rotation.list_ways(self._list_lengths(), chunks.splits, len(chunks.positions)),
+            *(Change(part=part, way=way) for part, way in norms),
+            *self._list_others(),
+            *self._list_reaches(),
+            *(way for edge in _VISITED for way in list_functions(f"{edge}-through", HEAD_FUNCTIONS)),
+        ]
+        self.fits = [*fit_scores(length), *self.rotation.list_fits()]
+        self.fits += [Change(part="softmax", way="extra", number=number) for number in (0.5, 4.0)]
+        self.fits += [
+            fit
+            for edge in _VISITED
+            for fit in fit_functions(f"{edge}-through", but=("times", "plus", "minus", "clamped-above"))
+        ]
+        self.fits += [Change(part="hidden", way=way, number=5.0) for way in ("lowered", "value")]
+        self.backward = [*list_gradients(*EDGES), *self.rotation.list_backward()]
 
     def _list_masks(self) -> list[Change]:
         found = [Change(part="mask", way=way) for way in ("none", "diagonal", "reversed")]
@@ -101,24 +134,7 @@ class AttentionFormula(Formula):
         return found + [Change(part="hidden", way=way) for way in ("zero-score", "after-softmax")]
 
     def _list_others(self) -> list[Change]:
-        found = [Change(part="scale", way=way) for way in _SCALES]
-        for part in ("rotation", "query-rotation", "key-rotation"):
-            found += [Change(part=part, way=way) for way in ("none", "place", "arrival", "opposite", "twice")]
-            found += [Change(part=part, way=way) for way in ("neighbours", "halves", "first-half", "swapped")]
-            found += [Change(part=part, way=way) for way in self.chunks.splits]
-            if len(self.chunks.positions) > 1:
-                found += [Change(part=part, way="gap", number=number) for number in (1, -1)]
-            if part != "rotation":
-                found += [Change(part=part, way="offset", number=number) for number in (1, -1)]
-        for way in ("modulo", "restart", "clamped"):
-            found += [
-                Change(part="rotation", way=way, number=number)
-                for number in self._list_lengths()
-                if number > 1 or way == "restart"
-            ]
-        if self.yarn is not None:
-            found.append(Change(part="rotation", way="unstretched"))
-        found += [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
+        found = [Change(part="heads", way=way) for way in ("modulo", "reversed", "next", "first", "of-rank")]
         count = self.q.shape[2]
         sizes = [size for size in range(2, count + 1) if count % size == 0]
         found += [
@@ -135,9 +151,11 @@ class AttentionFormula(Formula):
             found += [
                 Change(part=part, way=way) for way in ("own", "arrival", "position", "reversed", "exchanged")
             ]
+            found += [Change(part=part, way="of-keys")] if part == "values" else []
             for way in ("of-rank", "of-position", "of-row"):
                 found += [Change(part=part, way=way, number=number) for number in (1, -1)]
         ways = ["mean-of-chunks", "sum-of-chunks", "extra-one", "not-normalized", "of-heads"]
+        ways += ["relative", "of-queries", "sigmoid", "relu", "squared", "largest-alone"]
         ways += [way for way in SOFTMAXES if way not in ways]
         found += [Change(part="softmax", way=way) for way in ways]
         return found + [Change(part="merge", way=way) for way in STEPS]
@@ -163,7 +181,7 @@ class AttentionFormula(Formula):
             found += [Change(part="reach", way=way, number=number) for number in numbers]
         found += [Change(part="reach", way="without-key", number=number) for number in (0, length - 1)]
         found += [Change(part="reach", way="blocks", number=n) for n in range(2, length) if length % n == 0]
-        for way in ("window", "beyond", "boundary"):
+        for way in ("window", "beyond", "boundary", "prefix"):
             # A mask that is off by a few positions hides the last few too.
             least = _MOST_OFFSET + 1 if way == "beyond" else 1
             lengths = [number for number in self._list_lengths() if number >= least]
@@ -174,24 +192,31 @@ class AttentionFormula(Formula):
         """Return the heads' outputs (b, s, heads * Dv) of a cell."""
         heads = _exchange(cell.dims[-1][:: self.block] // self.block, changes.get("outputs"))
         place = _Queries(cell, self.chunks)
-        q = self._rotate(self.q[cell.rows][:, cell.positions], place.numbers, changes, "query-rotation")[
-            :, :, heads
-        ]
-        k = self._rotate(self.k[cell.rows], self._numbers(), changes, "key-rotation")
+        q = self._prepare("query", cell, cell.positions, place.numbers, changes)[:, :, heads]
+        k = self._prepare("key", cell, torch.arange(self.k.shape[1]), self._numbers(), changes)
+        k = visit(k, "keys", changes)
+        q = visit(q, "queries", changes)
         v = self.v[cell.rows]
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
+        if "values" in changes and changes["values"].way == "of-keys":
+            v = k if k.shape == v.shape else v * torch.nan
+        if "value-rotation" in changes:
+            v = self._rotate_values(v, changes["value-rotation"])
         v = self._reorder(v, changes.get("values") or changes.get("keys-and-values"), cell)
+        v = visit(v, "values", changes)
         sources = self._find_sources(heads, changes.get("heads"))
-        scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * self._scale(changes.get("scale"))
+        scale = self.sizes.find_scale(changes.get("scale"), cell.positions)
+        scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * scale
+        scores = weigh_gradient(scores, "scores", changes)
         if "scores" in changes:
-            cap = float(changes["scores"].number or 1.0)
-            scores = cap * torch.tanh(scores / cap)
+            scores = change_scores(scores, cell.positions, heads, self.q.shape[2], changes["scores"])
         visible = self._see(cell, place, changes).unsqueeze(1)
         merged = self._normalize(scores, visible, place, changes)
-        mixed = torch.einsum("bnst,btnd->bsnd", merged.weights, v[:, :, sources])
+        weights = weigh_gradient(merged.weights, "weights", changes)
+        mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
         mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
-        return mixed.flatten(2)
+        return visit(mixed, "heads", changes).flatten(2)
 
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""
@@ -204,41 +229,35 @@ class AttentionFormula(Formula):
             **self.chunks.splits,
         }
 
-    def _rotate(
-        self, x: Tensor, numbers: Mapping[str, Tensor], changes: Mapping[str, Change], part: str
+    def _prepare(
+        self,
+        which: Literal["query", "key"],
+        cell: Cell,
+        positions: Tensor,
+        numbers: Mapping[str, Tensor],
+        changes: Mapping[str, Change],
     ) -> Tensor:
-        """Return the heads (b, s, N, D), whose last R elements are turned by their angles, or by others."""
-        change = changes.get(part) or changes.get("rotation")
-        way, number = (change.way, change.number) if change is not None else ("", None)
-        at = _renumber(numbers.get(way, numbers[_GLOBAL]).double(), way, number or 0.0)
-        at = at + (number or 0.0) * numbers[_OWNER] if way == "gap" else at
-        theta = number if way == "base" and number is not None else self.theta
-        yarn = None if way == "unstretched" else self.yarn
-        cos, sin = (
-            each.squeeze(-2) for each in compute_rotation(at.unsqueeze(0), self.num_rotated, theta, yarn)
-        )
-        size = torch.hypot(cos, sin)
-        cos, sin = cos / size, sin / size  # (1, s, R/2)
-        if way == "first-half":
-            turned = torch.arange(cos.shape[-1]) < cos.shape[-1] // 2
-            cos, sin = (
-                torch.where(turned, cos, torch.ones_like(cos)),
-                torch.where(turned, sin, torch.zeros_like(sin)),
-            )
-        if way == "swapped":
-            cos, sin = sin, cos
-        in_neighbours = {"neighbours": True, "halves": False}.get(way, self.in_neighbours)
-        kept, rotated = x[..., : -self.num_rotated], x[..., -self.num_rotated :]
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        if in_neighbours:
-            first, second = rotated[..., ::2], rotated[..., 1::2]
-            turned_pairs = torch.stack(
-                [first * cos - second * sin, second * cos + first * sin], dim=-1
-            ).flatten(-2)
-        else:
-            first, second = rotated.chunk(2, dim=-1)
-            turned_pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([kept, turned_pairs], dim=-1)
+        """Return queries or keys (b, s, N, D) as the scores take them: normalized, then rotated, or otherwise."""
+        whole = self.q if which == "query" else self.k
+        x = whole[cell.rows][:, positions]
+        turn = changes.get(f"{which}-rotation") or changes.get("rotation")
+        norm = changes.get(f"{which}-norm") or changes.get("norms")
+        if norm is not None and self.norms is not None:
+            raw = self.norms.find(which)[cell.rows][:, positions]
+            if norm.way == "after":
+                return self.norms.normalize(self.rotation.turn(raw, numbers, turn), which, norm)
+            x = self.norms.normalize(raw, which, norm)
+        turned = self.rotation.turn(x, numbers, turn)
+        if "rotation-back" in changes:
+            turned = with_gradient_of(turned, self.rotation.turn(x, numbers, changes["rotation-back"]))
+        return turned
+
+    def _rotate_values(self, v: Tensor, change: Change) -> Tensor:
+        """Return values (b, S, N, Dv) that are rotated as keys are, or back."""
+        if v.shape[-1] != self.rotation.width:
+            return v * torch.nan
+        way = None if change.way == "added" else Change(part="rotation", way=change.way)
+        return self.rotation.turn(v, self._numbers(), way)
 
     def _find_sources(self, heads: Tensor, change: Change | None) -> Tensor:
         """Return the key-value head that each query head reads."""
@@ -257,7 +276,7 @@ class AttentionFormula(Formula):
 
     def _reorder(self, x: Tensor, change: Change | None, cell: Cell) -> Tensor:
         """Return keys or values (b, S, N, D) where those of others stand in the place of each."""
-        if change is None:
+        if change is None or change.way == "of-keys":
             return x
         chunks, number, length = self.chunks, int(change.number or 0), x.shape[1]
         if change.way == "of-row":
@@ -277,22 +296,6 @@ class AttentionFormula(Formula):
         }
         return x[:, ways[change.way]()]
 
-    def _scale(self, change: Change | None) -> float:
-        width = float(self.q.shape[-1])
-        right = math.pow(width, -0.5)
-        if change is None:
-            return right
-        sizes = {
-            "factor": right * float(change.number or 1.0),
-            "none": 1.0,
-            "width": 1.0 / width,
-            "value-width": math.pow(self.v.shape[-1], -0.5),
-            "rotated-width": math.pow(self.num_rotated, -0.5),
-            "all-heads": math.pow(width * self.q.shape[2], -0.5),
-            "multiplied": math.pow(width, 0.5),
-        }
-        return sizes[change.way]
-
     def _see(self, cell: Cell, place: _Queries, changes: Mapping[str, Change]) -> Tensor:
         """Return which keys each query sees (b, s, S)."""
         keys, mask, reach = self._numbers(), changes.get("mask"), changes.get("reach")
@@ -307,6 +310,8 @@ class AttentionFormula(Formula):
             query_order, key_order = _ORDERS[mask.way]
             found = self.chunks.owner if key_order == "owner" else keys[key_order]
             seen = found <= place.order(query_order).unsqueeze(-1)
+        if reach is not None and reach.way == "prefix":
+            seen = torch.ones_like(seen)
         whole = seen.expand(len(cell.rows), *seen.shape)
         return whole if reach is None else whole & self._reach(reach, cell, place, at)
 
@@ -328,6 +333,7 @@ class AttentionFormula(Formula):
             "window": lambda: at - key < number,
             "beyond": lambda: at - key >= number,
             "boundary": lambda: (key < number) == (at < number),
+            "prefix": lambda: (key < number) | (key <= at),
         }
         return ways[reach.way]().expand(len(cell.positions), -1)
 
@@ -342,32 +348,39 @@ class AttentionFormula(Formula):
         weights = self._weigh(scores, visible, place, changes)
         return Merged(weights, torch.zeros_like(weights[..., :1]))
 
+    def _weigh_hidden(self, scores: Tensor, visible: Tensor, change: Change) -> Tensor:
+        """Return weights of which hidden keys have some, or that are not normalized over the visible ones."""
+        number = float(change.number or 0.0)
+        ways = {
+            "zero-score": lambda: torch.where(visible, scores, torch.zeros_like(scores)),
+            "lowered": lambda: torch.where(visible, scores, scores - number),
+            "value": lambda: torch.where(visible, scores, torch.full_like(scores, -number)),
+        }
+        if change.way in ways:
+            return ways[change.way]().softmax(-1)
+        return scores.softmax(-1) * visible
+
     def _weigh(
         self, scores: Tensor, visible: Tensor, place: _Queries, changes: Mapping[str, Change]
     ) -> Tensor:
         change, hidden = changes.get("softmax"), changes.get("hidden")
         way = "" if change is None else change.way
         if hidden is not None:
-            whole = (
-                torch.where(visible, scores, torch.zeros_like(scores))
-                if hidden.way == "zero-score"
-                else scores
-            )
-            weights = whole.softmax(-1)
-            return weights if hidden.way == "zero-score" else weights * visible
+            return self._weigh_hidden(scores, visible, hidden)
         masked = scores.masked_fill(~visible, -torch.inf)
-        top = masked.amax(-1, keepdim=True)
+        top = masked.amax(-1, keepdim=True).detach()  # it cancels out, and so does its gradient
         share = (masked - torch.where(torch.isfinite(top), top, torch.zeros_like(top))).exp()
         if way in SOFTMAXES:
             return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
-        total = share.sum(-1, keepdim=True)
-        if way == "extra-one":
-            total = total + (-top).exp()
+        if way in _UNLIKE:
+            return _UNLIKE[way](masked, visible)
+        total = weigh_gradient(share.sum(-1, keepdim=True), "denominator", changes)
+        if way in ("extra-one", "extra"):
+            total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
+        elif way == "relative":
+            total = torch.ones_like(total)
         elif way == "not-normalized":
             total = (-top).exp()
-        elif way == "of-heads":
-            over_heads = (masked - masked.amax(1, keepdim=True)).exp().nan_to_num()
-            return over_heads / over_heads.sum(1, keepdim=True).clamp(min=1e-300)
         return share / total
 
 
@@ -392,19 +405,26 @@ def _exchange(heads: Tensor, change: Change | None) -> Tensor:
     return ways[change.way]().reshape(-1)
 
 
-def _renumber(at: Tensor, way: str, number: float) -> Tensor:
-    """Return the positions (s) by which heads are rotated."""
-    ways = {
-        "none": lambda: torch.zeros_like(at),
-        "opposite": lambda: -at,
-        "twice": lambda: 2.0 * at,
-        "interpolated": lambda: number * at,
-        "offset": lambda: at + number,
-        "modulo": lambda: at % number,
-        "restart": lambda: torch.where(at < number, at, at - number),
-        "clamped": lambda: at.clamp(max=number - 1.0),
-    }
-    return ways[way]() if way in ways else at
+def _over(dim: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a softmax of the visible scores over another dim than that of the keys."""
+
+    def weigh(masked: Tensor, visible: Tensor) -> Tensor:
+        del visible
+        share = (masked - masked.amax(dim, keepdim=True)).exp().nan_to_num()
+        return share / share.sum(dim, keepdim=True).clamp(min=1e-300)
+
+    return weigh
+
+
+# Weights of visible keys by masked scores (b, N, s, S) that are no softmax over the keys.
+_UNLIKE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of-heads": _over(1),
+    "of-queries": _over(2),
+    "sigmoid": lambda masked, visible: masked.sigmoid(),
+    "relu": lambda masked, visible: masked.clamp(min=0.0),
+    "squared": lambda masked, visible: masked.softmax(-1).square(),
+    "largest-alone": lambda masked, visible: (masked == masked.amax(-1, keepdim=True)).to(masked.dtype),
+}
 
 
 # The order of queries and that of keys which a causal mask compares, where these are not positions.
@@ -423,7 +443,6 @@ _HEAD_ORDERS = ("next", "previous", "reversed", "transposed")
 _GROUP_ORDERS = ("next-group", "previous-group", "reversed-groups")
 _MOST_LENGTHS = 64
 _MOST_OFFSET = 3
-_SCALES = ("none", "width", "value-width", "rotated-width", "all-heads", "multiplied")
 
 
 class _Queries:
@@ -446,21 +465,3 @@ class _Queries:
         if name == "end":
             return self.numbers[_IN_CHUNK] + self._length - self._chunk
         return self.owner.squeeze(-1) if name == "owner" else self.numbers[name]
-
-
-@torch.no_grad()
-def read_heads(module: Attention | LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (B, S, Nq, D), keys (B, S, Nkv, D) and values (B, S, Nkv, Dv) of x (B, S, H), not rotated."""
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def keep(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        del positions
-        seen.append((q, k, v))
-        return q.new_zeros(*q.shape[:3], v.shape[-1])
-
-    core, module.core = module.core, keep
-    try:
-        module(x, torch.zeros(x.shape[:2], dtype=torch.int64))
-    finally:
-        module.core = core
-    return seen[0]

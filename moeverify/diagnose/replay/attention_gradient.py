@@ -13,8 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
+from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.tokenwise import pull_back
 from moeverify.results.operation import Change
 
 
@@ -41,10 +43,10 @@ class AttentionGradientFormula(Formula):
         self.ways = [
             *([] if of == "q" or size == 1 else [*ways, *moves]),
             *(heads if size > 1 and is_cut else []),
-            # Merged otherwise, the forward pass would be wrong before.
-            *(way for way in forward.ways if way.part != "merge"),
+            *forward.backward,
+            *list_ways_back(forward),
         ]
-        self.fits = forward.fits
+        self.fits = list_fits_back(forward)
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
@@ -61,7 +63,7 @@ class AttentionGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
         change, at = changes.get("sums"), cell.positions
         if change is not None:
             orders = {"arrival": chunks.order, "position": chunks.arrival}
@@ -89,6 +91,26 @@ class AttentionGradientFormula(Formula):
         kept = {"own": part == own, "not-own": part != own}.get(change.way, part != number)
         lost: Tensor = found * kept.to(found.dtype)[:, None]
         return lost
+
+
+def list_ways_back(forward: AttentionFormula) -> list[Change]:
+    """Return what attention may have otherwise in its backward pass alone.
+
+    Merged otherwise the forward pass would be wrong before, and norms lie before what is asked for.
+    """
+    return [way for way in forward.ways if way.part not in forward.alone]
+
+
+def list_fits_back(forward: AttentionFormula) -> list[Change]:
+    """Return the same of what has a number; each step of a fit is a backward pass."""
+    return [
+        *fit_gradients(*EDGES),
+        *(
+            fit
+            for fit in forward.fits
+            if fit.part not in forward.alone and not fit.way.startswith("stretched")
+        ),
+    ]
 
 
 def list_left_out(chunks: Chunks) -> list[Change]:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.replay.activations import activate, fit_activations, list_activations
 from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
+from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
 from moeverify.diagnose.replay.language import Cell, Formula
-from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, activate, list_activations, times_of
+from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, pull_back
 from moeverify.model.experts import Experts
 from moeverify.model.router import Routing
 from moeverify.results.operation import Change
@@ -24,6 +26,8 @@ from moeverify.results.operation import Change
 _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
 """The parameters of experts; with `-held` the part of what a rank holds of one."""
+# What changes nothing of a choice's own output, or is nothing that ranks do to weights alone.
+_NOT_OF_WEIGHTS = ("input", "weights", "activation", "gate", "input-through", "output-through")
 _MOST_CAPACITY = 64
 _MOST_EXPERTS = 64
 """Of which it is tried, one by one, whether what they put out is lost."""
@@ -63,10 +67,11 @@ class ExpertsFormula(TokenFormula):
         ways += self._list_slices() if layout.num_slices > 1 else []
         if self.held.down_bias is not None:
             biases = ("gate-bias", "up-bias", "down-bias")
-            ways += [Change(part=part, way="none") for part in biases]
+            ways += [way for part in biases for way in list_terms(part)]
             ways.append(Change(part="down-bias", way="unweighted"))
             ways.append(Change(part="gate", way="weights-exchanged"))
-            self.fits = [Change(part=part, way="times", number=2.0) for part in biases]
+            self.fits = [*self.fits, *(fit for part in biases for fit in fit_terms(part))]
+        self.fits = [*fit_activations(has_gate=True), *self.fits]
         self.ways = [
             *ways,
             *(way for way in self.ways if way.way != "of-row"),
@@ -74,7 +79,7 @@ class ExpertsFormula(TokenFormula):
             *self.exchanges.list_ways(),
         ]
         # What a way of these gives in one place alone is no bug that is known of, and costs as much as all others.
-        self.alone = PARTS | {"input", "slices", *_UNITS}
+        self.alone = PARTS | TokenFormula.alone | {"input", "slices", *_UNITS}
         self._numbers: dict[str, Tensor] = {}
         self.places = [
             Change(part="where", way=way, number=number)
@@ -388,8 +393,10 @@ class ExpertsGradientFormula(Formula):
 
     def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
-        self.ways = [way for way in forward.ways if way.part != "input"]
-        self.fits, self.places, self.alone = forward.fits, forward.places, forward.alone
+        self.ways = [way for way in forward.ways if not way.part.startswith("input")]
+        self.ways = [way for way in self.ways if way.part != "output-through"]
+        self.fits = [fit for fit in forward.fits if not fit.part.endswith("-through")]
+        self.places, self.alone = forward.places, forward.alone
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
@@ -401,7 +408,7 @@ class ExpertsGradientFormula(Formula):
         with torch.enable_grad():
             leaf = x.clone().requires_grad_()
             output = self.forward.compute(leaf, cell, changes)
-            found = _pull_back(output, leaf, given)
+            found = pull_back(output, leaf, given)
         return found[..., cell.dims[-1]]
 
     def _travel_back(self, step: Change) -> Tensor:
@@ -431,9 +438,7 @@ class CombineGradientFormula(Formula):
 
     def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
-        self.ways = [
-            way for way in forward.ways if way.part not in ("input", "weights", "activation", "gate")
-        ]
+        self.ways = [way for way in forward.ways if way.part not in _NOT_OF_WEIGHTS]
         self.ways.append(Change(part="weights", way="reversed"))
         self.fits = [Change(part="all", way="times", number=number) for number in (0.5, 2.0)]
         self.places, self.alone = forward.places, forward.alone
@@ -446,7 +451,7 @@ class CombineGradientFormula(Formula):
             inner.weights = self.forward.weights.detach().clone().requires_grad_()
             forward = {part: change for part, change in changes.items() if part not in ("weights", "all")}
             output = inner.compute(x, cell, forward)
-            found = _pull_back(output, inner.weights, given)
+            found = pull_back(output, inner.weights, given)
         weights = found.flip(-1) if "weights" in changes else found
         whole = weights * (changes["all"].number or 1.0) if "all" in changes else weights
         return whole[cell.rows][:, cell.positions][..., cell.dims[-1]]
@@ -466,11 +471,3 @@ def _multiply(
 def _widen(index: Tensor, like: Tensor) -> Tensor:
     """Return an index (b, s, k) as one into a stack of tensors (b, s, k, H): (1, b, s, k, H)."""
     return index.unsqueeze(-1).expand_as(like).unsqueeze(0)
-
-
-def _pull_back(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of a leaf, zeros where the output does not depend on it."""
-    if not output.requires_grad:
-        return torch.zeros_like(leaf)
-    (found,) = torch.autograd.grad(output, leaf, gradient, allow_unused=True)
-    return torch.zeros_like(leaf) if found is None else found

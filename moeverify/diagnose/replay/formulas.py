@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
+from moeverify.diagnose.replay.embedding import EmbeddingFormula
 from moeverify.diagnose.replay.experts import (
     ONE_DEVICE,
     CombineGradientFormula,
@@ -21,9 +23,11 @@ from moeverify.diagnose.replay.experts import (
 )
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
+from moeverify.diagnose.replay.passed_back import list_block_gradients, list_moe_gradients
 from moeverify.diagnose.replay.routed import RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
     GatedFormula,
+    GatedGradientFormula,
     HandedFormula,
     LinearFormula,
     NormFormula,
@@ -36,6 +40,7 @@ from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP
 from moeverify.model.moe import MoE
 from moeverify.model.norm import LayerNorm, RMSNorm
+from moeverify.model.rope import compute_rotation, rotate
 from moeverify.model.router import Router
 from moeverify.model.transformer import Block
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
@@ -51,6 +56,7 @@ _PROJECTIONS: Mapping[str, Literal["q", "k", "v"]] = {
 }
 
 
+_HEAD_NORMS = ("q_norm", "k_norm")
 _LATENT_PROJECTIONS: Mapping[str, Projection] = {
     "q_proj": "queries",
     "q_b_proj": "queries",
@@ -59,12 +65,15 @@ _LATENT_PROJECTIONS: Mapping[str, Projection] = {
 }
 
 
+_GATED: Mapping[str, Literal["gate", "up"]] = {"gate_proj": "gate", "up_proj": "up"}
+
+
 @dataclass(frozen=True)
 class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `experts` says where experts live.
+    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch.
     """
 
     model: nn.Module
@@ -72,10 +81,12 @@ class RightModules:
     chunks: Chunks
     valid: Tensor | None
     experts: ExpertLayout = ONE_DEVICE
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
 
     def find(self, name: str) -> nn.Module | None:
-        """Return the module of a name; nothing for that of the whole model."""
-        return dict(self.model.named_modules()).get(name) if name else None
+        """Return the module of a name, the whole model of none."""
+        return dict(self.model.named_modules()).get(name)
 
     def read(self, module: str, end: str, direction: str = FORWARD) -> Tensor | None:
         """Return what one device read at an end of a module: its first tensor, or backward the gradient of that."""
@@ -100,14 +111,38 @@ class RightModules:
                 break
         return found
 
+    def list_gated(self, x: Tensor, name: str) -> dict[str, Tensor]:
+        """Return x (B, S, H) times what a module inside of another one makes of each token: one number."""
+        found: dict[str, Tensor] = {}
+        for each in self.readings:
+            is_inside = each.module.startswith(f"{name}.") and each.direction == FORWARD
+            if is_inside and each.local.shape == (*x.shape[:2], 1):
+                found[f"gated:{each.module}"] = x * each.local.sigmoid()
+                found[f"multiplied:{each.module}"] = x * each.local
+        return found
+
 
 def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     """Return the formula of what was read first wrong; None where there is none for it."""
-    if origin.direction == BACKWARD:
-        return _make_gradient(origin, right)
     block = origin.culprit.removesuffix(f".{_DISPATCHER}")
-    culprit, x = right.find(block), right.read(origin.culprit, "input")
-    if culprit is None or x is None:
+    culprit = right.find(block)
+    if culprit is None:
+        return None
+    if origin.direction == BACKWARD:
+        inside = _make_gradient_inside(origin, culprit, block, right)
+        return inside or _make_gradient(origin, culprit, block, right)
+    if isinstance(culprit, nn.Embedding):
+        tokens = right.tokens
+        return None if tokens is None else NamedFormula("embedding", EmbeddingFormula(culprit, tokens))
+    if culprit is right.model:
+        return _make_inside_model(origin, right)
+    return _make_forward(origin, culprit, block, right)
+
+
+def _make_forward(origin: Origin, culprit: nn.Module, block: str, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what a module puts out, or hands to one inside of it."""
+    x = right.read(origin.culprit, "input")
+    if x is None:
         return None
     if block != origin.culprit:
         return _make_experts(culprit, block, x, right) if isinstance(culprit, MoE) else None
@@ -119,20 +154,37 @@ def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     return _make_tokenwise(culprit, block, x, right)
 
 
-def _make_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
-    """Return the formula of what a module passes back; of attention, to its projections or their norms."""
+def _make_gradient_inside(
+    origin: Origin, culprit: nn.Module, block: str, right: RightModules
+) -> NamedFormula | None:
+    """Return the formula of what a module passes back to one inside of it, or by its branches."""
     name, inner = origin.culprit, origin.module.removeprefix(f"{origin.culprit}.")
-    block, x = name.removesuffix(f".{_DISPATCHER}"), right.read(name, "input")
-    culprit, gradient = right.find(block), right.read(name, "output", BACKWARD)
-    if culprit is None or x is None:
-        return None
-    if isinstance(culprit, Attention) and inner in _PROJECTIONS:
-        return _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
-    if isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
-        return _make_latent_gradient(culprit, name, inner, right)
-    if isinstance(culprit, MoE) and block == name and origin.module == f"{name}.router":
-        return _make_combine_gradient(culprit, name, right)
-    if origin.end != "input" or gradient is None:
+    found: NamedFormula | None = None
+    if culprit is right.model and origin.end == "output":
+        found = _make_loss_gradient(origin, right)
+    elif isinstance(culprit, Attention) and inner in _PROJECTIONS:
+        found = _make_attention_gradient(culprit, name, _PROJECTIONS[inner], origin, right)
+    elif isinstance(culprit, LatentAttention) and inner in _LATENT_PROJECTIONS and origin.end == "output":
+        found = _make_latent_gradient(culprit, name, inner, right)
+    elif isinstance(culprit, MLP) and inner in _GATED and origin.end == "output":
+        found = _make_gated_gradient(name, _GATED[inner], right)
+    elif isinstance(culprit, MoE) and block == name and inner == "router":
+        found = _make_combine_gradient(culprit, name, right)
+    elif isinstance(culprit, Block) and (inner == "ffn_norm" or origin.end == "input"):
+        branches = list_block_gradients(culprit, name, right.read, is_middle=inner == "ffn_norm")
+        found = _make_sum(branches, name="gradient:branches")
+    elif isinstance(culprit, MoE) and block == name and origin.end == "input":
+        found = _make_sum(list_moe_gradients(culprit, name, right.read), name="gradient:branches")
+    return found
+
+
+def _make_gradient(
+    origin: Origin, culprit: nn.Module, block: str, right: RightModules
+) -> NamedFormula | None:
+    """Return the formula of what a module passes back to its input."""
+    name = origin.culprit
+    x, gradient = right.read(name, "input"), right.read(name, "output", BACKWARD)
+    if x is None or gradient is None or origin.end != "input":
         return None
     if isinstance(culprit, MoE) and block != name:
         named = _make_experts(culprit, block, x, right)
@@ -196,15 +248,31 @@ def _make_inside(origin: Origin, culprit: nn.Module, x: Tensor, right: RightModu
         return NamedFormula("attention", AttentionFormula(culprit, x, right.valid, right.chunks))
     if isinstance(culprit, MLP) and inner == "down_proj":
         up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
-        return None if up is None else NamedFormula("feed-forward-block", GatedFormula(gate, up))
+        if up is None:
+            return None
+        biases = _list_biases(culprit)
+        return NamedFormula("feed-forward-block", GatedFormula(gate, up, biases))
     if isinstance(culprit, Block) and inner == "ffn_norm":
         return _make_sum({"residual": x, "attention": right.read(f"{name}.attention", "output")})
     handed = right.read(origin.module, "input")
     if handed is None:
         return None
-    return NamedFormula(
-        f"input:{origin.module}", HandedFormula(handed, right.list_like(handed, origin.module))
-    )
+    others = {**right.list_like(handed, origin.module), **right.list_gated(handed, name)}
+    if isinstance(culprit, Attention) and inner in _HEAD_NORMS and culprit.norms_heads:
+        positions = torch.arange(handed.shape[1])
+        rotation = compute_rotation(positions[None], culprit.head_dim, culprit.rope_theta, culprit.yarn)
+        others[f"rotated:{origin.module}"] = rotate(handed, rotation)
+    return NamedFormula(f"input:{origin.module}", HandedFormula(handed, others))
+
+
+def _list_biases(block: MLP) -> dict[str, Tensor]:
+    """Return the biases of what goes into the activation, by their part of the formula."""
+    parts = {"gate-bias": block.gate_proj, "up-bias": block.up_proj}
+    return {
+        part: layer.bias.detach()
+        for part, layer in parts.items()
+        if layer is not None and layer.bias is not None and bool(layer.bias.any())
+    }
 
 
 def _list_branches(culprit: Block | MoE, name: str, right: RightModules) -> dict[str, Tensor | None]:
@@ -241,10 +309,48 @@ def _list_gated(culprit: MoE, name: str, right: RightModules) -> dict[str, dict[
 
 
 def _make_sum(
-    terms: Mapping[str, Tensor | None], others: Mapping[str, Mapping[str, Tensor]] | None = None
+    terms: Mapping[str, Tensor | None],
+    others: Mapping[str, Mapping[str, Tensor]] | None = None,
+    name: str = "branches",
 ) -> NamedFormula | None:
-    known = {name: value for name, value in terms.items() if value is not None}
-    return NamedFormula("branches", SumFormula(known, others)) if len(known) == len(terms) > 1 else None
+    known = {term: value for term, value in terms.items() if value is not None}
+    return NamedFormula(name, SumFormula(known, others)) if len(known) == len(terms) > 1 else None
+
+
+def _make_inside_model(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return what the whole model hands to a module of its own, or puts out: its logits."""
+    module = origin.module or "lm_head"
+    end = "input" if origin.module else "output"
+    handed = right.read(module, end)
+    if handed is None:
+        return None
+    others = right.list_like(handed, origin.module)
+    return NamedFormula(f"{end}:{module}", HandedFormula(handed, others))
+
+
+def make_cross_entropy(right: RightModules) -> CrossEntropyFormula | None:
+    """Return the formula of each token's loss; None where this rank has no head, or labels are not known."""
+    logits = right.read("lm_head", "output")
+    if logits is None or right.labels is None or logits.shape[:2] != right.labels.shape:
+        return None
+    return CrossEntropyFormula(logits, right.labels)
+
+
+def _make_loss_gradient(origin: Origin, right: RightModules) -> NamedFormula | None:
+    formula = make_cross_entropy(right)
+    if formula is None or origin.tensor.expected.shape != formula.logits.shape:
+        return None
+    return NamedFormula("gradient:cross-entropy", CrossEntropyGradientFormula(formula))
+
+
+def _make_gated_gradient(name: str, of: Literal["gate", "up"], right: RightModules) -> NamedFormula | None:
+    up, gate = right.read(f"{name}.up_proj", "output"), right.read(f"{name}.gate_proj", "output")
+    gradient = right.read(f"{name}.down_proj", "input", BACKWARD)
+    if up is None or gradient is None:
+        return None
+    return NamedFormula(
+        "gradient:feed-forward-block", GatedGradientFormula(GatedFormula(gate, up), of, gradient)
+    )
 
 
 @torch.no_grad()

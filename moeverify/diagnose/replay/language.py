@@ -72,7 +72,8 @@ class Formula(ABC):
     `ways` are those in which one part may be otherwise, from simple to complex. `fits` are those with a number that
     is not known, at a start each. `places` are where alone a way may hold, such as the experts of one rank.
     `alone` are the parts whose ways are tried neither there nor with those of others. `block` is how many elements
-    of the last dim stand together, such as a head. `has_pairs` says whether ways of two parts are tried together.
+    of the last dim stand together, such as a head. `has_pairs` says whether ways of two parts are tried together,
+    `most_paired` of each part.
     """
 
     ways: Sequence[Change] = ()
@@ -80,6 +81,7 @@ class Formula(ABC):
     places: Sequence[Change] = ()
     alone: frozenset[str] = frozenset()
     has_pairs: bool = True
+    most_paired: int = MOST_PAIRED
     block: int = 0
 
     @abstractmethod
@@ -185,6 +187,9 @@ class _Search:
         # What holds on all ranks needs no restriction to some: it is simpler than what does.
         spared = {changes: how for changes, how in confirmed.items() if not how[1]}
         confirmed = spared or confirmed
+        # A function that anything may pass through says less than a part of the formula that does the same here.
+        own = {changes: how for changes, how in confirmed.items() if not any(map(_is_general, changes))}
+        confirmed = own or confirmed
         residual, ranks = next(iter(confirmed.values()))
         blocks = self._list_spared_by(next(iter(confirmed)))
         return Found(
@@ -220,7 +225,7 @@ class _Search:
         for group in groups:
             if group[0].part not in self.formula.alone:
                 parts.setdefault(group[0].part, []).append(group)
-        simple = [group for members in parts.values() for group in members[:MOST_PAIRED]]
+        simple = [group for members in parts.values() for group in members[: self.formula.most_paired]]
         for first, second in combinations(simple, 2):
             if first[0].part != second[0].part:
                 pairs = (pair for pair in product(first, second) if pair[0].part != pair[1].part)
@@ -371,6 +376,11 @@ class _Search:
             return value
         inside = torch.isin(cell.dims[-1] // self.formula.block, self.blocks)
         return torch.where(inside, value, torch.zeros_like(value))
+
+
+def _is_general(change: Change) -> bool:
+    """Return whether a change is one function more that something passes through."""
+    return change.part.endswith("-through")
 
 
 def _is_turned(way: Change, other: Change) -> bool:

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.attention import AttentionFormula
-from moeverify.diagnose.replay.attention_gradient import list_left_out, weigh_queries
+from moeverify.diagnose.replay.attention_gradient import (
+    list_fits_back,
+    list_left_out,
+    list_ways_back,
+    weigh_queries,
+)
 from moeverify.diagnose.replay.language import Cell, Formula
-from moeverify.diagnose.replay.tokenwise import pick_dims
+from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
 from moeverify.results.operation import Change
 
@@ -50,9 +55,10 @@ class LatentGradientFormula(Formula):
         self.ways = [
             *(ways if of == "latent" else []),
             *([] if of == "queries" else list_left_out(forward.chunks)),
-            *(way for way in forward.ways if way.part != "merge"),
+            *forward.backward,
+            *list_ways_back(forward),
         ]
-        self.fits = forward.fits
+        self.fits = list_fits_back(forward)
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
@@ -67,7 +73,7 @@ class LatentGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            (found,) = torch.autograd.grad(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
         return pick_dims(found[:, cell.positions], cell)
 
     def _put_in(self, inner: AttentionFormula, leaf: Tensor, changes: Mapping[str, Change]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.exchange import Call
+from moeverify.diagnose.replay.grammar import times_of
 from moeverify.diagnose.replay.language import Cell
-from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, times_of
+from moeverify.diagnose.replay.tokenwise import Named, TokenFormula
 from moeverify.model.router import Router, take_best
 from moeverify.results.operation import Change
 
@@ -49,7 +50,10 @@ class RouterFormula(TokenFormula):
             ways += [Change(part="groups", way="none")]
             ways += [Change(part="groups", way="sum" if spec.group_score == "max" else "max")]
         self.ways = [*ways, *self.ways]
-        self.fits = [Change(part="logits", way="times", number=number) for number in (0.5, 2.0)]
+        self.fits = [
+            *(Change(part="logits", way="times", number=number) for number in (0.5, 2.0)),
+            *self.fits,
+        ]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the weights of the experts that are chosen."""

@@ -6,26 +6,32 @@ Letters: b rows and s tokens of what is asked for, H width of what goes in, F of
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from moeverify.diagnose.replay.activations import (
+    activate,
+    fit_activations,
+    list_activations,
+    list_derivatives,
+)
+from moeverify.diagnose.replay.grammar import (
+    fit_functions,
+    fit_gradients,
+    fit_terms,
+    list_functions,
+    list_gradients,
+    list_terms,
+    pass_through,
+    times_of,
+    weigh_gradient,
+)
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.model.norm import LayerNorm, RMSNorm
 from moeverify.results.operation import Change
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu-squared": lambda x: functional.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "none": lambda x: x,
-}
 
 Named = Mapping[str, Tensor]
 
@@ -37,6 +43,8 @@ _ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "in-turn": lambda at, size: at.view(-1, size).T.flatten(),
 }
 _MOST_PARTS = 16
+_MEANS = ("sum", "unbiased", "absolute", "deviation", "unbiased-deviation", "over-tokens", "none")
+_WEIGHTS = ("none", "plus-one", "minus-one", "twice", "before", "exponential")
 
 
 def _list_orders(size: int) -> list[str]:
@@ -45,7 +53,15 @@ def _list_orders(size: int) -> list[str]:
 
 
 class TokenFormula(Formula):
-    """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module."""
+    """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module.
+
+    `edges` are the tensors inside whose gradients may count otherwise where a module passes back (`weigh_gradient`),
+    and `backward` are other ways of the backward pass alone.
+    """
+
+    alone = frozenset({"input-through", "output-through"})
+    edges: Sequence[str] = ()
+    backward: Sequence[Change] = ()
 
     def __init__(self, x: Tensor, others: Named) -> None:
         self.x, self.others = x, others
@@ -53,7 +69,10 @@ class TokenFormula(Formula):
         self.ways = [
             *(Change(part="input", way=way, number=number) for way, number in moves),
             *(Change(part="input", way="of-module", name=name) for name in others),
+            *list_functions("input-through"),
+            *list_functions("output-through"),
         ]
+        self.fits: list[Change] = [*fit_functions("output-through"), *fit_functions("input-through")]
 
     @abstractmethod
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -69,7 +88,12 @@ class TokenFormula(Formula):
             rows = (rows + int(change.number or 0)) % num_rows
         elif change is not None:
             positions = (positions + int(change.number or 0)) % length
-        return pick_dims(self.compute(x[rows][:, positions], cell, changes), cell)
+        came_in = pass_through(x[rows][:, positions], changes.get("input-through"))
+        return pick_dims(self.finish(self.compute(came_in, cell, changes), changes), cell)
+
+    def finish(self, output: Tensor, changes: Mapping[str, Change]) -> Tensor:
+        """Return an output (b, s, F) as it comes out of what it has passed through besides."""
+        return pass_through(output, changes.get("output-through"))
 
 
 def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
@@ -82,6 +106,9 @@ def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
 class NormFormula(TokenFormula):
     """(x - mean) / sqrt(mean of squares + eps) * weight + bias; an RMSNorm has no mean and no bias."""
 
+    edges = ("numerator", "mean")
+    most_paired = 10
+
     def __init__(self, module: RMSNorm | LayerNorm, x: Tensor, others: Named, weights: Named) -> None:
         super().__init__(x, others)
         self.is_centred = isinstance(module, LayerNorm)
@@ -89,14 +116,12 @@ class NormFormula(TokenFormula):
         self.bias = module.bias.detach() if isinstance(module, LayerNorm) else None
         width = x.shape[-1]
         ways = [Change(part="eps", way=way) for way in ("none", "outside")]
-        ways += [Change(part="weight", way=way) for way in ("none", "plus-one", "twice", "before")]
+        ways += [Change(part="weight", way=way) for way in _WEIGHTS]
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
-        ways += [Change(part="bias", way="none")] if self.bias is not None else []
+        ways += [*list_terms("bias"), Change(part="bias", way="scaled")] if self.bias is not None else []
         ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
-        ways += [Change(part="statistics", way="detached")]
-        ways += [
-            Change(part="mean", way=way) for way in ("sum", "unbiased", "absolute", "over-tokens", "none")
-        ]
+        ways += [Change(part="statistics", way="detached"), Change(part="all", way="identity")]
+        ways += [Change(part="mean", way=way) for way in _MEANS]
         sizes = [n for n in range(2, width + 1) if width % n == 0]
         ways += [Change(part="mean", way="parts", number=n) for n in sizes]
         sizes = [n for n in sizes if n <= _MOST_PARTS]
@@ -104,28 +129,45 @@ class NormFormula(TokenFormula):
         ways += [Change(part="statistics", way="own-part", number=n) for n in sizes]
         ways += [Change(part="weight", way=way, number=n) for n in sizes for way in _list_orders(n)]
         self.ways = [*ways, *self.ways]
-        self.fits = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
-        self.fits += [
+        numbers = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
+        numbers.append(Change(part="eps", way="outside-value", number=1e-3))
+        numbers.append(Change(part="root", way="power", number=0.8))
+        numbers += [
             Change(part=part, way="times", number=number)
-            for part in ("mean", "statistics")
+            for part in ("mean", "statistics", "weight")
             for number in (2.0, 0.5)
+        ]
+        numbers.append(Change(part="weight", way="plus", number=1.0))
+        numbers += fit_terms("bias") if self.bias is not None else []
+        # A norm of a multiple is the norm with another eps.
+        self.fits = [
+            *numbers,
+            *(fit for fit in self.fits if (fit.part, fit.way) != ("input-through", "times")),
         ]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the normalized tokens."""
         del cell
+        if "all" in changes:
+            return x
         eps, weight, mean = (changes.get(part) for part in ("eps", "weight", "mean"))
         scale = self._find_weight(weight)
         x = x * scale if weight is not None and weight.way == "before" else x
         is_centred = self.is_centred != ("centre" in changes)
-        x = x - x.mean(-1, keepdim=True) if is_centred else x
+        x = x - weigh_gradient(x.mean(-1, keepdim=True), "mean", changes) if is_centred else x
         add = self.eps if eps is None else float(eps.number or 0.0)
         root = self._average(x, mean)
         root = root if "statistics" not in changes else self._detach(x, root, mean, changes["statistics"])
-        root = root.sqrt() + self.eps if eps is not None and eps.way == "outside" else (root + add).sqrt()
-        normed = x / root
+        add = self.eps if eps is not None and eps.way == "outside" else add
+        power = 0.5 if "root" not in changes else float(changes["root"].number or 0.0)
+        is_outside = eps is not None and eps.way.startswith("outside")
+        root = root.sqrt() + add if is_outside else (root + add) ** power
+        normed = weigh_gradient(x, "numerator", changes) / root
+        bias = changes.get("bias")
+        if self.bias is not None and bias is not None and bias.way == "scaled":
+            return (normed + self.bias) * scale
         normed = normed if weight is not None and weight.way == "before" else normed * scale
-        return normed if self.bias is None or "bias" in changes else normed + self.bias
+        return normed if self.bias is None else normed + self.bias * times_of(bias)
 
     def _detach(self, x: Tensor, root: Tensor, mean: Change | None, change: Change) -> Tensor:
         """Return the mean of squares with a part of its gradient, or a multiple of it."""
@@ -151,6 +193,10 @@ class NormFormula(TokenFormula):
             "none": torch.ones_like(self.weight),
             "plus-one": self.weight + 1.0,
             "twice": self.weight.square(),
+            "times": self.weight * times_of(change),
+            "plus": self.weight + times_of(change),
+            "exponential": self.weight.exp(),
+            "minus-one": self.weight - 1.0,
         }
         return self.weight if change is None else ways.get(change.way, self.weight)
 
@@ -171,6 +217,8 @@ class NormFormula(TokenFormula):
             "unbiased": lambda: whole * width / max(width - 1, 1),
             "absolute": lambda: x.abs().mean(-1, keepdim=True).square(),
             "over-tokens": lambda: self.x.square().mean((0, 1)).expand_as(x),
+            "deviation": lambda: x.var(-1, correction=0, keepdim=True),
+            "unbiased-deviation": lambda: x.var(-1, correction=1, keepdim=True),
             "none": lambda: torch.ones_like(whole),
         }
         return ways[way]() if way in ways else whole
@@ -185,8 +233,8 @@ class LinearFormula(TokenFormula):
         self.bias = None if module.bias is None else module.bias.detach()
         ways = []
         if self.bias is not None:
-            ways += [Change(part="bias", way="none"), Change(part="bias", way="opposite")]
-            self.fits = [Change(part="bias", way="times", number=number) for number in (0.5, 2.0)]
+            ways += list_terms("bias")
+            self.fits = [*fit_terms("bias"), *self.fits]
         if self.weight.shape[0] == self.weight.shape[1]:
             ways.append(Change(part="weight", way="transposed"))
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
@@ -211,54 +259,57 @@ class LinearFormula(TokenFormula):
         return product if self.bias is None else product + self.bias * times_of(changes.get("bias"))
 
 
-def times_of(change: Change | None) -> float:
-    """Return how often a bias is added."""
-    if change is None:
-        return 1.0
-    return {"none": 0.0, "opposite": -1.0}.get(change.way, float(change.number or 0.0))
-
-
 class GatedFormula(TokenFormula):
     """silu(gate) * up, or gelu(up) without a gate: what goes into the last product of a feed-forward block."""
 
-    def __init__(self, gate: Tensor | None, up: Tensor) -> None:
+    most_paired = 32  # as cheap as a formula can be
+
+    def __init__(self, gate: Tensor | None, up: Tensor, biases: Named | None = None) -> None:
         super().__init__(up, {})
-        self.gate, self.up = gate, up
-        self.ways = list_activations(has_gate=gate is not None)
+        self.gate, self.up, self.biases = gate, up, biases or {}
+        has_gate = gate is not None
+        # What goes in is up, and has ways of its own.
+        self.ways = [*list_activations(has_gate=has_gate), *list_functions("output-through")]
+        self.ways += [way for part in self.biases for way in list_terms(part)]
+        self.fits = [*fit_activations(has_gate=has_gate), *fit_functions("output-through")]
+        self.fits += [fit for part in self.biases for fit in fit_terms(part)]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the inside of the block."""
         gate = None if self.gate is None else self.gate[cell.rows][:, cell.positions]
+        for part in ("gate-bias", "up-bias"):
+            if part in changes:
+                added = (times_of(changes[part]) - 1.0) * self.biases[part]
+                gate, x = (gate, x + added) if part == "up-bias" or gate is None else (gate + added, x)
         return activate(gate, x, changes)
 
 
-def list_activations(*, has_gate: bool) -> list[Change]:
-    """Return the ways in which the inside of a feed-forward block may be otherwise."""
-    ways = [Change(part="activation", way=way) for way in ACTIVATIONS]
-    if has_gate:
-        ways += [
-            Change(part="gate", way=way) for way in ("exchanged", "none", "alone", "interleaved", "added")
-        ]
-    return ways
+class GatedGradientFormula(Formula):
+    """The gradient of `gate` or `up` (b, s, F), from that of the inside of the block (B, S, F)."""
 
+    def __init__(self, forward: GatedFormula, of: Literal["gate", "up"], gradient: Tensor) -> None:
+        self.forward, self.of, self.gradient = forward, of, gradient
+        has_gate = forward.gate is not None
+        ways = list_activations(has_gate=has_gate)
+        # To up comes the value of the activation, to the gate its derivative.
+        other = "derivative" if of == "up" and has_gate else "activation"
+        self.ways = [way for way in (*list_derivatives(), *ways) if way.part != other]
+        self.fits = fit_activations(has_gate=has_gate)
 
-def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> Tensor:
-    """Return the activation of gate and up, each (..., F); of up alone where there is no gate."""
-    change = changes.get("activation")
-    if gate is None:
-        return ACTIVATIONS["gelu" if change is None else change.way](up)
-    act = ACTIVATIONS["silu" if change is None else change.way]
-    way = changes["gate"].way if "gate" in changes else ""
-    if way == "interleaved":
-        pairs = torch.cat([gate, up], dim=-1)
-        gate, up = pairs[..., ::2], pairs[..., 1::2]
-    ways = {
-        "exchanged": lambda: act(up) * gate,
-        "none": lambda: act(up),
-        "alone": lambda: act(gate),
-        "added": lambda: act(gate) + up,
-    }
-    return ways[way]() if way in ways else act(gate) * up
+    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient at a cell."""
+        given = self.gradient[cell.rows][:, cell.positions]
+        parts = {"gate": self.forward.gate, "up": self.forward.up}
+        leaves = {
+            name: None if part is None else part[cell.rows][:, cell.positions].clone().requires_grad_()
+            for name, part in parts.items()
+        }
+        up, leaf = leaves["up"], leaves[self.of]
+        assert up is not None
+        assert leaf is not None
+        with torch.enable_grad():
+            inside = activate(leaves["gate"], up, changes)
+            return pick_dims(pull_back(inside, leaf, given), cell)
 
 
 class SumFormula(TokenFormula):
@@ -270,19 +321,15 @@ class SumFormula(TokenFormula):
     def __init__(self, terms: Named, others: Mapping[str, Named] | None = None) -> None:
         super().__init__(next(iter(terms.values())), {})
         self.terms, self.by_name = terms, others or {}
-        self.ways = [
-            Change(part=f"term-{number}", way=way, name=name)
-            for number, name in enumerate(terms)
-            for way in ("none", "twice", "opposite")
-        ]
+        self.ways = [way for number, name in enumerate(terms) for way in list_terms(f"term-{number}", name)]
         self.ways += [
             Change(part=f"term-{number}", way=way, name=name)
             for number, name in enumerate(terms)
             for way in self.by_name.get(name, {})
         ]
-        self.fits = [
-            Change(part=f"term-{n}", way="times", number=2.0, name=name) for n, name in enumerate(terms)
-        ]
+        self.ways += list_functions("output-through")
+        self.fits = [way for n, name in enumerate(terms) for way in fit_terms(f"term-{n}", name)]
+        self.fits += fit_functions("output-through")
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the sum."""
@@ -292,13 +339,17 @@ class SumFormula(TokenFormula):
             value = right
             if change is not None and change.way in self.by_name.get(name, {}):
                 value, change = self.by_name[name][change.way], None
-            times = 2.0 if change is not None and change.way == "twice" else times_of(change)
-            total = total + times * value[cell.rows][:, cell.positions]
+            total = total + times_of(change) * value[cell.rows][:, cell.positions]
         return total
 
 
 class HandedFormula(TokenFormula):
     """What a module hands to another one inside of it, x itself (B, S, H)."""
+
+    def __init__(self, x: Tensor, others: Named) -> None:
+        super().__init__(x, others)
+        self.ways = [way for way in self.ways if way.part != "input-through"]
+        self.fits = [fit for fit in self.fits if fit.part != "input-through"]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the tokens."""
@@ -311,14 +362,23 @@ class TokenGradientFormula(Formula):
 
     def __init__(self, forward: TokenFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
-        self.ways = [way for way in forward.ways if way.part != "input"]
-        self.fits = forward.fits
+        self.ways = [*list_gradients(*forward.edges), *forward.backward]
+        self.ways += [way for way in forward.ways if way.part != "input"]
+        self.fits = [*fit_gradients(*forward.edges), *forward.fits]
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
         x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
         with torch.enable_grad():
             leaf = x.clone().requires_grad_()
-            output = self.forward.compute(leaf, cell, changes)
-            (found,) = torch.autograd.grad(output, leaf, given)
-        return pick_dims(found, cell)
+            came_in = pass_through(leaf, changes.get("input-through"))
+            output = self.forward.finish(self.forward.compute(came_in, cell, changes), changes)
+            return pick_dims(pull_back(output, leaf, given), cell)
+
+
+def pull_back(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of a leaf, zeros where the output does not depend on it."""
+    if not output.requires_grad:
+        return torch.zeros_like(leaf)
+    (found,) = torch.autograd.grad(output, leaf, gradient, allow_unused=True)
+    return torch.zeros_like(leaf) if found is None else found

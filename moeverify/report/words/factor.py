@@ -10,6 +10,8 @@ from moeverify.results.factor import Factor, Product
 AMBIGUOUS = "(ambiguous in this layout)"
 NO_COUNT = "which is no count of this layout"
 _MOST_DIGITS = 17
+_LARGEST_ROOT = 1 << 14  # no chance to the digits below: a width, or a number of layers
+_KNOWN = 1e-9
 
 # What a factor may come from and is no mesh axis: groups of ranks, and counts of what the ranks compute.
 _NO_AXES: Mapping[str, str] = {
@@ -54,6 +56,32 @@ def format_factor(value: float) -> str:
         digits += 1
         text = f"{value:.{digits}g}"
     return text
+
+
+def name_number(value: float) -> str:
+    """Return what a number is that is no count: `the root of 32`, `1/0.9`, `log(2)`; nothing where not known."""
+    square = value * value
+    for text, number in (("the root of {}", square), ("1/root of {}", 1.0 / square if square else 0.0)):
+        whole = round(number)
+        if 1 < whole <= _LARGEST_ROOT and _is_known(number, whole) and math.isqrt(whole) ** 2 != whole:
+            return text.format(whole)
+    for base in (2, 10):
+        for text, number in ((f"log({base})", math.log(base)), (f"1/log({base})", 1.0 / math.log(base))):
+            if _is_known(value, number):
+                return text
+    inverse = float(f"{1.0 / value:.3g}") if value else 0.0
+    is_short = _is_known(value, float(f"{value:.4g}"))
+    return f"1/{inverse:g}" if inverse and not is_short and _is_known(value * inverse, 1.0) else ""
+
+
+def _is_known(value: float, number: float) -> bool:
+    return abs(value - number) <= _KNOWN * abs(number)
+
+
+def describe_no_count(value: float) -> str:
+    """Return that a number is no count of the layout, and what it is otherwise, where that is known."""
+    name = name_number(value)
+    return f"{name}, {NO_COUNT}" if name else NO_COUNT
 
 
 def name_product(product: Product) -> str:

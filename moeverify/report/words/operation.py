@@ -10,13 +10,14 @@ from moeverify.report.numbers import format_ranks
 from moeverify.report.words.altered import describe_altered
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
-    NO_COUNT,
     describe_amount,
     describe_factor,
+    describe_no_count,
     describe_sources,
     format_factor,
     name_products,
 )
+from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -40,11 +41,12 @@ from moeverify.report.words.reduction import (
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.shares import describe_weights
-from moeverify.report.words.subject import MODEL, name_culprit, name_subject
-from moeverify.report.words.variant import describe_restriction, describe_variant
+from moeverify.report.words.subject import MODEL, name_subject
+from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.known_sum import KnownSum
 from moeverify.results.operation import (
     Altered,
     Carried,
@@ -70,7 +72,7 @@ from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-_MOST_MOVES, MOST_RIVALS = 4, 3
+_MOST_MOVES = 4
 
 
 @singledispatch
@@ -145,7 +147,7 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     quantity = explanation.subject.quantity
     is_fact = quantity in _OF_MODULES and not sources and not factor.is_zero
     text = f"{subject} {subject.be} {amount}" + (
-        f"; {sources}" if sources else f", {NO_COUNT}" if is_fact else ""
+        f"; {sources}" if sources else f", {describe_no_count(factor.value)}" if is_fact else ""
     )
     if explanation.cause is Cause.METRIC:
         right = "the gradients match" if quantity is Quantity.LOSS else "the choice of experts matches"
@@ -420,19 +422,12 @@ def _(operation: Offset, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Varied, explanation: Explanation) -> str:
-    first, *others = (describe_variant(operation.formula, changes) for changes in operation.variants)
-    where = describe_restriction(operation.ranks, operation.blocks, operation.tokens)
-    culprit = name_culprit(explanation.subject)
-    if operation.factor is not None:
-        all_of_it = f"all that it puts out is {describe_factor(operation.factor)}"
-        others = [*others, all_of_it]
-    if not others:
-        return f"{culprit} {first}{where}"
-    named = others[:MOST_RIVALS]
-    left_out = len(others) - len(named)
-    named += [f"does one of {left_out} other things"] if left_out else []
-    rivals = ", or ".join(each if each.startswith("all ") else f"it {each}" for each in named)
-    return f"either {culprit} {first}, or {rivals}{where}: the outputs are equal here"
+    return describe_varied(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: KnownSum, explanation: Explanation) -> str:
+    return describe_known_sum(operation, explanation)
 
 
 @describe_operation.register

@@ -53,7 +53,7 @@ class Phrase:
 
 def name_culprit(subject: Subject) -> str:
     """Return the module where it began, or the loss whose gradient is wrong from the first one on."""
-    if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
+    if subject.quantity in (Quantity.MODULE_GRADIENT, Quantity.LOSS) and subject.tensors:
         return f"the {' and '.join(subject.tensors)} loss"
     return subject.module or MODEL
 

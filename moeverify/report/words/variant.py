@@ -5,200 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_ranks
+from moeverify.report.words.attention import describe_attention
 from moeverify.report.words.exchange import describe_step
-from moeverify.report.words.factor import AMBIGUOUS, NO_COUNT, describe_sources, format_factor, name_product
+from moeverify.report.words.factor import (
+    AMBIGUOUS,
+    describe_no_count,
+    describe_sources,
+    format_factor,
+    name_product,
+)
+from moeverify.report.words.mistakes import describe_mistake
 from moeverify.results.operation import Change
 
-# By part and way; `{number}` is what the way leaves open.
-_ATTENTION: Mapping[tuple[str, str], str] = {
-    ("mask", "none"): "without a causal mask: every query sees every key",
-    ("mask", "diagonal"): "with a mask that hides a query's own position",
-    ("mask", "reversed"): "with a mask that is turned round: a query sees what comes after it",
-    ("mask", "offset"): "with a causal mask that is off by {number} positions",
-    ("mask", "places"): "with a causal mask of local places in place of positions",
-    ("mask", "arrivals"): "with a causal mask of the order in which ranks' keys arrive in place of positions",
-    ("mask", "place-of-query"): "with a causal mask that takes local places for the positions of queries",
-    ("mask", "place-of-key"): "with a causal mask that takes local places for the positions of keys",
-    (
-        "mask",
-        "arrival-of-query",
-    ): "with a causal mask that takes the order of ranks for the positions of queries",
-    (
-        "mask",
-        "arrival-of-key",
-    ): "with a causal mask that takes the order of arrival for the positions of keys",
-    ("mask", "top-left"): "with a causal mask from the top left: queries are taken for the first of all keys",
-    (
-        "mask",
-        "bottom-right",
-    ): "with a causal mask from the bottom right: queries are taken for the last of all keys",
-    ("mask", "ranks"): "with a causal mask of whole chunks: by the rank that has the key and not by position",
-    (
-        "mask",
-        "of-rank",
-    ): "with a mask of the positions that another rank's keys have, {number} further over cp",
-    ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
-    ("hidden", "after-softmax"): "with a mask after the softmax, whose denominator still counts hidden keys",
-    ("scale", "none"): "without the scale of the scores",
-    ("scale", "width"): "with scores divided by the width of a head and not by its root, as if scaled twice",
-    ("scale", "value-width"): "with scores divided by the root of the width of the values",
-    ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
-    ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
-    ("scale", "multiplied"): "with scores multiplied by the root of the width, not divided",
-    ("scale", "factor"): "with scores that are {number}x the right ones",
-    ("heads", "modulo"): "with query heads that read key-value heads in turn and not in groups",
-    ("heads", "reversed"): "with query heads that read the key-value heads in reverse order",
-    ("heads", "next"): "with query heads that read the next group's key-value head",
-    ("heads", "first"): "with query heads that all read the first key-value head",
-    ("heads", "of-rank"): "with query heads that read the key-value heads of the first rank over tp",
-    ("outputs", "next"): "with the output of the next head in the place of each, in groups of {number}",
-    ("outputs", "previous"): "with the output of the head before in the place of each, in groups of {number}",
-    ("outputs", "reversed"): "with the outputs of heads in reverse order, in groups of {number}",
-    (
-        "outputs",
-        "transposed",
-    ): "with the outputs of heads in turn from groups of {number}, not group by group",
-    ("outputs", "next-group"): "with the outputs of the next {number} heads in the place of each {number}",
-    (
-        "outputs",
-        "previous-group",
-    ): "with the outputs of the {number} heads before in the place of each {number}",
-    (
-        "outputs",
-        "reversed-groups",
-    ): "with the outputs of heads in groups of {number} that stand in reverse order",
-    ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
-    ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
-    ("softmax", "extra-one"): "with 1 more in the softmax's denominator, as of a sink",
-    ("softmax", "not-normalized"): "without the softmax's denominator",
-    ("softmax", "of-heads"): "with a softmax over the heads and not over the keys",
-    ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
-    ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
-    ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
-    ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
-    (
-        "merge",
-        "denominator-first",
-    ): "with the values of all chunks over the denominator of the rank's own alone",
-    (
-        "merge",
-        "numerator-factor",
-    ): "with the factor that rescales earlier chunks in the place of their rescaled values",
-    (
-        "merge",
-        "denominator-factor",
-    ): "with the factor that rescales earlier chunks in the place of their rescaled denominators",
-    (
-        "merge",
-        "numerator-opposite",
-    ): "with earlier chunks' values divided by what rescales them, not multiplied",
-    (
-        "merge",
-        "denominator-opposite",
-    ): "with earlier chunks' denominators divided by what rescales them, not multiplied",
-    ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
-    ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
-    (
-        "queries",
-        "own",
-    ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
-    ("queries", "not-own"): "without the queries of each rank's own chunk",
-    ("queries", "own-twice"): "with the queries of each rank's own chunk counted twice",
-    ("queries", "without-rank"): "without the queries of rank {number} over cp",
-    (
-        "heads-of",
-        "own",
-    ): "with the heads that the rank itself computed alone, and none from other ranks over cp",
-    ("heads-of", "not-own"): "without the heads that the rank itself computed",
-    ("heads-of", "next"): "with the heads of the next rank over cp in the place of each rank's",
-    ("heads-of", "reversed"): "with the heads of the ranks over cp in reverse order",
-    ("heads-of", "without-rank"): "without the heads that rank {number} over cp computed",
-    ("shared", "none"): "without the part that all heads share",
-    (
-        "shared",
-        "first-heads",
-    ): "with the part that all heads share from the first of {number} groups of heads alone",
-    ("norm", "detached"): "with the statistics of the latent's norm taken for constants",
-    ("shared", "twice"): "with the part that all heads share twice",
-    ("sums", "of-rank"): "with the sums for the keys or values of the rank {number} further over cp",
-    (
-        "sums",
-        "arrival",
-    ): "with sums in the order in which ranks' parts stand, taken for the order of positions",
-    (
-        "sums",
-        "position",
-    ): "with sums in the order of positions, taken for the order in which ranks' parts stand",
-    ("reach", "valid"): "without the keys of padding",
-    ("reach", "own"): "to the keys of the rank's own chunk alone",
-    ("reach", "not-own"): "without the keys of the rank's own chunk",
-    ("reach", "own-run"): "to the keys of the query's own run of positions alone",
-    ("reach", "not-own-run"): "without the keys of the query's own run of positions",
-    ("reach", "without-rank"): "without the keys of rank {number} over cp",
-    ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
-    ("reach", "without-key"): "without the key of position {number}",
-    ("reach", "blocks"): "inside blocks of {number} positions alone",
-    ("scores", "capped"): "with scores that are capped at {number} by a tanh",
-    ("reach", "beyond"): "without the last {number} positions that a query should see",
-    ("reach", "boundary"): "with a boundary of documents at position {number}",
-    ("reach", "window"): "to the last {number} positions alone",
-    ("rotation", "unstretched"): "with a rotary embedding without its YaRN stretch",
-    ("rotation", "base"): "with a rotary base of {number}",
-    ("rotation", "interpolated"): "with rotary positions that are {number}x the right ones",
-}
-_ROTATIONS: Mapping[str, str] = {
-    "none": "without the rotary embedding{of}",
-    "place": "with a rotary embedding{of} by local places in place of positions",
-    "arrival": "with a rotary embedding{of} by the order in which ranks' parts stand in place of positions",
-    "zigzag": "with a rotary embedding{of} by the positions of a split in zigzag, which is not this layout's",
-    "in-turn": "with a rotary embedding{of} by positions that ranks take in turn, as they do not here",
-    "gap": "with rotary positions{of} that are off by {number} more on each further rank over cp",
-    "opposite": "with a rotary embedding{of} in the opposite direction",
-    "twice": "with a rotary embedding{of} that is applied twice",
-    "neighbours": "with a rotary embedding{of} of neighbouring elements in place of halves",
-    "halves": "with a rotary embedding{of} of halves in place of neighbouring elements",
-    "first-half": "with a rotary embedding{of} of the higher half of the frequencies alone",
-    "swapped": "with cosine and sine of the rotary embedding{of} exchanged",
-    "modulo": "with rotary positions{of} that begin again after every {number}",
-    "restart": "with rotary positions{of} that begin again at position {number}",
-    "clamped": "with rotary positions{of} that stop after {number}",
-    "offset": "with a rotary embedding{of} that is off by {number} positions",
-}
-_ORDERS: Mapping[str, str] = {
-    "of-rank": "with the {what} of the rank {number} further over cp in the place of each rank's own",
-    "arrival": "with {what} in the order in which ranks' parts stand, taken for the order of positions",
-    "position": "with {what} in the order of positions, taken for the order in which ranks' parts stand",
-    "own": "with the {what} of the query's own rank in the place of those of every rank",
-    "reversed": "with {what} in reverse order",
-    "exchanged": "with the halves of each rank's {what} exchanged",
-    "of-position": "with the {what} of the position {number} further in the place of each",
-    "of-row": "with the {what} of the row {number} further in the place of each",
-}
-_RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
-_ROTATED = {"rotation": "", "query-rotation": " of the queries", "key-rotation": " of the keys"}
-_ORDERED = {"keys": "keys", "values": "values", "keys-and-values": "keys and values"}
 _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("input", "of-position"): "with the token of the position {number} further in the place of each",
     ("input", "of-row"): "with the token of the row {number} further in the place of each",
     ("input", "of-module"): "from the {name} in place of the right input",
     ("eps", "none"): "without eps",
+    ("root", "power"): "divided by the power {number} of the mean square, not by its root",
+    ("all", "identity"): "nothing: it puts out its input",
     ("eps", "outside"): "with eps outside of the root",
     ("eps", "value"): "with an eps of {number}",
+    ("eps", "outside-value"): "with an eps of {number} outside of the root",
     ("weight", "none"): "without its weight",
     ("weight", "plus-one"): "with 1 + weight in place of the weight",
     ("weight", "twice"): "with its weight applied twice",
+    ("weight", "minus-one"): "with weight - 1 in place of the weight",
+    ("weight", "exponential"): "with the exponential of its weight",
+    ("weight", "times"): "with {number} times its weight",
+    ("weight", "plus"): "with {number} added to its weight",
     ("weight", "before"): "with its weight applied before the norm",
     ("weight", "transposed"): "with its weight transposed",
     ("weight", "of-module"): "with the weight of {name}",
     ("bias", "none"): "without its bias",
     ("bias", "opposite"): "with its bias subtracted",
     ("bias", "times"): "with its bias added {number} times",
+    ("bias", "twice"): "with its bias added twice",
+    ("bias", "scaled"): "with its bias added before the weight multiplies",
     ("centre", "kept"): "without subtracting the mean",
     ("centre", "removed"): "after subtracting the mean",
     ("statistics", "detached"): "with statistics that are taken for constants",
     ("mean", "sum"): "with the sum of squares in place of their mean",
     ("mean", "unbiased"): "with squares divided by the width less one",
     ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
+    ("mean", "deviation"): "with the variance in place of the mean of squares",
+    ("mean", "unbiased-deviation"): "with the variance by the width less one in place of the mean of squares",
     ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
     ("mean", "none"): "without dividing by the root of the mean square",
     ("mean", "times"): "with {number} times the mean of squares",
@@ -235,13 +86,6 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
         )
     },
     ("mean", "parts"): "with the mean over each of {number} parts of the width in place of all of it",
-    ("activation", "gelu"): "with gelu",
-    ("activation", "gelu-tanh"): "with the tanh approximation of gelu",
-    ("activation", "silu"): "with silu",
-    ("activation", "relu"): "with relu",
-    ("activation", "relu-squared"): "with the square of relu",
-    ("activation", "sigmoid"): "with sigmoid",
-    ("activation", "tanh"): "with tanh",
     ("activation", "none"): "without an activation",
     ("gate", "exchanged"): "with gate and up exchanged",
     ("gate", "weights-exchanged"): "with the weights of gate and up exchanged, and their biases not",
@@ -249,6 +93,11 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("gate", "alone"): "without up: the activation of the gate alone",
     ("gate", "interleaved"): "with gate and up taken in turn from what holds them one after the other",
     ("gate", "added"): "with up added to the activation of the gate, not multiplied",
+    ("gate", "up-plus-one"): "with 1 added to up",
+    ("gate", "of-product"): "with the activation of gate times up",
+    ("gate", "up-squared"): "with the activation of up times up: the gate is up",
+    ("gate", "halves"): "with up in the place of the gate too",
+    ("gate", "bilinear"): "without an activation of the gate",
     ("score", "softmax"): "with softmax scores",
     ("score", "sigmoid"): "with sigmoid scores",
     ("score", "logits"): "with logits in place of scores",
@@ -373,7 +222,8 @@ _TIMES = {
 
 def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
-    verbs = {"attention": "attends", "input": f"makes the {name_formula(formula)}"}
+    made = f"makes the {name_formula(formula)}"
+    verbs = {"attention": "attends", "input": made, "output": made, "cross-entropy": "is the cross entropy"}
     passed = f"passes back the {name_formula(formula)}"
     verb = passed if formula.startswith("gradient:") else verbs.get(formula.partition(":")[0], "computes")
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
@@ -406,30 +256,36 @@ def _describe_multiple(change: Change) -> str:
         return f" (2 is also {names})"
     if factor.equals:
         return f" ({describe_sources(factor)})".replace(f" {AMBIGUOUS}", ", ambiguous in this layout")
-    return "" if change.way == "twice" else f", {NO_COUNT}"
+    return "" if change.way == "twice" else f", {describe_no_count(change.number or 0.0)}"
 
 
 def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
-    if change.part in _ROTATED and change.way in _ROTATIONS:
-        return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
-    if change.part in _ORDERED:
-        return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
+    if attended := describe_attention(change, number):
+        return attended
     if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
         what = f"the {_BIASES.get(change.part, change.name)}"
         return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)
-    if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
-        what = _RESCALED[change.way.partition("-")[2]]
-        return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
     if step := describe_step(change.part, change.way, number):
         return step
-    words = _ATTENTION.get((change.part, change.way)) or _TOKENWISE[change.part, change.way]
+    if mistake := describe_mistake(change, number):
+        return mistake
+    words = _TOKENWISE[change.part, change.way]
     return words.format(number=number, name=_name(change.name))
 
 
+_MADE_OF = {
+    "rotated": "rotary embedding of its right input",
+    "gated": "right input times the sigmoid of {module}",
+    "multiplied": "right input times the output of {module}",
+}
+
+
 def _name(name: str) -> str:
-    """Return the end of a module that a change names."""
+    """Return what a change names: the end of a module, or what is made of one."""
     end, _, module = name.partition(":")
+    if end in _MADE_OF:
+        return _MADE_OF[end].format(module=module)
     return f"{end} of {module}" if module else name
 
 

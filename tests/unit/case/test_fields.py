@@ -46,7 +46,12 @@ def only(problems: list[Problem], path: str) -> Problem:
         ("layout: {tp: [1, 2]}", "layout.tp", "got a list of 2", ""),
         ("layout: {tp: {a: 1}}", "layout.tp", "got a mapping", ""),
         ("layout: {etp: 0}", "layout.etp", "expected a whole number of at least 1 or nothing, got `0`", ""),
-        ("layout: {recompute: yes}", "layout.recompute", "expected `true` or `false` or `selective`, got `yes`", ""),
+        (
+            "layout: {recompute: yes}",
+            "layout.recompute",
+            "expected `true` or `false` or `selective`, got `yes`",
+            "",
+        ),
         (
             "layout: {data_parallel: fsdp_2}",
             "layout.data_parallel",

@@ -42,11 +42,13 @@ def make_model(preset: str) -> Transformer:
     return model
 
 
+TOKENS = torch.randint(0, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
 def read(model: Transformer, positions: Tensor | None = None) -> list[Reading]:
     tap = Tap(model, ROWS, LENGTH, scale=1.0, limit=1 << 30)
-    tokens = torch.randint(0, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     with tap.reading(), torch.no_grad():
-        model(tokens, positions)
+        model(TOKENS, positions)
     return tap.readings
 
 
@@ -64,7 +66,7 @@ def break_model(
         within.setattr(target, name, wrong)
         readings = RankReadings(read(model), [(range(ROWS), range(LENGTH))])
     search = find_origins(right, [readings], {0: {}}, 1, torch.float64)
-    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, EXPERTS)
+    modules = RightModules(model, right, Chunks([range(LENGTH)]), None, EXPERTS, TOKENS)
     return search.origins["forward"], modules
 
 
