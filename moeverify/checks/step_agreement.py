@@ -6,14 +6,25 @@ from collections.abc import Sequence
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RecomputedFacts
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 
 _AGREE = 1e-3
 """How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
 
 
+_NOISE = 4.0
+"""Standard errors by which two coefficients of one option may be apart besides."""
+
+
 def keep_agreeing(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings without formulas whose number is another one in each tensor: these fit by chance."""
+    """Return the findings without formulas whose number is another one in each tensor: these fit by chance.
+
+    So does a coefficient of a moment's value before the step, which is a beta, where it is another one in each.
+    """
+    return _keep_agreeing_betas(_keep_agreeing_formulas(findings))
+
+
+def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:
     numbers: dict[tuple[str, str], list[float]] = {}
     for finding in findings:
         if isinstance(finding.facts, RecomputedFacts):
@@ -41,3 +52,40 @@ def _drop(finding: Finding, scattered: set[tuple[str, str]]) -> Finding:
 def _name_result(finding: Finding) -> str:
     """Return what the optimizer has made: an update, or which moment."""
     return "update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
+
+
+def _keep_agreeing_betas(findings: Sequence[Finding]) -> list[Finding]:
+    found: dict[str, list[TermFacts]] = {}
+    for finding in findings:
+        term = _find_beta(finding)
+        if term is not None:
+            found.setdefault(_name_result(finding), []).append(term)
+    scattered = {result for result, terms in found.items() if not _are_alike(terms)}
+    return [
+        _forget_terms(finding)
+        if _find_beta(finding) is not None and _name_result(finding) in scattered
+        else finding
+        for finding in findings
+    ]
+
+
+def _find_beta(finding: Finding) -> TermFacts | None:
+    """Return the term of a moment's own value before the step where that alone explains what is wrong."""
+    facts = finding.facts
+    if not isinstance(facts, RecomputedFacts) or facts.forms or finding.kind == Kind.UPDATE:
+        return None
+    off = [term for term in facts.terms if term.found is not None and term.found != term.expected]
+    return off[0] if len(off) == 1 and off[0].name == _name_result(finding) else None
+
+
+def _are_alike(terms: Sequence[TermFacts]) -> bool:
+    found = [(term.found or 0.0, term.error) for term in terms]
+    (least, one), (most, other) = min(found), max(found)
+    return most - least <= _AGREE * abs(most) + _NOISE * (one + other)
+
+
+def _forget_terms(finding: Finding) -> Finding:
+    facts = finding.facts
+    assert isinstance(facts, RecomputedFacts)
+    terms = tuple(term.model_copy(update={"found": None, "error": 0.0}) for term in facts.terms)
+    return finding.model_copy(update={"facts": facts.model_copy(update={"terms": terms})})

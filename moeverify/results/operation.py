@@ -171,13 +171,19 @@ class Zeroed(Record):
 
 
 class LostElements(Record):
-    """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right."""
+    """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right.
+
+    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`.
+    """
 
     kind: Literal["lost-elements"] = "lost-elements"
     num_lost: int
     num_elements: int
     at_end: bool
     ranks: tuple[int, ...]
+    dim: int | None = None
+    slices: tuple[int, ...] = ()
+    num_slices: int = 0
 
 
 class Moved(Record):

@@ -31,7 +31,13 @@ from moeverify.worker.observed import make_bounds, train_observed
 from moeverify.worker.verify import Assembly
 
 # What shows and compares tensors stands between the stop and the code that made them.
-_INNER = ("moeverify.worker.", "moeverify.checks.", "moeverify.layout.observer", "moeverify.train.module_taps", "torch.")
+_INNER = (
+    "moeverify.worker.",
+    "moeverify.checks.",
+    "moeverify.layout.observer",
+    "moeverify.train.module_taps",
+    "torch.",
+)
 _IN_PARAMETERS = frozenset(
     {
         Kind.INITIAL_WEIGHT,

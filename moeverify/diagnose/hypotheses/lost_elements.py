@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -16,6 +17,7 @@ from moeverify.results.operation import LostElements
 from moeverify.results.trial import Reason
 
 _LEAST = 2  # one element is zero by chance, or rounded to it
+_MOST_SLICES = 4
 
 
 class Lost(Hypothesis):
@@ -30,6 +32,7 @@ class Lost(Hypothesis):
         allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
         num_lost = num_elements = 0
         ranks: list[int] = []
+        masks: list[tuple[RankShard, Tensor]] = []
         at_end = True
         for shard in tensor.shards:
             if shard.local is None:
@@ -43,12 +46,20 @@ class Lost(Hypothesis):
             if num_wrong:
                 num_lost = max(num_lost, num_wrong)
                 ranks.append(shard.rank)
+                masks.append((shard, wrong.reshape(shard.region.local_shape)))
                 at_end = at_end and _are_last(shard, num_wrong)
         seen = WrongElements(num_wrong=num_lost, num_elements=num_elements)
         if num_lost < _LEAST or num_lost == num_elements:
             return self.refuse(seen)
+        dim, slices = _find_slices(masks)
         operation = LostElements(
-            num_lost=num_lost, num_elements=num_elements, at_end=at_end, ranks=tuple(sorted(set(ranks)))
+            num_lost=num_lost,
+            num_elements=num_elements,
+            at_end=at_end,
+            ranks=tuple(sorted(set(ranks))),
+            dim=dim,
+            slices=tuple(slices[:_MOST_SLICES]),
+            num_slices=len(slices),
         )
         return self.accept(explain_by(Cause.DETACHED, operation, tensors, inputs), seen)
 
@@ -57,6 +68,29 @@ def _are_last(shard: RankShard, num_wrong: int) -> bool:
     """Return whether so many zeros, or a few more that are so by right, are the last elements of a shard."""
     last = shard.values().reshape(-1)[-num_wrong:]
     return bool(torch.all(last == 0.0))
+
+
+def _find_slices(masks: Sequence[tuple[RankShard, Tensor]]) -> tuple[int | None, list[int]]:
+    """Return along which dim the wrong elements are whole slices, and their global indices; None where they are not.
+
+    An element that is zero by right is not wrong, so a slice may lack some. Of two dims that with fewer slices is it.
+    """
+    found: dict[int, list[int]] = {}
+    for dim in range(masks[0][1].ndim if masks[0][0].region.dims else 0):
+        indices: set[int] = set()
+        for shard, wrong in masks:
+            by_slice = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1)
+            zero = (shard.values().reshape(wrong.shape) == 0.0).movedim(dim, 0).reshape(by_slice.shape)
+            lost = by_slice.any(dim=1)
+            if by_slice.shape[1] < _LEAST or not bool(zero[lost].all()):
+                break
+            indices |= {shard.region.dims[dim][place] for place in lost.nonzero().flatten().tolist()}
+        else:
+            found[dim] = sorted(indices)
+    if not found:
+        return None, []
+    dim = min(found, key=lambda each: len(found[each]))
+    return dim, found[dim]
 
 
 HYPOTHESIS = Lost()

@@ -123,29 +123,31 @@ def _is_in_place(step: Step) -> bool:
 
 def list_factor_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
     """Yield steps one of whose operands is there more or less often than once."""
-    for site in sites:
-        for path, tensor in _list_tensors(site.step):
-            if tensor.is_floating_point():
-                say = _say(site.step, module, "operand-times", after=_describe_operand(site.step, path))
-                yield Candidate(say, _plant(site, partial(_scale_operand, path)), 1.0)
+    for site, path, operand in _list_operands(sites):
+        say = _say(site.step, module, "operand-times", after=operand)
+        yield Candidate(say, _plant(site, partial(_scale_operand, path)), 1.0)
 
 
 def list_detached_mistakes(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
     """Yield steps through one of whose operands no gradient comes back."""
-    for site in sites:
-        for path, tensor in _list_tensors(site.step):
-            if tensor.is_floating_point():
-                say = _say(site.step, module, "operand-detached", after=_describe_operand(site.step, path))
-                yield Candidate(say, _plant(site, partial(_detach_operand, path)))
+    for site, path, operand in _list_operands(sites):
+        say = _say(site.step, module, "operand-detached", after=operand)
+        yield Candidate(say, _plant(site, partial(_detach_operand, path)))
 
 
 def list_gradient_factors(sites: Sequence[Site], module: str) -> Iterator[Candidate]:
     """Yield steps through one of whose operands another multiple of the gradient comes back."""
+    for site, path, operand in _list_operands(sites):
+        say = _say(site.step, module, "operand-gradient", after=operand)
+        yield Candidate(say, _plant(site, partial(_scale_operand_gradient, path)), 1.0)
+
+
+def _list_operands(sites: Sequence[Site]) -> Iterator[tuple[Site, Path, str]]:
+    """Yield each floating-point operand of each step: where it stands, and its words."""
     for site in sites:
         for path, tensor in _list_tensors(site.step):
             if tensor.is_floating_point():
-                say = _say(site.step, module, "operand-gradient", after=_describe_operand(site.step, path))
-                yield Candidate(say, _plant(site, partial(_scale_operand_gradient, path)), 1.0)
+                yield site, path, _describe_operand(site.step, path)
 
 
 def _say(step: Step, module: str, way: str, **fields: Any) -> Mistake:

@@ -31,6 +31,12 @@ def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
 
 def describe_lost(operation: LostElements, subject: str) -> str:
     """Return how many elements of the shards of `subject` are zero, and where."""
+    if operation.dim is not None:
+        num_more = operation.num_slices - len(operation.slices)
+        listed = ", ".join(map(str, operation.slices)) + (f" and {num_more} more" if num_more else "")
+        noun, verb = ("slice", "is") if operation.num_slices == 1 else ("slices", "are")
+        which = f"{noun} {listed} along dim {operation.dim} of {subject}"
+        return f"{which} {verb} zero on {format_ranks(operation.ranks)}"
     which = (
         f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
     )

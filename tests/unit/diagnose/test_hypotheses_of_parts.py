@@ -6,6 +6,7 @@ Each is tested on a bug of its class that it was not written for, and on a bug o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -238,6 +239,24 @@ def test_elements_that_are_zero_are_named_with_their_place() -> None:
     found = examine("lost_elements", make_sharded(expected, first, second)).explanation
     assert found is not None
     assert found.operation == LostElements(num_lost=2, num_elements=12, at_end=False, ranks=(0,))
+
+
+@pytest.mark.parametrize(
+    ("dim", "lost", "known"), [(0, [3], (3,)), (1, [1, 4], (1, 4)), (1, range(5), (0, 1, 2, 3))]
+)
+def test_whole_slices_that_are_zero_are_named_by_their_global_index(
+    dim: int, lost: Sequence[int], known: tuple[int, ...]
+) -> None:
+    expected = draw(4, 6)
+    actual = expected.index_fill(dim, torch.tensor(list(lost)), 0.0)
+    found = examine(
+        "lost_elements", make_sharded(expected, actual[:2].clone(), actual[2:].clone())
+    ).explanation
+    assert found is not None
+    assert isinstance(found.operation, LostElements)
+    assert (found.operation.dim, found.operation.slices) == (dim, known)
+    assert found.operation.num_slices == len(lost)
+    assert found.operation.ranks == ((1,) if dim == 0 else (0, 1))
 
 
 def test_zeros_beside_other_errors_are_no_lost_elements() -> None:

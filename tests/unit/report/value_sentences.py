@@ -53,6 +53,34 @@ VALUES = [
         "",
     ),
     (
+        explain(
+            Cause.DETACHED,
+            GRADIENT,
+            LostElements(
+                num_lost=8, num_elements=64, at_end=False, ranks=(1,), dim=0, slices=(53,), num_slices=1
+            ),
+        ),
+        "slice 53 along dim 0 of the gradient is zero on rank 1",
+        "",
+    ),
+    (
+        explain(
+            Cause.DETACHED,
+            GRADIENT,
+            LostElements(
+                num_lost=48,
+                num_elements=64,
+                at_end=False,
+                ranks=(1,),
+                dim=1,
+                slices=(0, 1, 2, 3),
+                num_slices=6,
+            ),
+        ),
+        "slices 0, 1, 2, 3 and 2 more along dim 1 of the gradient are zero on rank 1",
+        "",
+    ),
+    (
         explain(Cause.DUPLICATE, GRADIENT, Replaced(by="tensor", tensor="b")),
         "the gradient is a copy of that of b",
         "b",

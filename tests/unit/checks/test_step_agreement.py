@@ -1,0 +1,51 @@
+"""Numbers of an optimizer's formula that are another one in each tensor, and those that are one option's."""
+
+from __future__ import annotations
+
+from moeverify.checks.step_agreement import keep_agreeing
+from moeverify.results.cause import Cause
+from moeverify.results.finding import Finding
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
+
+
+def make_finding(tensor: str, beta: float, *, step: int = 1, share: float = 0.1) -> Finding:
+    terms = (
+        TermFacts(name="exp_avg", expected=0.9, found=beta, error=1e-4),
+        TermFacts(name="gradient", expected=0.1, found=share, error=1e-4),
+    )
+    return Finding(
+        check="optimizer step",
+        kind="optimizer_state",
+        tensor=f"{tensor}.exp_avg",
+        step=step,
+        rank=0,
+        error=1.0,
+        bound=0.01,
+        code=Cause.OPTIMIZER,
+        facts=RecomputedFacts(terms=terms),
+    )
+
+
+def read_betas(findings: list[Finding]) -> list[float | None]:
+    return [finding.facts.terms[0].found for finding in findings]  # type: ignore[union-attr]
+
+
+def test_a_beta_that_is_another_one_in_each_tensor_is_not_said() -> None:
+    findings = [make_finding("gate", 1.84), make_finding("up", 1.39, step=2)]
+    assert read_betas(keep_agreeing(findings)) == [None, None]
+
+
+def test_a_beta_that_all_tensors_share_is_kept() -> None:
+    findings = [
+        make_finding("gate", 0.9531),
+        make_finding("up", 0.9534),
+        make_finding("down", 0.9528, step=2),
+    ]
+    assert read_betas(keep_agreeing(findings)) == [0.9531, 0.9534, 0.9528]
+
+
+def test_other_terms_may_differ_from_tensor_to_tensor() -> None:
+    # As of clips by groups of parameters, where the gradient has another factor in each.
+    findings = [make_finding("gate", 0.9, share=0.05), make_finding("up", 0.9, share=0.02)]
+    kept = keep_agreeing(findings)
+    assert [finding.facts.terms[1].found for finding in kept] == [0.05, 0.02]  # type: ignore[union-attr]
