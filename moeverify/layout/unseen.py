@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 P = ParamSpec("P")
@@ -23,7 +24,8 @@ def unseen(hook: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(hook)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _get_current_dispatch_mode_stack():
+        # What torch.compile traces of a hook runs in its graph, where no mode is.
+        if torch.compiler.is_compiling() or not _get_current_dispatch_mode_stack():
             return hook(*args, **kwargs)
         with _disable_current_modes():
             return hook(*args, **kwargs)

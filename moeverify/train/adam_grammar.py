@@ -155,7 +155,8 @@ class AdamStep:
     def _add_epsilon(self, ways: Collection[str], under: Tensor, root: Tensor, second: float) -> Tensor:
         eps = self.spec.eps
         known = {
-            "epsilon-before-correction": root + eps / second**0.5,
+            # A beta that bfloat16 rounds to 1 corrects by zero, and by no formula.
+            "epsilon-before-correction": root + (eps / second**0.5 if second else math.nan),
             "epsilon-in-root": (under + eps).sqrt(),
             "epsilon-squared-in-root": (under + eps * eps).sqrt(),
             "epsilon-as-floor": root.clamp(min=eps),
