@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -45,7 +47,7 @@ class OwnModuleHypothesis(Hypothesis):
         if found is None or origin is None:
             return self.untried(Reason.NOT_COMPARABLE)
         name = origin.culprit
-        if not found.mistakes:
+        if not found.mistakes or (all(map(_is_rounded_input, found.mistakes)) and _is_narrow(tensor)):
             return self.refuse(Replay(formula=name, num_tried=found.num_tried, is_own=True))
         mistakes = tuple(_name_number(each, origin, inputs) for each in found.mistakes)
         operation = Mistaken(module=found.replayed, mistakes=mistakes, ranks=found.ranks, tokens=found.tokens)
@@ -53,6 +55,16 @@ class OwnModuleHypothesis(Hypothesis):
         explanation = explain_by(cause, operation, tensors, inputs, residual=found.residual)
         seen = Replay(formula=name, num_tried=found.num_tried, is_own=True, residual=found.residual)
         return self.accept(explanation, seen)
+
+
+def _is_rounded_input(mistake: Mistake) -> bool:
+    return mistake.part == "input" and mistake.way == "bfloat16"
+
+
+def _is_narrow(tensor: WrongTensor) -> bool:
+    """Return whether bfloat16 can hold all that ranks have: that is what is known then, and `rounding` says it."""
+    values = [shard.values() for shard in tensor.shards if shard.local is not None]
+    return all(torch.equal(each.to(torch.bfloat16).to(each.dtype), each) for each in values)
 
 
 def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs) -> Found | None:
