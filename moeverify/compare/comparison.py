@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeverify.compare.batch import Differences, Fingerprints
-from moeverify.compare.difference import Difference, Measured
+from moeverify.compare.difference import Difference, Measured, Read
 from moeverify.layout.observer import Named
 from moeverify.layout.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
@@ -27,10 +27,6 @@ class Reference(Protocol):
 
         Where a run is on GPUs, another thread calls this too.
         """
-
-
-Read = Callable[[], Tensor | None]
-"""Returns what is expected of a shard, or None where nothing is."""
 
 
 class _Measurer(Protocol):

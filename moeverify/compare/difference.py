@@ -7,7 +7,7 @@ be compared without waiting for the device once per tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,10 @@ class Difference:
         """Return the cosine of the angle between the two."""
         norms = math.sqrt(self.sum_expected2) * math.sqrt(self.sum_actual2)
         return self.sum_product / norms if norms > 0.0 else None
+
+
+Read = Callable[[], Tensor | None]
+"""Returns what is expected of a shard, on the CPU, or None where nothing is."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeverify.compare.difference import NUM_STATISTICS, Measured, merge_rows
+from moeverify.compare.difference import NUM_STATISTICS, Measured, Read, merge_rows
 from moeverify.compare.gpu.kernels import compare_spans, is_known
-from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, Read, StagedShard, Values
+from moeverify.compare.gpu.staging import ROOM, TABLES, Batch, Packed, Packing, StagedShard, Values
 from moeverify.layout.observer import copy_all
 
 _HANDED, _ENOUGH = (

@@ -8,7 +8,7 @@ that of the training would take the interpreter's lock away from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeverify.compare.difference import Read
 from moeverify.compare.gpu.kernels import SPAN, WORDS, Tables
 
-Read = Callable[[], Tensor | None]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Values = np.ndarray[Any, Any]
 

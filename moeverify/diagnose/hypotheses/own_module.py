@@ -8,6 +8,7 @@ import torch
 
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.hypotheses.rounding import is_representable
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.own.search import Found
 from moeverify.diagnose.replay.multiples import name_multiple
@@ -47,7 +48,9 @@ class OwnModuleHypothesis(Hypothesis):
         if found is None or origin is None:
             return self.untried(Reason.NOT_COMPARABLE)
         name = origin.culprit
-        if not found.mistakes or (all(map(_is_rounded_input, found.mistakes)) and _is_narrow(tensor)):
+        # Where bfloat16 can hold all that ranks have, that is what is known, and `rounding` says it.
+        is_rounded = all(map(_is_rounded_input, found.mistakes)) and is_representable(tensor, torch.bfloat16)
+        if not found.mistakes or is_rounded:
             return self.refuse(Replay(formula=name, num_tried=found.num_tried, is_own=True))
         mistakes = tuple(_name_number(each, origin, inputs) for each in found.mistakes)
         operation = Mistaken(module=found.replayed, mistakes=mistakes, ranks=found.ranks, tokens=found.tokens)
@@ -59,12 +62,6 @@ class OwnModuleHypothesis(Hypothesis):
 
 def _is_rounded_input(mistake: Mistake) -> bool:
     return mistake.part == "input" and mistake.way == "bfloat16"
-
-
-def _is_narrow(tensor: WrongTensor) -> bool:
-    """Return whether bfloat16 can hold all that ranks have: that is what is known then, and `rounding` says it."""
-    values = [shard.values() for shard in tensor.shards if shard.local is not None]
-    return all(torch.equal(each.to(torch.bfloat16).to(each.dtype), each) for each in values)
 
 
 def _search(tensor: WrongTensor, origin: Origin | None, inputs: DiagnosisInputs) -> Found | None:

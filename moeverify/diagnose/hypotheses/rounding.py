@@ -77,15 +77,13 @@ class Rounding(Hypothesis):
         for dtype, unit in _UNITS.items():
             if any(tensor.precision.itemsize <= dtype.itemsize for tensor, _ in errors):
                 continue  # the recipe's own precision is no narrower one
-            is_representable = all(
-                error < _LARGEST and _is_representable(tensor, dtype) for tensor, error in errors
-            )
-            if is_representable or (
+            is_narrow = all(error < _LARGEST and is_representable(tensor, dtype) for tensor, error in errors)
+            if is_narrow or (
                 _have_size_of(unit, errors)
                 and all(_is_dense(tensor) for tensor, _ in errors)
                 and _began_as_noise(tensors, inputs, unit)
             ):
-                operation = Rounded(dtype=name_dtype(dtype), is_representable=is_representable)
+                operation = Rounded(dtype=name_dtype(dtype), is_representable=is_narrow)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
         return self.refuse(seen)
 
@@ -110,7 +108,8 @@ def measure_error(tensor: WrongTensor) -> float:
     return float((tensor.whole - tensor.expected).norm()) / norm if norm else 0.0
 
 
-def _is_representable(tensor: WrongTensor, dtype: torch.dtype) -> bool:
+def is_representable(tensor: WrongTensor, dtype: torch.dtype) -> bool:
+    """Return whether a narrower dtype can hold all that ranks have."""
     return torch.equal(tensor.whole.to(dtype).to(tensor.whole.dtype), tensor.whole)
 
 

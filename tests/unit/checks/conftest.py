@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from moeverify.case.schema import Case
-from moeverify.checks.base import Watch
+from moeverify.checks.base import Outcome, Shown, Watch
+from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program
@@ -57,3 +59,16 @@ def train_alone() -> Callable[..., Any]:
 def make_one_device_case() -> Callable[..., Case]:
     """Return `make_case`."""
     return make_case
+
+
+@pytest.fixture
+def judge_steps(run_ranks: Callable[..., Any], train_alone: Callable[..., Any]) -> Callable[..., Outcome]:
+    """Return a function that trains with an optimizer on one device and judges its steps."""
+    shown: Shown = run_ranks({0: {}}).shown()
+
+    def do(optimizer: Mapping[str, Any], precision: str, **options: Any) -> Outcome:
+        case = make_case({**optimizer, **options}, precision)
+        rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program))
+        return judge_rows(replace(shown, case=case), [rows])
+
+    return do

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moeverify.checks.base import Outcome, Shown
-from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
+from moeverify.checks.base import Outcome
 from moeverify.diagnose.recomputed import join_alike
 from moeverify.train.engine import PlainEngine
 
@@ -26,18 +25,9 @@ ADAMW = {
 
 
 @pytest.fixture
-def judge(
-    run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable
-) -> Callable[..., Outcome]:
+def judge(judge_steps: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """Return a function that trains on one device and judges its steps."""
-    shown: Shown = run_ranks({0: {}}).shown()
-
-    def do(precision: str, **options: Any) -> Outcome:
-        case = make_one_device_case({**ADAMW, **options}, precision)
-        rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program))
-        return judge_rows(replace(shown, case=case), [rows])
-
-    return do
+    return partial(judge_steps, ADAMW)
 
 
 class Step:

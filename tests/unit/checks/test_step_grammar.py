@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moeverify.case.schema import Optimizer
-from moeverify.checks.base import Outcome, Shown
-from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
+from moeverify.checks.base import Outcome
 from moeverify.diagnose.recomputed import join_alike
 from moeverify.report.words.check import describe_facts
 from moeverify.report.words.step_changes import describe_form
@@ -29,18 +28,9 @@ State = dict[str, Tensor]
 
 
 @pytest.fixture
-def judge(
-    run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable
-) -> Callable[..., Outcome]:
+def judge(judge_steps: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """Return a function that trains on one device and judges its steps."""
-    shown: Shown = run_ranks({0: {}}).shown()
-
-    def do(precision: str, **options: Any) -> Outcome:
-        case = make_one_device_case({**ADAMW, **options}, precision)
-        rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program))
-        return judge_rows(replace(shown, case=case), [rows])
-
-    return do
+    return partial(judge_steps, ADAMW)
 
 
 def average(state: State, gradient: Tensor, betas: list[float]) -> None:
