@@ -137,6 +137,11 @@ class Change(Record):
     factor: Factor | None = None
     is_summed: bool = False
 
+    @property
+    def place(self) -> str:
+        """Return what two changes of one formula may not both be of; of several gradients each is one."""
+        return f"{self.part}:{self.name}" if self.part == "gradient-of" else self.part
+
 
 class Redefined(Record):
     """A loss term is that of its formula with a part or two otherwise.

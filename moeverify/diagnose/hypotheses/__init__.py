@@ -49,7 +49,7 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
-    ("replayed", "reweighted_rows"),
+    ("replayed", "reweighted_rows", "parameter_replayed"),
     ("own_module",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),

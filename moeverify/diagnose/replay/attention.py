@@ -7,6 +7,7 @@ value's, R of its part that is rotated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Literal
 
 import torch
@@ -17,12 +18,16 @@ from moeverify.diagnose.replay.grammar import (
     HEAD_FUNCTIONS,
     fit_functions,
     list_functions,
-    list_gradients,
     visit,
-    weigh_gradient,
     with_gradient_of,
 )
-from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.gradient_ways import (
+    list_edge_ways,
+    list_group_ways,
+    list_score_ways,
+    weigh_gradient,
+)
+from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
 from moeverify.diagnose.replay.rotation import Rotation
@@ -35,8 +40,8 @@ _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")
 _NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
 _VISITED = ("queries", "keys", "values", "heads")
-EDGES = ("denominator",)
-"""The tensors inside whose gradients may count otherwise; all of a gradient is a factor, which needs no replay."""
+EDGES = ("denominator", "scores", "weights")
+"""The tensors inside whose gradients may count otherwise, each with a number for each head, query and key."""
 
 
 class Chunks:
@@ -124,7 +129,28 @@ class AttentionFormula(Formula):
             for fit in fit_functions(f"{edge}-through", but=("times", "plus", "minus", "clamped-above"))
         ]
         self.fits += [Change(part="hidden", way=way, number=5.0) for way in ("lowered", "value")]
-        self.backward = [*list_gradients(*EDGES), *self.rotation.list_backward()]
+        self.backward = self._list_backward()
+
+    def _list_backward(self) -> list[Change]:
+        """Return what may be otherwise in the backward pass alone."""
+        group = self.q.shape[2] // self.k.shape[2]
+        is_whole = len(self.chunks.positions) == 1
+        return [
+            *list_score_ways(*EDGES, operands=("weights", "scores")),
+            *list_group_ways("key-groups", "value-groups", size=group),
+            *self.rotation.list_backward(),
+            *list_edge_ways("queries", "keys", "values", "heads", over_tokens=is_whole),
+        ]
+
+    def redraw(self) -> Formula | None:
+        """Return attention over heads that are drawn anew; not where norms stand before, whose inputs are others."""
+        if self.norms is not None:
+            return None
+        other = copy(self)
+        other.q, other.k, other.v = (
+            draw_like(each, seed) for seed, each in enumerate((self.q, self.k, self.v))
+        )
+        return other
 
     def _list_masks(self) -> list[Change]:
         found = [Change(part="mask", way=way) for way in ("none", "diagonal", "reversed")]
@@ -206,14 +232,18 @@ class AttentionFormula(Formula):
         v = visit(v, "values", changes)
         sources = self._find_sources(heads, changes.get("heads"))
         scale = self.sizes.find_scale(changes.get("scale"), cell.positions)
-        scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * scale
-        scores = weigh_gradient(scores, "scores", changes)
+        keys = weigh_gradient(k[:, :, sources], "key-groups", changes)
+        scores = torch.einsum("bsnd,btnd->bnst", q, keys) * scale
+        operands = {"scores": scores}
+        scores = weigh_gradient(scores, "scores", changes, operands)
         if "scores" in changes:
             scores = change_scores(scores, cell.positions, heads, self.q.shape[2], changes["scores"])
         visible = self._see(cell, place, changes).unsqueeze(1)
         merged = self._normalize(scores, visible, place, changes)
-        weights = weigh_gradient(merged.weights, "weights", changes)
-        mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
+        operands["weights"] = merged.weights  # asked for when the gradient comes back
+        weights = weigh_gradient(merged.weights, "weights", changes, operands)
+        values = weigh_gradient(v[:, :, sources], "value-groups", changes)
+        mixed = torch.einsum("bnst,btnd->bsnd", weights, values)
         mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
         return visit(mixed, "heads", changes).flatten(2)
@@ -374,7 +404,8 @@ class AttentionFormula(Formula):
             return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
         if way in _UNLIKE:
             return _UNLIKE[way](masked, visible)
-        total = weigh_gradient(share.sum(-1, keepdim=True), "denominator", changes)
+        total = share.sum(-1, keepdim=True)
+        total = weigh_gradient(total, "denominator", changes, {"scores": total, "weights": total})
         if way in ("extra-one", "extra"):
             total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
         elif way == "relative":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
+from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
@@ -47,9 +48,13 @@ class AttentionGradientFormula(Formula):
             *list_ways_back(forward),
         ]
         self.fits = list_fits_back(forward)
+        # Each is a backward pass, and pairs with these would be as many as all others.
+        self.alone = forward.alone | {GRADIENT_OF}
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
+        if needs_call(changes) and cell.call is not None and len(cell.rows) < len(cell.call[0]):
+            return cell.pick_from_call(self.evaluate(cell.of_call(), changes))
         chunks, rows = self.forward.chunks, cell.rows
         with torch.enable_grad():
             inner = copy(self.forward)
