@@ -212,8 +212,7 @@ class GatheredWatch(Watch[GatheredReport]):
         looked, self._looked = self._looked, {}
         if not looked:
             return
-        wrong = [(_bits(actual) != _bits(expected)).any() for actual, expected in looked.values()]
-        is_wrong = torch.stack([each.to(wrong[0].device) for each in wrong]).any()
+        is_wrong = _find_any_wrong(list(looked.values()))
         on_gpu = is_wrong.device.type == "cuda"
         is_wrong, copied = is_wrong.to("cpu", non_blocking=True), None
         if on_gpu:
@@ -242,6 +241,18 @@ class GatheredWatch(Watch[GatheredReport]):
                 for name, (_, expected) in looked.values.items()
                 if _is_unmoved(*looked.stored[name], expected.dtype)
             }
+
+
+def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return whether the bits of any pair differ, (), in few launches for all pairs of one dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for pair in values:
+        groups.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+    found = []
+    for pairs in groups.values():
+        used, stored = (_bits(torch.cat(side)) for side in zip(*pairs, strict=True))
+        found.append((used != stored).any())
+    return torch.stack([each.to(found[0].device) for each in found]).any()
 
 
 def _describe(
