@@ -15,6 +15,7 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
+from moeverify.results.layout import Reordered, TokenValues
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -189,12 +190,12 @@ class LostElements(Record):
 class Moved(Record):
     """The right values stand in other places; with `copies`, some stand in several places and others in none.
 
-    `moves` has the first (to, from) of `num_moves`: slices along `dim`, tokens, or micro-batches; for elements in
-    another order they are not known.
+    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or micro-batches; for elements in another
+    order they are not known.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "token", "element", "micro-batch"]
+    unit: Literal["slice", "element", "micro-batch"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0
@@ -462,6 +463,8 @@ Operation = Annotated[
     | Zeroed
     | LostElements
     | Moved
+    | Reordered
+    | TokenValues
     | Shifted
     | Replaced
     | Unmoved

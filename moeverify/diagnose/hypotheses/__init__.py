@@ -43,6 +43,7 @@ ORDER = (
     ),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
+    ("reordered",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),
     ("lost_elements",),

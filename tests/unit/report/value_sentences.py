@@ -111,11 +111,6 @@ VALUES = [
         "dim 1",
     ),
     (
-        explain(Cause.PERMUTATION, OUTPUT, Moved(unit="token", num_moves=112), module="layers.1.moe"),
-        "112 tokens of the output of layers.1.moe hold the values of other tokens",
-        "layers.1.moe",
-    ),
-    (
         explain(Cause.PERMUTATION, GRADIENT, Moved(unit="element")),
         "the gradient has exactly the expected values, in another order",
         "",

@@ -1,0 +1,142 @@
+"""Finds the orders of a grammar that put right values where ranks have them: on a sample first, then on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.layouts.levels import Level, Member, Piece
+from moeverify.diagnose.layouts.orders import Grid, list_orders, list_turns, locate
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.layout import Order, Scope
+
+MOST_ELEMENTS = 1 << 21  # of the tensor: what is tried on all of larger ones would take seconds
+_SAMPLE = 96
+_LEAST_WRONG = 4  # elements: two that are exchanged have another order by chance
+_MOST_ORDERS = 3  # others than so many explain as well, and none of them is said
+
+
+@dataclass(frozen=True)
+class FoundOrders:
+    """Orders that explain a tensor, the simplest first, with the ranks that have it so where others do not."""
+
+    scope: Scope
+    orders: tuple[Order, ...]
+    ranks: tuple[int, ...]
+    num_tried: int
+
+
+class OrderSearch:
+    """Looks for the orders of all levels; `num_tried` counts them."""
+
+    def __init__(self, tensor: WrongTensor) -> None:
+        self.tensor = tensor
+        self.num_tried = 0
+        self.allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
+
+    def run(self, levels: Iterator[Level]) -> FoundOrders | None:
+        """Return the orders of the first grid of the first level that explains all; None where none does."""
+        if self.tensor.expected.numel() > MOST_ELEMENTS or not self._has_right_values():
+            return None
+        for level in levels:
+            found = self._search(level)
+            if found is not None:
+                return found
+        return None
+
+    def _has_right_values(self) -> bool:
+        """Return whether a sample of what is wrong has values of the golden: what is moved has no others."""
+        shard = self.tensor.worst_shard
+        if shard.local is None:
+            return False
+        actual, expected = shard.values().flatten(), self.tensor.expected_of(shard).flatten()
+        wrong = ((actual - expected).abs() > self.allowed).nonzero().flatten()
+        if len(wrong) < _LEAST_WRONG or not bool(torch.isfinite(actual).all()):
+            return False
+        values = actual[wrong[torch.linspace(0, len(wrong) - 1, min(_SAMPLE, len(wrong))).long()]]
+        right = self.tensor.expected.flatten().sort().values
+        at = torch.searchsorted(right, values).clamp(max=len(right) - 1)
+        near = torch.minimum((right[at] - values).abs(), (right[(at - 1).clamp(min=0)] - values).abs())
+        # Values that are all one, such as zeros, are no others' values.
+        return bool((near <= self.allowed).all()) and float((values - values[0]).abs().max()) > self.allowed
+
+    def _search(self, level: Level) -> FoundOrders | None:
+        samples = [
+            (piece, member, self._sample(piece, member)) for piece in level.pieces for member in piece.members
+        ]
+        samples = [each for each in samples if len(each[2])][:4]
+        if not samples:
+            return None
+        for grid in level.grids:
+            found: list[tuple[Order, tuple[int, ...]]] = []
+            for order in _list_all(grid):
+                self.num_tried += 1
+                ranks = self._confirm(order, level, samples)
+                found += [] if ranks is None else [(order, ranks)]
+            found = self._drop_equal(found, level)
+            if found and len(found) <= _MOST_ORDERS:
+                fewest = min(len(ranks) for _, ranks in found)
+                kept = [each for each in found if len(each[1]) == fewest]
+                return FoundOrders(level.scope, tuple(order for order, _ in kept), kept[0][1], self.num_tried)
+        return None
+
+    def _sample(self, piece: Piece, member: Member) -> Tensor:
+        """Return some places of a member that are wrong, and some others."""
+        wrong = ((member.actual - piece.expected[member.places]).abs() > self.allowed).nonzero().flatten()
+        if not len(wrong):
+            return wrong
+        return wrong[torch.linspace(0, len(wrong) - 1, min(_SAMPLE, len(wrong))).long()]
+
+    def _gives(self, order: Order, piece: Piece, member: Member, at: Tensor) -> bool:
+        value = piece.expected[locate(order, member.places[at])]
+        return bool(((value - member.actual[at]).abs() <= self.allowed).all())
+
+    def _confirm(
+        self, order: Order, level: Level, samples: Sequence[tuple[Piece, Member, Tensor]]
+    ) -> tuple[int, ...] | None:
+        """Return the ranks that alone have this order, none of them where all have it; None where it fails."""
+        if not all(self._gives(order, *each) for each in samples):
+            return None
+        moved: set[int] = set()
+        spared: set[int] = set()
+        for piece in level.pieces:
+            for member in piece.members:
+                right = piece.expected[member.places]
+                value = piece.expected[locate(order, member.places)]
+                is_right = bool(((member.actual - right).abs() <= self.allowed).all())
+                if not bool(((member.actual - value).abs() <= self.allowed).all()):
+                    if not is_right:
+                        return None
+                    spared.add(member.rank)
+                elif not is_right:
+                    moved.add(member.rank)
+        return None if moved & spared else tuple(sorted(moved)) if spared else ()
+
+    def _drop_equal(
+        self, found: Sequence[tuple[Order, tuple[int, ...]]], level: Level
+    ) -> list[tuple[Order, tuple[int, ...]]]:
+        """Return one of the orders that put every value into the same place."""
+        kept: list[tuple[Order, tuple[int, ...]]] = []
+        places = torch.arange(len(level.pieces[0].expected))
+        maps: list[Tensor] = []
+        for order, ranks in found:
+            where = locate(order, places)
+            if not any(torch.equal(where, other) for other in maps):
+                maps.append(where)
+                kept.append((order, ranks))
+        return kept
+
+
+def _list_all(grid: Grid) -> Iterator[Order]:
+    """Yield all orders of a grid; of one with a dim taken apart those that need it."""
+    yield from list_orders(grid)
+    places = range(len(grid.dims)) if grid.apart is None else grid.apart[:1]
+    for at in places:
+        dim = grid.dims[at]
+        is_first_of_all = dim.name == "micro-batches"
+        if is_first_of_all:
+            yield Order(way="before", dims=(dim,), right=grid.dims)
+        yield from list_turns(grid, at)
