@@ -124,3 +124,29 @@ class TokenValues(Record):
     of_ranks: tuple[RankSource, ...] = ()
     runs: tuple[Run, ...] = ()
     num_runs: int = 0
+
+
+class Served(Record):
+    """`num_rows` of the `num_all` rows of an expert that come back from another one, `by`; -1 where they are zero.
+
+    With `of_others` they are rows of other tokens.
+    """
+
+    expert: int
+    by: int
+    of_others: bool
+    num_rows: int
+    num_all: int
+
+
+class OtherRows(Record):
+    """`num_wrong` of `num_rows` rows that experts return for copies of tokens are other rows.
+
+    `served` has the most frequent kinds, and `num_more` are of other kinds.
+    """
+
+    kind: Literal["other-rows"] = "other-rows"
+    num_wrong: int
+    num_rows: int
+    served: tuple[Served, ...]
+    num_more: int = 0

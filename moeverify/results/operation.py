@@ -15,7 +15,7 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
-from moeverify.results.layout import Reordered, TokenValues
+from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -464,6 +464,7 @@ Operation = Annotated[
     | LostElements
     | Moved
     | Reordered
+    | OtherRows
     | TokenValues
     | Shifted
     | Replaced

@@ -51,6 +51,7 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
+    ("returned_rows",),
     ("own_module",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),

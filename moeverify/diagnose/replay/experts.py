@@ -377,11 +377,12 @@ class ExpertsFormula(TokenFormula):
         }
         return ways[change.way]()
 
-    def list_outputs(self) -> Tensor:
-        """Return the output of each choice (B, S, k, H), not weighted."""
+    def list_outputs(self, ids: Tensor | None = None) -> Tensor:
+        """Return the output of each choice (B, S, k, H), not weighted; of others than the right ones, by `ids`."""
+        ids = self.ids if ids is None else ids
         ones = torch.ones(self.held.gate.shape[1], dtype=self.x.dtype)
-        rows = self.x.unsqueeze(2).expand(*self.ids.shape, self.x.shape[-1])
-        out, bias = self._run(rows, self.ids, {}, ones)
+        rows = self.x.unsqueeze(2).expand(*ids.shape, self.x.shape[-1])
+        out, bias = self._run(rows, ids, {}, ones)
         return out + bias
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.layout import Dim, Order, Reordered, Run, Span, TokenPlaces, TokenValues
+from moeverify.results.layout import Dim, Order, OtherRows, Reordered, Run, Span, TokenPlaces, TokenValues
 
 _MOST_LISTED = 8
 _MOST_RUNS = 2
@@ -168,3 +168,20 @@ def _name_spans(noun: str, spans: Sequence[Span]) -> str:
 
 def _name_span(start: int, stop: int) -> str:
     return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
+    """Return which rows come back from experts in the place of the right ones."""
+    module = explanation.subject.module
+    which = f"{operation.num_wrong} of the {operation.num_rows} token copies of {module} come back with other rows"
+    kinds = []
+    for each in operation.served:
+        of = f"{each.num_rows} of the {each.num_all} of expert {each.expert}"
+        if each.by < 0:
+            kinds.append(f"{of} as zeros")
+        elif each.of_others:
+            kinds.append(f"{of} with those of other tokens, by expert {each.by}")
+        else:
+            kinds.append(f"{of} by expert {each.by}")
+    more = f", and {operation.num_more} more" if operation.num_more else ""
+    return f"{which} (inputs match): {', '.join(kinds)}{more}"

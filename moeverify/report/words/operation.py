@@ -18,7 +18,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.known_sum import describe_known_sum
-from moeverify.report.words.layout import describe_reordered, describe_token_values
+from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -341,6 +341,7 @@ for _describe in (
     describe_reclipped,
     describe_norm_of_order,
     describe_reordered,
+    describe_other_rows,
     describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation

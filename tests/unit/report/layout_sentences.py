@@ -8,7 +8,18 @@ from explanations import BACK, OUTPUT, explain
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.layout import Dim, Order, RankSource, Reordered, Run, Span, TokenPlaces, TokenValues
+from moeverify.results.layout import (
+    Dim,
+    Order,
+    OtherRows,
+    RankSource,
+    Reordered,
+    Run,
+    Served,
+    Span,
+    TokenPlaces,
+    TokenValues,
+)
 
 BATCH, SEQUENCE, FEATURES = (
     Dim(name="batch", size=16),
@@ -168,5 +179,28 @@ LAYOUTS = [
         "4 tokens of the output of attention have the values of other tokens added to their own: positions "
         "4-7 of row 0 "
         "those of 0-3 of row 2",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            OtherRows(
+                num_wrong=12,
+                num_rows=512,
+                served=(
+                    Served(expert=1, by=2, of_others=False, num_rows=5, num_all=60),
+                    Served(expert=3, by=-1, of_others=False, num_rows=3, num_all=61),
+                    Served(expert=4, by=4, of_others=True, num_rows=2, num_all=62),
+                ),
+                num_more=2,
+            ),
+            module="moe.dispatcher",
+        ),
+        "12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): 5 of the 60 "
+        "of expert 1 "
+        "by expert 2, 3 of the 61 of expert 3 as zeros, 2 of the 62 of expert 4 with those of other tokens, "
+        "by expert 4, "
+        "and 2 more",
+        "moe.dispatcher",
     ),
 ]
