@@ -17,11 +17,12 @@ DimName = Literal[
     "micro-batches",
     "chunks",
     "parts",
+    "groups",
     "rows",
     "columns",
     "width",
 ]
-"""What runs along a dim. `features` are all of a token's; `chunks` are of the sequence, `parts` of another dim."""
+"""What runs along a dim. `features` are all of a token's; `chunks` are parts of the sequence."""
 
 OrderWay = Literal["stored", "read", "reversed", "rolled", "same", "before", "zigzag", "out-of-zigzag"]
 
@@ -114,7 +115,8 @@ class TokenValues(Record):
 
     They have those of other tokens (`moved`), those besides their own (`added`), none (`zero`) or their own `twice`.
     `places` says which tokens, None where that takes long. `of_ranks` says of which rank each has what belongs to the
-    same places there; `runs` has the first of `num_runs`.
+    same places there, `offset` how many rows and positions further on in its own part a rank has them right. `runs`
+    has the first of `num_runs`.
     """
 
     kind: Literal["token-values"] = "token-values"
@@ -122,6 +124,7 @@ class TokenValues(Record):
     num_tokens: int
     places: TokenPlaces | None = None
     of_ranks: tuple[RankSource, ...] = ()
+    offset: tuple[int, int] | None = None
     runs: tuple[Run, ...] = ()
     num_runs: int = 0
 
@@ -139,10 +142,27 @@ class Served(Record):
     num_all: int
 
 
+class TakenCounts(Record):
+    """By which counts the experts of a rank take its rows, which are sorted by expert: others than the right ones.
+
+    The rows of one of its experts, the first whose count is another one, end at `end` and not at `right_end`. Where
+    the counts are the right ones in another `order`, it has for each expert that whose count it gets; where they are
+    those of another micro-batch, that is `micro_batch`.
+    """
+
+    rank: int
+    expert: int
+    end: int
+    right_end: int
+    order: tuple[int, ...] = ()
+    micro_batch: int | None = None
+
+
 class OtherRows(Record):
     """`num_wrong` of `num_rows` rows that experts return for copies of tokens are other rows.
 
-    `served` has the most frequent kinds, and `num_more` are of other kinds.
+    `served` has the most frequent kinds, and `num_more` are of other kinds. `counts` says by which counts experts
+    take rows, where these are all that is wrong, and `offset` how many places before its own each row stands.
     """
 
     kind: Literal["other-rows"] = "other-rows"
@@ -150,3 +170,5 @@ class OtherRows(Record):
     num_rows: int
     served: tuple[Served, ...]
     num_more: int = 0
+    counts: TakenCounts | None = None
+    offset: int | None = None

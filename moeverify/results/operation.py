@@ -425,12 +425,13 @@ class Reweighted(Record):
 
     `rows` is the module that returns them. `way` says what the weights are: zero for `num_wrong` of `num_rows` rows
     and right for the others; `total` times the right ones; right but for a factor of each token, so that they sum to
-    `total` there; those of other copies of the same token; or none of these. Of gradients the right weights are one.
+    `total` there; those of other copies of the same token; or none of these. With `of-others` the weights
+    are right, and so many rows are others: those of other tokens, or zeros. Of gradients the right weights are one.
     """
 
     kind: Literal["reweighted"] = "reweighted"
     rows: str
-    way: Literal["left-out", "scaled", "normalized", "exchanged", "other"]
+    way: Literal["left-out", "scaled", "normalized", "exchanged", "of-others", "other"]
     num_wrong: int
     num_rows: int
     total: float | None = None

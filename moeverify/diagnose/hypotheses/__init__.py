@@ -13,6 +13,7 @@ from importlib import import_module
 from moeverify.diagnose.hypotheses.base import Hypothesis
 
 ORDER = (
+    ("reordered", "stale_counts"),
     ("stale_weights", "later_micro_batch"),
     ("unwritten",),
     ("not_loaded", "unmoved"),
@@ -43,7 +44,6 @@ ORDER = (
     ),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
-    ("reordered",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),
     ("lost_elements",),
@@ -51,8 +51,8 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
-    ("returned_rows",),
     ("own_module",),
+    ("returned_rows",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.layouts.token_places import find_places
-from moeverify.diagnose.layouts.token_sources import find_rank_sources, find_sources, list_runs
+from moeverify.diagnose.layouts.token_sources import find_offset, find_rank_sources, find_sources, list_runs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -53,6 +53,7 @@ class MovedTokens(Hypothesis):
             way=way,
             num_tokens=num_wrong,
             places=find_places(tokens, length),
+            offset=find_offset(tokens) if runs else None,
             of_ranks=find_rank_sources(tokens) if way == "moved" else (),
             runs=tuple(runs[:_MOST_RUNS]),
             num_runs=len(runs),

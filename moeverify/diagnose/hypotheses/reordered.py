@@ -15,7 +15,7 @@ from moeverify.results.layout import DimName, Reordered
 from moeverify.results.observation import Replay
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-_NAMED: Sequence[DimName] = ("heads", "key-value heads", "experts")
+_OF_KEYS, _OF_EXPERTS = (".k_", ".v_", ".key", ".value"), ".experts."
 
 
 class ReorderedHypothesis(Hypothesis):
@@ -67,7 +67,10 @@ def _list_levels(tensor: WrongTensor, inputs: DiagnosisInputs) -> Iterator[Level
     else:
         name = tensor.name
     sizes = {source.name: source.size for source in inputs.axes.counts_of(name)}
-    named: Mapping[DimName, int] = {each: sizes[each] for each in _NAMED if each in sizes}
+    is_of_keys = any(part in name for part in _OF_KEYS)
+    heads: DimName = "key-value heads" if is_of_keys else "heads"
+    kinds: Sequence[DimName] = (heads, "experts") if _OF_EXPERTS in name else (heads,)
+    named: Mapping[DimName, int] = {each: sizes[each] for each in kinds if each in sizes}
     counts = Counts(named, degrees)
     if tensor.quantity in _OF_MODULES:
         return list_token_levels(tensor, groups, counts)

@@ -6,7 +6,8 @@ A level has pieces, each of which is a grid of right values, and members, which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from moeverify.results.layout import Dim, DimName, Scope
 
 _CHUNKS = 2  # of each rank in a zigzag
 _MOST_DIVISORS = 12
-_MOST_WHOLE = 3  # dims of tokens with which features are not taken apart yet
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,27 @@ class Level:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many parts there may be of a tensor's dims: `named` by what they are, and the sizes of the axes."""
+    """How many parts there may be of a tensor's dims: `named` by what they are, and the sizes of the axes.
+
+    `named` are those of one device; of what a rank has of them, its share is `share` of them.
+    """
 
     named: Mapping[DimName, int]
     degrees: tuple[int, ...]
+    share: Fraction = Fraction(1)
+
+    def of_rank(self, whole: int, local: int) -> Counts:
+        """Return the counts of a rank that has so many of a dim's elements."""
+        return replace(self, share=Fraction(local, whole))
 
     def list_parts(self, size: int, of: DimName) -> Iterator[Dim]:
-        """Yield the dims that a dim of a size may be taken apart into; those with a name of their own first."""
-        seen: set[int] = set()
-        for name, count in self.named.items():
-            for number in (count, *(count // each for each in self.degrees if count % each == 0)):
-                if 1 < number < size and size % number == 0 and number not in seen:
-                    seen.add(number)
-                    yield Dim(name=name, size=number, of=of)
-        for number in list_divisors(size)[:_MOST_DIVISORS]:
-            if number not in seen:
-                yield Dim(name="parts", size=number, of=of)
+        """Yield the dims that a dim of a size may be taken apart into, the fewest parts first."""
+        names = {int(count * self.share): name for name, count in reversed(list(self.named.items()))}
+        divisors = list_divisors(size)
+        few = {*divisors[:_MOST_DIVISORS], *names}
+        for number in divisors:
+            if number in few:
+                yield Dim(name=names.get(number, "parts"), size=number, of=of)
 
 
 def list_token_levels(
@@ -79,8 +84,9 @@ def list_token_levels(
     local = {tuple(shard.region.local_shape) for call in calls for shard in call.values()}
     if len(local) == 1:
         dims = _name((next(iter(local))), ("batch", "sequence", *names))
+        own = counts.of_rank(tensor.expected.shape[2], dims[2].size)
         pieces = [_take_local(tensor, shard) for call in calls for shard in call.values()]
-        yield Level("rank", tuple(pieces), tuple(_list_token_grids(dims, counts, 0)))
+        yield Level("rank", tuple(pieces), tuple(_list_token_grids(dims, own, 0)))
         yield from _list_group_levels(tensor, calls, dims, groups, counts)
         if len(calls) > 1:
             yield _list_micro_batches(tensor, calls, dims)
@@ -107,8 +113,7 @@ def _list_group_levels(
             continue
         ranks = Dim(name="ranks", size=size, axis=axis)
         pieces = tuple(_take_together(tensor, shards) for shards in together)
-        few = Counts(counts.named, ()) if len(dims) > _MOST_WHOLE else Counts({}, ())
-        first, *others = _list_token_grids((ranks, *dims), few, 1, ranks=size)
+        first, *others = _list_token_grids((ranks, *dims), counts, 1, ranks=size)
         # Ranks in another order come first, then parts of what they divide, then what needs more dims.
         yield Level("group", pieces, (first,), axis)
         yield from _list_joined_levels(tensor, together, dims, axis, counts)
@@ -144,6 +149,7 @@ def _list_joined_levels(
         parts = [*counts.list_parts(whole.size, whole.name)]
     inner: DimName = "width" if whole.name == "features" else whole.name
     grids = tuple(joined.take_apart(at, part, inner) for part in parts)
+    grids += tuple(_list_nested(joined, at, counts, inner)) if whole.name == "features" else ()
     pieces = tuple(_join(tensor, shards, at) for shards in together)
     yield Level("group", pieces, grids, axis)
 
@@ -165,6 +171,7 @@ def _list_token_grids(dims: tuple[Dim, ...], counts: Counts, at: int, *, ranks: 
             features, "features"
         ):
             yield grid.take_apart(at + 2, part, "width")
+        yield from _list_nested(grid, at + 2, counts, "width")
     if not ranks:
         for number in list_divisors(dims[at].size):
             yield grid.take_apart(at, Dim(name="parts", size=number, of="batch"), "batch")
@@ -180,20 +187,34 @@ def list_parameter_levels(tensor: WrongTensor, counts: Counts) -> Iterator[Level
     }
     if len(shape) not in names or any(shard.local is None for shard in tensor.shards):
         return
-    grids = tuple(_list_parameter_grids(_name(shape, names[len(shape)]), counts))
+    grids = tuple(_list_parameter_grids(_name(shape, names[len(shape)]), counts, shape))
     yield Level("whole", (_take_whole(tensor),), grids)
     local = {tuple(shard.region.local_shape) for shard in tensor.shards if shard.region.numel}
     if len(local) == 1 and local != {tuple(shape)} and len(next(iter(local))) == len(shape):
-        grids = tuple(_list_parameter_grids(_name(next(iter(local)), names[len(shape)]), counts))
+        dims = _name(next(iter(local)), names[len(shape)])
+        grids = tuple(_list_parameter_grids(dims, counts, shape))
         pieces = tuple(_take_local(tensor, shard) for shard in tensor.shards if shard.region.numel)
         yield Level("rank", pieces, grids)
 
 
-def _list_parameter_grids(dims: tuple[Dim, ...], counts: Counts) -> Iterator[Grid]:
+def _list_parameter_grids(dims: tuple[Dim, ...], counts: Counts, shape: Sequence[int]) -> Iterator[Grid]:
     yield Grid(dims)
     for at, dim in enumerate(dims):
-        for part in counts.list_parts(dim.size, dim.name):
+        for part in counts.of_rank(shape[at], dim.size).list_parts(dim.size, dim.name):
             yield Grid(dims).take_apart(at, part, dim.name)
+        yield from _list_nested(Grid(dims), at, counts.of_rank(shape[at], dim.size), "width")
+
+
+def _list_nested(grid: Grid, at: int, counts: Counts, inner: DimName) -> Iterator[Grid]:
+    """Yield the grids of which a dim is made of groups of parts: heads of several ranks, that may be interleaved."""
+    dim = grid.dims[at]
+    for part in counts.list_parts(dim.size, dim.name):
+        for number in list_divisors(part.size)[:_MOST_DIVISORS]:
+            one = part.model_copy(update={"size": part.size // number})
+            groups = Dim(name="groups", size=number, of=part.name)
+            width = Dim(name=inner, size=dim.size // part.size)
+            dims = (*grid.dims[:at], groups, one, width, *grid.dims[at + 1 :])
+            yield Grid(dims, (at, at + 1), is_nested=True)
 
 
 def _list_calls(tensor: WrongTensor) -> list[dict[int, RankShard]]:

@@ -9,7 +9,7 @@ function from the place of an element to the place where its value belongs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
@@ -27,10 +27,14 @@ _MOST_ROLLED = 8  # parts of a dim, by each number of which they may be rolled
 
 @dataclass(frozen=True)
 class Grid:
-    """The dims of a tensor, the slowest first. `apart` are the places of two dims that are one taken apart."""
+    """The dims of a tensor, the slowest first. `apart` are the places of two dims that are one taken apart.
+
+    Of a grid that `is_nested` these are parts of a dim that have parts themselves, and only these two change places.
+    """
 
     dims: tuple[Dim, ...]
     apart: tuple[int, int] | None = None
+    is_nested: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,9 +99,14 @@ def _join(digits: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 def list_orders(grid: Grid) -> Iterator[Order]:
     """Yield the orders of the dims of a grid, those that move no part of a dim that is taken apart left out."""
-    if len(grid.dims) > _MOST_DIMS:
+    if len(grid.dims) > _MOST_DIMS and not grid.is_nested:
         return
-    for turned in permutations(range(len(grid.dims))):
+    places = tuple(range(len(grid.dims)))
+    all_turned: Iterable[tuple[int, ...]] = permutations(places)
+    if grid.is_nested and grid.apart is not None:
+        first, second = grid.apart
+        all_turned = [(*places[:first], second, first, *places[second + 1 :])]
+    for turned in all_turned:
         if _moves(turned, grid):
             dims = tuple(grid.dims[at] for at in turned)
             yield Order(way="stored", dims=dims, right=grid.dims)
@@ -114,6 +123,8 @@ def _moves(turned: Sequence[int], grid: Grid) -> bool:
 def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator[Order]:
     """Yield the orders in which the parts along one dim may stand, and that all are the same one."""
     dim = grid.dims[at]
+    if grid.apart is not None and at == grid.apart[1] and dim.size > _MOST_ROLLED:
+        return  # within parts that have many elements
     numbers = range(1, dim.size) if dim.size <= _MOST_ROLLED else (1, dim.size - 1)
     found = [Order(way="reversed", dims=(dim,), right=grid.dims)] if dim.size > 1 else []
     # Of two parts the reverse order is the same as that of one roll.

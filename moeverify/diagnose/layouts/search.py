@@ -15,6 +15,7 @@ from moeverify.results.layout import Order, Scope
 
 MOST_ELEMENTS = 1 << 21  # of the tensor: what is tried on all of larger ones would take seconds
 _SAMPLE = 96
+_NAMED = ("heads", "key-value heads", "experts")
 _LEAST_WRONG = 4  # elements: two that are exchanged have another order by chance
 _MOST_ORDERS = 3  # others than so many explain as well, and none of them is said
 
@@ -70,7 +71,7 @@ class OrderSearch:
         samples = [each for each in samples if len(each[2])][:4]
         if not samples:
             return None
-        for grid in level.grids:
+        for number, grid in enumerate(level.grids):
             found: list[tuple[Order, tuple[int, ...]]] = []
             for order in _list_all(grid):
                 self.num_tried += 1
@@ -80,8 +81,24 @@ class OrderSearch:
             if found and len(found) <= _MOST_ORDERS:
                 fewest = min(len(ranks) for _, ranks in found)
                 kept = [each for each in found if len(each[1]) == fewest]
+                kept = [self._name(*each, level, level.grids[number + 1 :]) for each in kept]
                 return FoundOrders(level.scope, tuple(order for order, _ in kept), kept[0][1], self.num_tried)
         return None
+
+    def _name(
+        self, order: Order, ranks: tuple[int, ...], level: Level, grids: Sequence[Grid]
+    ) -> tuple[Order, tuple[int, ...]]:
+        """Return the same order of parts with a name, such as heads, where it is that too."""
+        if order.way not in ("stored", "read") or any(dim.name in _NAMED for dim in order.dims):
+            return order, ranks
+        places = torch.arange(len(level.pieces[0].expected))
+        where = locate(order, places)
+        for grid in grids:
+            if grid.apart is not None and grid.dims[grid.apart[0]].name in _NAMED:
+                for other in list_orders(grid):
+                    if torch.equal(locate(other, places), where):
+                        return other, ranks
+        return order, ranks
 
     def _sample(self, piece: Piece, member: Member) -> Tensor:
         """Return some places of a member that are wrong, and some others."""
@@ -133,8 +150,9 @@ class OrderSearch:
 def _list_all(grid: Grid) -> Iterator[Order]:
     """Yield all orders of a grid; of one with a dim taken apart those that need it."""
     yield from list_orders(grid)
-    places = range(len(grid.dims)) if grid.apart is None else grid.apart[:1]
-    for at in places:
+    if grid.is_nested:
+        return
+    for at in range(len(grid.dims)) if grid.apart is None else grid.apart:
         dim = grid.dims[at]
         is_first_of_all = dim.name == "micro-batches"
         if is_first_of_all:

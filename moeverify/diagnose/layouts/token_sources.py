@@ -121,6 +121,22 @@ def list_runs(seen: Sequence[SeenTokens], length: int) -> list[Run]:
     return sorted(runs, key=lambda run: (run.start - run.stop, run.row, run.start))
 
 
+def find_offset(seen: Sequence[SeenTokens]) -> tuple[int, int] | None:
+    """Return by how many rows and positions of its part a rank has the sources further on, if all by the same."""
+    found: set[tuple[int, int]] = set()
+    for each in seen:
+        columns = each.tokens.shape[1]
+        places = {token: at for at, token in enumerate(each.tokens.flatten().tolist())}
+        for at in each.wrong.flatten().nonzero().flatten().tolist():
+            source = places.get(int(each.sources.flatten()[at]))
+            if source is None:
+                return None
+            found.add((source // columns - at // columns, source % columns - at % columns))
+            if len(found) > 1:
+                return None
+    return next(iter(found), None)
+
+
 def find_rank_sources(seen: Sequence[SeenTokens]) -> tuple[RankSource, ...]:
     """Return of which rank each has what belongs there at the same places; none where that is not so of all."""
     found: dict[int, set[int]] = {}

@@ -9,6 +9,7 @@ Letters: N tokens, k choices, H width, U rows that there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -21,6 +22,7 @@ from moeverify.diagnose.replay.experts import ExpertsFormula
 LOST = -1
 _MOST_ROWS = 1 << 13  # that there are, of all tokens and experts
 _MOST_WRONG = 512  # tokens: a pair of rows of each takes about a millisecond
+_MOST_CHOICES = 4  # of a token, three of which may all be others
 _FAR = 2  # rows beside the one that a projection is nearest to
 
 
@@ -32,29 +34,59 @@ class ReturnedRows:
     experts: Tensor
 
 
-class RowFinder:
+class ExpertRows:
     """All rows that experts could make of the tokens of a batch."""
 
     def __init__(self, formula: ExpertsFormula) -> None:
-        x, ids, weights = (each.flatten(0, 1) for each in (formula.x, formula.ids, formula.weights))
-        self.ids, self.weights, self.count = ids, weights, formula.count
-        self.num_tokens = len(x)
-        self.is_small = len(x) * formula.count < _MOST_ROWS
-        if not self.is_small:
-            return
-        everything = torch.arange(formula.count).expand(*formula.ids.shape[:2], formula.count)
-        with torch.no_grad():
-            made = formula.list_outputs(everything).flatten(0, 2)
-        self.rows = torch.cat([made, torch.zeros_like(made[:1])])  # the last one stands for what is lost
-        self._index = TokenIndex(self.rows)
-        generator = torch.Generator().manual_seed(1)
-        self._direction = torch.randn(self.rows.shape[1], dtype=self.rows.dtype, generator=generator)
-        self._sorted, self._order = (self.rows @ self._direction).sort()
+        self.ids, self.weights = formula.ids.flatten(0, 1), formula.weights.flatten(0, 1)
+        self.count, self.num_tokens = formula.count, len(self.ids)
+        self.is_small = self.num_tokens * formula.count < _MOST_ROWS
+        self._formula = formula
 
     def find(self, actual: Tensor, expected: Tensor, exact: float) -> ReturnedRows | None:
         """Return what came back for the tokens of an output (N, H); None where that is not so of some token."""
+        everything = torch.arange(self.count).expand(*self._formula.ids.shape[:2], self.count)
+        with torch.no_grad():
+            rows = self._formula.list_outputs(everything).flatten(0, 2)
         own = torch.arange(self.num_tokens).unsqueeze(1) * self.count + self.ids
-        found = own.clone()
+        found = RowFinder(rows, own, self.weights, self._list_some).find(actual, expected, exact)
+        if found is None:
+            return None
+        is_lost = found == LOST
+        tokens, experts = found // self.count, found % self.count
+        return ReturnedRows(tokens.masked_fill(is_lost, LOST), experts.masked_fill(is_lost, LOST))
+
+    def _list_some(self, token: int, choice: int) -> Tensor:
+        """Return the rows of a token by all experts, and those of all others by the expert of a choice."""
+        by_token = token * self.count + torch.arange(self.count)
+        by_expert = torch.arange(self.num_tokens) * self.count + self.ids[token, choice]
+        return torch.cat([by_token, by_expert[torch.arange(self.num_tokens) != token]])
+
+
+class RowFinder:
+    """Rows (U, H) that there are, of which tokens should have those at `own` (N, k), summed by weights (N, k).
+
+    `list_some` gives some rows for a token and a choice, for where three choices came back with others.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        weights: Tensor,
+        list_some: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        self.rows = torch.cat([rows, torch.zeros_like(rows[:1])])  # the last one stands for what is lost
+        self.own, self.weights, self._list_some = own, weights, list_some
+        self._index = TokenIndex(self.rows)
+        generator = torch.Generator().manual_seed(1)
+        self._direction = torch.randn(self.rows.shape[1], dtype=self.rows.dtype, generator=generator)
+        self._projected = self.rows @ self._direction
+        self._sorted, self._order = self._projected.sort()
+
+    def find(self, actual: Tensor, expected: Tensor, exact: float) -> Tensor | None:
+        """Return the rows (N, k) of which an output (N, H) is made, `LOST` for zeros; None where it is not."""
+        found = self.own.clone()
         allowed = exact * float(self.rows.abs().max())
         wrong = (
             ((actual - expected).abs().amax(dim=1) > exact * float(expected.abs().max())).nonzero().flatten()
@@ -63,34 +95,29 @@ class RowFinder:
             return None
         for token in wrong.tolist():
             left = actual[token] - expected[token]
-            taken = self._find_one(token, own, left, allowed) or self._find_two(token, own, left, allowed)
+            taken = self._find_one(token, left, allowed) or self._find_two(token, left, allowed)
+            taken = taken or self._find_three(token, left, allowed)
             if taken is None:
                 return None
             for choice, row in taken:
                 found[token, choice] = row
-        is_lost = found == len(self.rows) - 1
-        tokens, experts = found // self.count, found % self.count
-        return ReturnedRows(tokens.masked_fill(is_lost, LOST), experts.masked_fill(is_lost, LOST))
+        return found.masked_fill(found == len(self.rows) - 1, LOST)
 
-    def _find_one(
-        self, token: int, own: Tensor, left: Tensor, allowed: float
-    ) -> list[tuple[int, int]] | None:
+    def _find_one(self, token: int, left: Tensor, allowed: float) -> list[tuple[int, int]] | None:
         """Return the one choice that came back with another row, and that row."""
         weights = self.weights[token]
-        wanted = self.rows[own[token]] + left / weights.unsqueeze(1)
+        wanted = self.rows[self.own[token]] + left / weights.unsqueeze(1)
         places = self._index.find(wanted, allowed / float(weights.min()))
         at = (places >= 0).nonzero().flatten().tolist()
         return [(at[0], int(places[at[0]]))] if len(at) == 1 else None
 
-    def _find_two(
-        self, token: int, own: Tensor, left: Tensor, allowed: float
-    ) -> list[tuple[int, int]] | None:
+    def _find_two(self, token: int, left: Tensor, allowed: float) -> list[tuple[int, int]] | None:
         """Return the two choices that came back with other rows, and these rows; None where several do as well."""
-        projected = self.rows @ self._direction
+        projected = self._projected
         found: list[list[tuple[int, int]]] = []
-        for first, second in combinations(range(self.ids.shape[1]), 2):
+        for first, second in combinations(range(self.own.shape[1]), 2):
             one, two = self.weights[token, first], self.weights[token, second]
-            total = left + one * self.rows[own[token, first]] + two * self.rows[own[token, second]]
+            total = left + one * self.rows[self.own[token, first]] + two * self.rows[self.own[token, second]]
             wanted = (total @ self._direction - one * projected) / two
             at = torch.searchsorted(self._sorted, wanted)
             for step in range(-_FAR, _FAR + 1):
@@ -100,4 +127,34 @@ class RowFinder:
                     value = one * self.rows[row] + two * self.rows[other[row]]
                     if float((value - total).abs().max()) <= allowed:
                         found.append([(first, row), (second, int(other[row]))])
+        return found[0] if found and all(each == found[0] for each in found) else None
+
+    def _find_three(self, token: int, left: Tensor, allowed: float) -> list[tuple[int, int]] | None:
+        """Return the three choices that came back with other rows; None where several triples do as well.
+
+        Each row is one of a few or is lost: all rows are too many.
+        """
+        if self._list_some is None or self.own.shape[1] > _MOST_CHOICES:
+            return None
+        lost = torch.tensor([len(self.rows) - 1])
+        found: list[list[tuple[int, int]]] = []
+        for choices in combinations(range(self.own.shape[1]), 3):
+            weights = [self.weights[token, choice] for choice in choices]
+            total = left + sum(
+                (w * self.rows[self.own[token, choice]] for w, choice in zip(weights, choices, strict=True)),
+                torch.zeros_like(left),
+            )
+            some = [torch.cat([self._list_some(token, choice), lost]) for choice in choices]
+            one, two, three = (w * self._projected[rows] for w, rows in zip(weights, some, strict=True))
+            wanted = total @ self._direction - one.unsqueeze(1) - two
+            ordered, order = three.sort()
+            at = torch.searchsorted(ordered, wanted.contiguous())
+            for step in (-1, 0):
+                last = order[(at + step).clamp(0, len(order) - 1)]
+                near = (three[last] - wanted).abs() <= allowed * len(self._direction)
+                for first, second in near.nonzero().tolist():
+                    rows = [some[0][first], some[1][second], some[2][last[first, second]]]
+                    value = sum((w * self.rows[row] for w, row in zip(weights, rows, strict=True)), -total)
+                    if float(value.abs().max()) <= allowed:
+                        found.append([(c, int(row)) for c, row in zip(choices, rows, strict=True)])
         return found[0] if found and all(each == found[0] for each in found) else None

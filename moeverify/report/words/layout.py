@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.layout import Dim, Order, OtherRows, Reordered, Run, Span, TokenPlaces, TokenValues
+from moeverify.results.layout import (
+    Dim,
+    Order,
+    OtherRows,
+    Reordered,
+    Run,
+    Span,
+    TakenCounts,
+    TokenPlaces,
+    TokenValues,
+)
 
+_PLURALS = {"batch": "batch rows", "sequence": "positions"}
 _MOST_LISTED = 8
 _MOST_RUNS = 2
 
@@ -29,9 +40,12 @@ def _describe_order(order: Order, subject: Phrase) -> str:
         dims, right = _leave_out_fixed(order.dims, order.right)
         if order.way == "stored" and _is_interleaved(dims, right):
             parts = _name_blocks(right[0])
-            return f"{have} {parts} interleaved, element by element, that should come one after the other"
+            return f"{have} {parts} interleaved, one by one, that should come one after the other"
         if order.way == "read" and _is_interleaved(dims, right):
-            parts = f"{have} elements dealt in turn to {_name_blocks(right[0])}"
+            what = _PLURALS.get(right[1].name, right[1].name)
+            parts = (
+                f"{have} {'elements' if what == 'width' else what} dealt in turn to {_name_blocks(right[0])}"
+            )
             return f"{parts}, where each should have its own one after the other"
         stored, read = (dims, right) if order.way == "stored" else (right, dims)
         return f"{be} stored as {_name_dims(stored)} and read as {_name_dims(read)}"
@@ -41,7 +55,17 @@ def _describe_order(order: Order, subject: Phrase) -> str:
 def _describe_turn(order: Order) -> str:
     """Return the order in which the parts along one dim stand."""
     (dim,) = order.dims
-    what = "batch rows" if dim.name == "batch" else _name_parts(dim)
+    at = order.right.index(dim) if dim in order.right else 0
+    outer = order.right[at - 1] if at else None
+    if outer is not None and outer.of is not None and dim.name in (outer.of, "width"):
+        one = "elements" if dim.name == "width" else dim.name
+        return f"within each of {outer.size} {_name_parts(outer)} {_describe_parts(order, one)}"
+    return _describe_parts(order, _name_parts(dim))
+
+
+def _describe_parts(order: Order, what: str) -> str:
+    (dim,) = order.dims
+    what = _PLURALS.get(what, what)
     size, number = dim.size, order.number
     if order.way == "same":
         return f"what belongs to {_name_one(dim, number)} in all {size} {what}"
@@ -95,7 +119,7 @@ def _name_parts(dim: Dim) -> str:
     """Return what runs along a dim: `ranks of cp`, `chunks of the sequence`, `heads`."""
     if dim.name == "ranks":
         return f"ranks of {dim.axis}"
-    if dim.name in ("chunks", "parts"):
+    if dim.name in ("chunks", "parts", "groups"):
         return f"{dim.name} of the {dim.of}"
     return dim.name
 
@@ -124,10 +148,22 @@ def describe_token_values(operation: TokenValues, explanation: Explanation) -> s
             f"rank {each.rank} what belongs to rank {each.source}" for each in operation.of_ranks
         )
         return f"{which} {what}: {pairs}"
+    if operation.offset is not None and operation.num_runs > 1:
+        return f"{which} {what}: those {_describe_offset(*operation.offset)}"
     listed = ", ".join(_describe_run(run) for run in operation.runs[:_MOST_RUNS])
     num_more = operation.num_runs - _MOST_RUNS
     more = f", and {num_more} more runs" if num_more > 0 else ""
     return f"{which} {what}: {listed}{more}"
+
+
+def _describe_offset(rows: int, positions: int) -> str:
+    """Return `1 position before them`, `2 rows after them`."""
+    words = [
+        f"{format_count(abs(number), noun)} {'after' if number > 0 else 'before'} them"
+        for number, noun in ((rows, "row"), (positions, "position"))
+        if number
+    ]
+    return f"{' and '.join(words)} on the same rank"
 
 
 def _describe_run(run: Run) -> str:
@@ -174,6 +210,13 @@ def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
     """Return which rows come back from experts in the place of the right ones."""
     module = explanation.subject.module
     which = f"{operation.num_wrong} of the {operation.num_rows} token copies of {module} come back with other rows"
+    if operation.counts is not None:
+        return f"{which} (inputs match): {_describe_counts(operation.counts)}"
+    if operation.offset is not None:
+        places = format_count(operation.offset, "place")
+        return (
+            f"{which} (inputs match): with the row that stands {places} before theirs among those of the rank"
+        )
     kinds = []
     for each in operation.served:
         of = f"{each.num_rows} of the {each.num_all} of expert {each.expert}"
@@ -185,3 +228,15 @@ def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
             kinds.append(f"{of} by expert {each.by}")
     more = f", and {operation.num_more} more" if operation.num_more else ""
     return f"{which} (inputs match): {', '.join(kinds)}{more}"
+
+
+def _describe_counts(counts: TakenCounts) -> str:
+    """Return by which counts experts take the rows of their rank."""
+    whose = f"those of rank {counts.rank}'s expert {counts.expert} end at {counts.end} where its count says"
+    text = f"{whose} {counts.right_end}"
+    if counts.order:
+        pairs = [f"{at} that of {source}" for at, source in enumerate(counts.order) if at != source]
+        return f"experts take the counts of rows of others, {', '.join(pairs)}: {text}"
+    if counts.micro_batch is not None:
+        return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
+    return f"experts take other counts of rows: {text}"

@@ -17,6 +17,8 @@ def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
         return f"{module} does not pass back the gradients of {count} {rows} (its output gradient matches)"
     if operation.way == "left-out":
         return f"{module} leaves out {count} {rows} (inputs match)"
+    if operation.way == "of-others":
+        return f"{module} sums rows of other tokens, or none, in the place of {count} {rows} (inputs match)"
     total = f"{operation.total or 0.0:.6g}"
     ways = {
         "scaled": f"{total} times the right weights",

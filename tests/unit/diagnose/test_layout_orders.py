@@ -79,6 +79,11 @@ ON_EACH_RANK = [
     ),
     (lambda x: x.unflatten(2, (4, 5)).transpose(2, 3).flatten(2), ("stored", "batch4 sequence6 width5 parts4")),
     (lambda x: x.unflatten(2, (5, 4)).flip(2).flatten(2), ("reversed", "parts5")),
+    # Heads of two ranks, interleaved.
+    (
+        lambda x: x.unflatten(2, (2, 5, 2)).transpose(2, 3).flatten(2),
+        ("stored", "batch4 sequence6 parts5 groups2 width2"),
+    ),
     # [batch, sequence, heads, width] as [batch, heads, sequence, width]
     (
         lambda x: x.unflatten(2, (4, 5)).transpose(1, 2).reshape(x.shape),

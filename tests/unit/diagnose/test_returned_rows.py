@@ -7,7 +7,7 @@ import torch
 from test_replay_experts import make_experts, run_expert
 from torch import Tensor
 
-from moeverify.diagnose.replay.returned_rows import LOST, RowFinder
+from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows
 
 Rows = dict[tuple[int, int], tuple[int, int]]  # (token, choice): (token, expert)
 
@@ -32,7 +32,7 @@ def combine(other: Rows) -> tuple[Tensor, Tensor]:
 def find(other: Rows) -> Rows | None:
     experts = make_experts()
     expected, actual = combine(other)
-    found = RowFinder(experts).find(actual, expected, 1e-9)
+    found = ExpertRows(experts).find(actual, expected, 1e-9)
     if found is None:
         return None
     ids = experts.ids.flatten(0, 1)
@@ -66,5 +66,5 @@ def test_rows_of_other_tokens_and_experts_are_found(rows: Rows) -> None:
 def test_outputs_that_are_no_sum_of_rows_are_not_explained() -> None:
     expected, actual = combine({(0, 1): (LOST, LOST)})
     actual[3] *= 1.001
-    assert RowFinder(make_experts()).find(actual, expected, 1e-9) is None
-    assert RowFinder(make_experts()).find(expected, expected, 1e-9) is None
+    assert ExpertRows(make_experts()).find(actual, expected, 1e-9) is None
+    assert ExpertRows(make_experts()).find(expected, expected, 1e-9) is None

@@ -61,11 +61,11 @@ LAYOUTS = [
     ),
     say(
         reorder("stored", BATCH, WIDTH, HEADS, right=(BATCH, HEADS, WIDTH)),
-        "the output of attention has 8 heads interleaved, element by element, that should come one after the other",
+        "the output of attention has 8 heads interleaved, one by one, that should come one after the other",
     ),
     say(
         reorder("read", INNER, CHUNKS, FEATURES, right=(CHUNKS, INNER, FEATURES)),
-        "the output of attention has elements dealt in turn to 4 chunks of the sequence, where each should "
+        "the output of attention has positions dealt in turn to 4 chunks of the sequence, where each should "
         "have its own "
         "one after the other",
     ),
