@@ -100,14 +100,15 @@ class RankSource(Record):
 class Reordered(Record):
     """The right values stand in the order of another layout of what `scope` says.
 
-    `orders` are those that explain it, the simplest first; others give the same values here. With `ranks` it is so
-    on these alone.
+    `orders` are those that explain it, the simplest first; others give the same values here. With `ranks`, or
+    `micro_batches`, it is so in these alone.
     """
 
     kind: Literal["reordered"] = "reordered"
     scope: Scope
     orders: tuple[Order, ...]
     ranks: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = ()
 
 
 class TokenValues(Record):

@@ -46,6 +46,10 @@ class MovedTokens(Hypothesis):
         if found is None:
             return self.refuse()
         way, tokens = found
+        if inputs.valid is not None and not any(
+            bool(inputs.valid.flatten()[each.tokens[each.wrong]].any()) for each in tokens
+        ):
+            return self.refuse()  # of padding another hypothesis says more
         length = tensor.expected.shape[1]
         num_wrong = sum(int(each.wrong.sum()) for each in tokens)
         runs = list_runs(tokens, length) if way in ("moved", "added") else []

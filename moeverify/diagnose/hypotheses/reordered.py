@@ -52,7 +52,10 @@ class ReorderedHypothesis(Hypothesis):
         seen = Replay(formula="layout", num_tried=search.num_tried)
         if found is None:
             return self.refuse(*([seen] if search.num_tried else []))
-        operation = Reordered(scope=found.scope, orders=found.orders, ranks=found.ranks)
+        where = found.where
+        operation = Reordered(
+            scope=found.scope, orders=found.orders, ranks=where.ranks, micro_batches=where.micro_batches
+        )
         is_copy = found.orders[0].way == "same" and tensor.quantity not in _OF_MODULES
         cause = Cause.DUPLICATE if is_copy else Cause.PERMUTATION
         return self.accept(explain_by(cause, operation, (tensor,), inputs), seen)

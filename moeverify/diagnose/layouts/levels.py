@@ -22,11 +22,12 @@ _MOST_DIVISORS = 12
 
 @dataclass(frozen=True)
 class Member:
-    """What one rank has of a piece: flat places in its grid, and the values (n) that stand there."""
+    """What one rank has of a piece: flat places in its grid, the values (n) that stand there, and the micro-batch."""
 
     rank: int
     places: Tensor
     actual: Tensor
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def list_token_levels(
     if len(local) == 1:
         dims = _name((next(iter(local))), ("batch", "sequence", *names))
         own = counts.of_rank(tensor.expected.shape[2], dims[2].size)
-        pieces = [_take_local(tensor, shard) for call in calls for shard in call.values()]
+        pieces = [
+            _take_local(tensor, shard, number) for number, call in enumerate(calls) for shard in call.values()
+        ]
         yield Level("rank", tuple(pieces), tuple(_list_token_grids(dims, own, 0)))
         yield from _list_group_levels(tensor, calls, dims, groups, counts)
         if len(calls) > 1:
@@ -244,9 +247,9 @@ def _name(shape: Sequence[int], names: Sequence[DimName]) -> tuple[Dim, ...]:
     return tuple(Dim(name=name, size=size) for name, size in zip(names, shape, strict=True))
 
 
-def _take_local(tensor: WrongTensor, shard: RankShard) -> Piece:
+def _take_local(tensor: WrongTensor, shard: RankShard, call: int = 0) -> Piece:
     actual = shard.values().flatten()
-    member = Member(shard.rank, torch.arange(len(actual)), actual)
+    member = Member(shard.rank, torch.arange(len(actual)), actual, call)
     return Piece(tensor.expected_of(shard).flatten(), (member,))
 
 

@@ -20,13 +20,21 @@ _LEAST_WRONG = 4  # elements: two that are exchanged have another order by chanc
 _MOST_ORDERS = 3  # others than so many explain as well, and none of them is said
 
 
+@dataclass(frozen=True, order=True)
+class Where:
+    """The ranks, or the micro-batches, that alone have an order; none where all have it."""
+
+    micro_batches: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class FoundOrders:
-    """Orders that explain a tensor, the simplest first, with the ranks that have it so where others do not."""
+    """Orders that explain a tensor, the simplest first, and where alone it is so."""
 
     scope: Scope
     orders: tuple[Order, ...]
-    ranks: tuple[int, ...]
+    where: Where
     num_tried: int
 
 
@@ -72,33 +80,31 @@ class OrderSearch:
         if not samples:
             return None
         for number, grid in enumerate(level.grids):
-            found: list[tuple[Order, tuple[int, ...]]] = []
+            found: list[tuple[Order, Where]] = []
             for order in _list_all(grid):
                 self.num_tried += 1
-                ranks = self._confirm(order, level, samples)
-                found += [] if ranks is None else [(order, ranks)]
+                where = self._confirm(order, level, samples)
+                found += [] if where is None else [(order, where)]
             found = self._drop_equal(found, level)
             if found and len(found) <= _MOST_ORDERS:
-                fewest = min(len(ranks) for _, ranks in found)
-                kept = [each for each in found if len(each[1]) == fewest]
-                kept = [self._name(*each, level, level.grids[number + 1 :]) for each in kept]
-                return FoundOrders(level.scope, tuple(order for order, _ in kept), kept[0][1], self.num_tried)
+                least = min(where for _, where in found)
+                kept = [order for order, where in found if where == least]
+                named = tuple(self._name(order, level, level.grids[number + 1 :]) for order in kept)
+                return FoundOrders(level.scope, named, least, self.num_tried)
         return None
 
-    def _name(
-        self, order: Order, ranks: tuple[int, ...], level: Level, grids: Sequence[Grid]
-    ) -> tuple[Order, tuple[int, ...]]:
+    def _name(self, order: Order, level: Level, grids: Sequence[Grid]) -> Order:
         """Return the same order of parts with a name, such as heads, where it is that too."""
         if order.way not in ("stored", "read") or any(dim.name in _NAMED for dim in order.dims):
-            return order, ranks
+            return order
         places = torch.arange(len(level.pieces[0].expected))
         where = locate(order, places)
         for grid in grids:
             if grid.apart is not None and grid.dims[grid.apart[0]].name in _NAMED:
                 for other in list_orders(grid):
                     if torch.equal(locate(other, places), where):
-                        return other, ranks
-        return order, ranks
+                        return other
+        return order
 
     def _sample(self, piece: Piece, member: Member) -> Tensor:
         """Return some places of a member that are wrong, and some others."""
@@ -113,12 +119,12 @@ class OrderSearch:
 
     def _confirm(
         self, order: Order, level: Level, samples: Sequence[tuple[Piece, Member, Tensor]]
-    ) -> tuple[int, ...] | None:
-        """Return the ranks that alone have this order, none of them where all have it; None where it fails."""
+    ) -> Where | None:
+        """Return where alone what ranks have is in this order; None where it is not, or where that is not clear."""
         if not all(self._gives(order, *each) for each in samples):
             return None
-        moved: set[int] = set()
-        spared: set[int] = set()
+        moved: list[Member] = []
+        spared: list[Member] = []
         for piece in level.pieces:
             for member in piece.members:
                 right = piece.expected[member.places]
@@ -127,23 +133,27 @@ class OrderSearch:
                 if not bool(((member.actual - value).abs() <= self.allowed).all()):
                     if not is_right:
                         return None
-                    spared.add(member.rank)
+                    spared.append(member)
                 elif not is_right:
-                    moved.add(member.rank)
-        return None if moved & spared else tuple(sorted(moved)) if spared else ()
+                    moved.append(member)
+        if not spared:
+            return Where()
+        if not {each.rank for each in moved} & {each.rank for each in spared}:
+            return Where(ranks=tuple(sorted({each.rank for each in moved})))
+        if not {each.call for each in moved} & {each.call for each in spared}:
+            return Where(micro_batches=tuple(sorted({each.call for each in moved})))
+        return None
 
-    def _drop_equal(
-        self, found: Sequence[tuple[Order, tuple[int, ...]]], level: Level
-    ) -> list[tuple[Order, tuple[int, ...]]]:
+    def _drop_equal(self, found: Sequence[tuple[Order, Where]], level: Level) -> list[tuple[Order, Where]]:
         """Return one of the orders that put every value into the same place."""
-        kept: list[tuple[Order, tuple[int, ...]]] = []
+        kept: list[tuple[Order, Where]] = []
         places = torch.arange(len(level.pieces[0].expected))
         maps: list[Tensor] = []
-        for order, ranks in found:
-            where = locate(order, places)
-            if not any(torch.equal(where, other) for other in maps):
-                maps.append(where)
-                kept.append((order, ranks))
+        for order, where in found:
+            sources = locate(order, places)
+            if not any(torch.equal(sources, other) for other in maps):
+                maps.append(sources)
+                kept.append((order, where))
         return kept
 
 

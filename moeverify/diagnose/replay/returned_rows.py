@@ -52,9 +52,17 @@ class ExpertRows:
         found = RowFinder(rows, own, self.weights, self._list_some).find(actual, expected, exact)
         if found is None:
             return None
+        found = self._prefer_own(found, rows)
         is_lost = found == LOST
         tokens, experts = found // self.count, found % self.count
         return ReturnedRows(tokens.masked_fill(is_lost, LOST), experts.masked_fill(is_lost, LOST))
+
+    def _prefer_own(self, found: Tensor, rows: Tensor) -> Tensor:
+        """Return the row of the token itself in the place of one that equals it: tokens may have a twin."""
+        experts = found.clamp(min=0) % self.count
+        own = torch.arange(self.num_tokens).unsqueeze(1) * self.count + experts
+        is_same = (rows[found.clamp(min=0)] == rows[own]).all(dim=-1)
+        return torch.where(is_same & (found != LOST), own, found)
 
     def _list_some(self, token: int, choice: int) -> Tensor:
         """Return the rows of a token by all experts, and those of all others by the expert of a choice."""
@@ -127,7 +135,7 @@ class RowFinder:
                     value = one * self.rows[row] + two * self.rows[other[row]]
                     if float((value - total).abs().max()) <= allowed:
                         found.append([(first, row), (second, int(other[row]))])
-        return found[0] if found and all(each == found[0] for each in found) else None
+        return self._choose(found)
 
     def _find_three(self, token: int, left: Tensor, allowed: float) -> list[tuple[int, int]] | None:
         """Return the three choices that came back with other rows; None where several triples do as well.
@@ -157,4 +165,16 @@ class RowFinder:
                     value = sum((w * self.rows[row] for w, row in zip(weights, rows, strict=True)), -total)
                     if float(value.abs().max()) <= allowed:
                         found.append([(c, int(row)) for c, row in zip(choices, rows, strict=True)])
-        return found[0] if found and all(each == found[0] for each in found) else None
+        return self._choose(found)
+
+    def _choose(self, found: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None:
+        """Return the one solution; of several that take equal rows the first, of others none."""
+        if not found:
+            return None
+        values = [[(choice, self.rows[row]) for choice, row in each] for each in found]
+        is_one = all(
+            choice == first and torch.equal(value, right)
+            for each in values
+            for (choice, value), (first, right) in zip(each, values[0], strict=True)
+        )
+        return found[0] if is_one else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
@@ -18,9 +18,11 @@ from moeverify.results.layout import (
     TokenPlaces,
     TokenValues,
 )
+from moeverify.results.operation import Change
 
 _PLURALS = {"batch": "batch rows", "sequence": "positions"}
-_MOST_LISTED = 8
+_NUMBERED = ("ranks", "chunks", "parts", "groups", "heads", "key-value heads", "experts")
+_MOST_LISTED, _FEW = 8, 4
 _MOST_RUNS = 2
 
 
@@ -31,7 +33,9 @@ def describe_reordered(operation: Reordered, explanation: Explanation) -> str:
     text = f"{subject} {texts[0]}"
     if len(texts) > 1:
         text += "".join(f", or {each}" for each in texts[1:]) + ": the values are the same here"
-    return text + (f", on {format_ranks(operation.ranks)} alone" if operation.ranks else "")
+    text += f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
+    numbers = ", ".join(map(str, operation.micro_batches))
+    return text + (f", in micro-batch {numbers} alone" if numbers else "")
 
 
 def _describe_order(order: Order, subject: Phrase) -> str:
@@ -71,7 +75,7 @@ def _describe_parts(order: Order, what: str) -> str:
         return f"what belongs to {_name_one(dim, number)} in all {size} {what}"
     if order.way == "before":
         return "in each micro-batch after the first what belongs into the one before"
-    if size <= _MOST_LISTED:
+    if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
         places = list(range(size))
         half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]
         listed = {
@@ -240,3 +244,27 @@ def _describe_counts(counts: TakenCounts) -> str:
     if counts.micro_batch is not None:
         return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
     return f"experts take other counts of rows: {text}"
+
+
+_HEADS: Mapping[str, tuple[str, str]] = {  # in which order they are stored, and read
+    "sequence-first": ("sequence, batch", "batch, sequence"),
+    "batch-first": ("batch, sequence", "sequence, batch"),
+    "heads-first": ("heads, sequence", "sequence, heads"),
+    "heads-last": ("sequence, heads", "heads, sequence"),
+    "width-first": ("width, heads", "heads, width"),
+    "width-last": ("heads, width", "width, heads"),
+    "ranks-first": ("ranks, batch", "batch, ranks"),
+    "ranks-last": ("batch, ranks", "ranks, batch"),
+}
+
+
+def describe_head_layout(change: Change) -> str:
+    """Return in which layout heads, or the gradient of what they put out, are read; nothing for other changes."""
+    if change.part not in ("layout", "gradient-layout"):
+        return ""
+    what = "queries, keys and values" if change.name == "all" else change.name
+    what = what or "the gradient of what the heads put out"
+    if change.way == "ranks-reversed":
+        return f"with {what} in the reverse order of ranks"
+    stored, read = _HEADS[change.way]
+    return f"with {what} stored as [{stored}] and read as [{read}]"
