@@ -82,8 +82,6 @@ def find_counts(rows: Sequence[RankRows]) -> TakenCounts | None:
         return None
     known = [each for each in taken if each is not None]
     first = next(i for i, (a, b) in enumerate(zip(known[0], wrong[0].counts, strict=True)) if a != b)
-    orders = [_find_order(each, right.counts) for each, right in zip(known, wrong, strict=True)]
-    is_one_order = orders[0] is not None and all(each == orders[0] for each in orders)
     calls = {
         tuple(
             other.call
@@ -100,7 +98,7 @@ def find_counts(rows: Sequence[RankRows]) -> TakenCounts | None:
         expert=first,
         end=sum(known[0][: first + 1]),
         right_end=sum(wrong[0].counts[: first + 1]),
-        order=tuple(orders[0] or ()) if is_one_order else (),
+        order=_find_order([(each, right.counts) for each, right in zip(known, wrong, strict=True)]),
         micro_batch=min(same) if same else None,
     )
 
@@ -113,11 +111,16 @@ def _cut(counts: Sequence[int], most: int) -> list[int]:
     return found
 
 
-def _find_order(taken: Sequence[int], right: Sequence[int]) -> list[int] | None:
-    """Return whose count each expert has; None where counts are no others in another order, or several are equal."""
-    if sorted(taken) != sorted(right) or len(set(right)) < len(right):
-        return None
-    return [list(right).index(count) for count in taken]
+def _find_order(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Return whose count each expert has, of counts that are taken and right ones; none where no one order fits all."""
+    size = len(pairs[0][0])
+    possible = [
+        {source for source in range(size) if all(taken[at] == right[source] for taken, right in pairs)}
+        for at in range(size)
+    ]
+    order = tuple(min(sources, default=-1) for sources in possible)
+    is_one = all(len(sources) == 1 for sources in possible) and len(set(order)) == size
+    return order if is_one else ()
 
 
 def find_row_offset(rows: Sequence[RankRows]) -> int | None:
