@@ -112,7 +112,7 @@ def _cut(counts: Sequence[int], most: int) -> list[int]:
 
 
 def _find_order(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
-    """Return whose count each expert has, of counts that are taken and right ones; none where no one order fits all."""
+    """Return whose count each expert has, of counts that are taken and right ones; none where no order fits all."""
     size = len(pairs[0][0])
     possible = [
         {source for source in range(size) if all(taken[at] == right[source] for taken, right in pairs)}

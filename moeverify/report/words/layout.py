@@ -72,7 +72,7 @@ def _describe_parts(order: Order, what: str) -> str:
     what = _PLURALS.get(what, what)
     size, number = dim.size, order.number
     if order.way == "same":
-        return f"what belongs to {_name_one(dim, number)} in all {size} {what}"
+        return f"in all {size} {what} what belongs to {_name_one(dim, number)}"
     if order.way == "before":
         return "in each micro-batch after the first what belongs into the one before"
     if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
@@ -236,11 +236,12 @@ def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
 
 def _describe_counts(counts: TakenCounts) -> str:
     """Return by which counts experts take the rows of their rank."""
-    whose = f"those of rank {counts.rank}'s expert {counts.expert} end at {counts.end} where its count says"
+    rows = f"the rows of rank {counts.rank}'s expert {counts.expert} end at {counts.end}"
+    whose = f"{rows} where its count says"
     text = f"{whose} {counts.right_end}"
     if counts.order:
         pairs = [f"{at} that of {source}" for at, source in enumerate(counts.order) if at != source]
-        return f"experts take the counts of rows of others, {', '.join(pairs)}: {text}"
+        return f"experts take each other's counts of rows, {', '.join(pairs)}: {text}"
     if counts.micro_batch is not None:
         return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
     return f"experts take other counts of rows: {text}"

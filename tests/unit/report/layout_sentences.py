@@ -17,9 +17,11 @@ from moeverify.results.layout import (
     Run,
     Served,
     Span,
+    TakenCounts,
     TokenPlaces,
     TokenValues,
 )
+from moeverify.results.operation import Change, Varied
 
 BATCH, SEQUENCE, FEATURES = (
     Dim(name="batch", size=16),
@@ -32,6 +34,7 @@ INNER = SEQUENCE.model_copy(update={"size": 2})
 HEADS, WIDTH = Dim(name="heads", size=8, of="features"), Dim(name="width", size=8)
 RANKS = Dim(name="ranks", size=2, axis="cp")
 ROWS, COLUMNS = Dim(name="rows", size=32), Dim(name="columns", size=16)
+BATCH_PARTS = Dim(name="parts", size=4, of="batch")
 HALVES = Dim(name="parts", size=2, of="rows")
 
 
@@ -92,7 +95,7 @@ LAYOUTS = [
     ),
     say(
         reorder("same", RANKS, right=(RANKS, *TOKENS), number=1),
-        "the output of attention has what belongs to rank 1 of cp in all 2 ranks of cp",
+        "the output of attention has in all 2 ranks of cp what belongs to rank 1 of cp",
     ),
     say(
         reorder("before", Dim(name="micro-batches", size=2)),
@@ -202,5 +205,79 @@ LAYOUTS = [
         "by expert 4, "
         "and 2 more",
         "moe.dispatcher",
+    ),
+    *(
+        (
+            explain(
+                Cause.FORWARD,
+                OUTPUT,
+                OtherRows(num_wrong=12, num_rows=512, served=(), counts=counts, offset=offset),
+                module="moe.dispatcher",
+            ),
+            f"12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): {text}",
+            "moe.dispatcher",
+        )
+        for counts, offset, text in [
+            (
+                TakenCounts(rank=1, expert=0, end=45, right_end=57, order=(1, 0, 2)),
+                None,
+                "experts take each other's counts of rows, 0 that of 1, 1 that of 0: the rows of rank 1's "
+                "expert 0 end "
+                "at 45 where its count says 57",
+            ),
+            (
+                TakenCounts(rank=0, expert=2, end=45, right_end=57, micro_batch=0),
+                None,
+                "experts take the counts of rows of micro-batch 0: the rows of rank 0's expert 2 end at 45 where its "
+                "count says 57",
+            ),
+            (
+                TakenCounts(rank=0, expert=2, end=45, right_end=57),
+                None,
+                "experts take other counts of rows: the rows of rank 0's expert 2 end at 45 where its count says 57",
+            ),
+            (None, 1, "with the row that stands 1 place before theirs among those of the rank"),
+        ]
+    ),
+    say(
+        TokenValues(
+            way="added",
+            num_tokens=32,
+            places=TokenPlaces(positions=(Span(start=0, stop=1),), size=(4, 8)),
+            offset=(0, 1),
+            num_runs=32,
+        ),
+        "32 tokens of the output of attention, at position 0 of the 8 of each rank, have the values of other tokens "
+        "added to their own: those 1 position after them on the same rank",
+    ),
+    say(
+        reorder("same", Dim(name="batch", size=2), right=(BATCH_PARTS, Dim(name="batch", size=2)), number=0),
+        "the output of attention has within each of 4 parts of the batch in all 2 batch rows what "
+        "belongs to number 0",
+    ),
+    say(
+        reorder("rolled", SEQUENCE, number=1, micro_batches=(1,)),
+        "the output of attention has the 8 positions 1 place too late, around the end, in micro-batch 1 alone",
+    ),
+    *(
+        say(
+            Varied(formula="attention", variants=((Change(part=part, way=way, name=name),),)),
+            f"attention attends with {text}",
+        )
+        for part, way, name, text in [
+            (
+                "layout",
+                "ranks-first",
+                "all",
+                "queries, keys and values stored as [ranks, batch] and read as [batch, ranks]",
+            ),
+            ("layout", "ranks-reversed", "keys", "keys in the reverse order of ranks"),
+            (
+                "gradient-layout",
+                "heads-first",
+                "",
+                "the gradient of what the heads put out stored as [heads, sequence] and read as [sequence, heads]",
+            ),
+        ]
     ),
 ]
