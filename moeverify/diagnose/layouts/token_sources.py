@@ -56,7 +56,9 @@ class TokenIndex:
 def find_sources(tensor: WrongTensor) -> tuple[TokenWay, list[SeenTokens]] | None:
     """Return what all wrong tokens (batch, sequence, ...) have in common; None where they do not have one thing."""
     width = tensor.expected.shape[2:].numel()
-    if width < _LEAST_WIDTH or any(shard.local is None or not shard.region.dims for shard in tensor.shards):
+    if width < _LEAST_WIDTH or not tensor.expected.numel():
+        return None
+    if any(shard.local is None or not shard.region.dims for shard in tensor.shards):
         return None
     if any(shard.region.local_shape[2:] != tensor.expected.shape[2:] for shard in tensor.shards):
         return None

@@ -151,6 +151,15 @@ def test_tokens_that_are_lost_or_summed(
         assert operation.runs == (Run(row=0, start=5, stop=6, source=(1, 2)),)
 
 
+def test_of_padding_another_hypothesis_says_more() -> None:
+    tensor, inputs = make_origin(draw(2, 6, 4), put((slice(None), slice(4, 6)), torch.zeros_like))
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[:, 4:] = False
+    assert examine("moved_tokens", tensor, replace(inputs, valid=valid)).explanation is None
+    valid[0, 4] = True
+    assert examine("moved_tokens", tensor, replace(inputs, valid=valid)).explanation is not None
+
+
 def test_the_tokens_of_another_rank_are_called_so() -> None:
     expected = draw(4, 6, 4)
     shares = [expected[:2], torch.cat([expected[2:3], expected[1:2]])]  # the second row of rank 1 is rank 0's

@@ -174,16 +174,9 @@ def test_what_the_whole_batch_has_in_another_layout() -> None:
 
 
 def test_micro_batches_with_the_values_of_the_one_before() -> None:
-    parts = (range(2), range(2, 4))
-    regions = [Region.box(EXPECTED.shape, (part, range(LENGTH), range(WIDTH))) for part in parts]
-    shards = (RankShard(0, regions[0], EXPECTED[:2]), RankShard(0, regions[1], EXPECTED[:2]))
-    _, inputs = make_origin(EXPECTED, EXPECTED.flip(0))
-    origin = inputs.search.origins["forward"]
-    tensor = replace(origin.tensor, shards=shards)
-    search = replace(inputs.search, origins={"forward": replace(origin, tensor=tensor)})
-    found = find(tensor, replace(inputs, search=search))
+    found = find(*make_micro_batches(EXPECTED[:2], EXPECTED[:2]))
     assert found is not None
-    assert name(found.orders[0])[1] == "micro-batches2"
+    assert name(found.orders[0]) == ("before", "micro-batches2")
 
 
 WEIGHTS = [
@@ -203,6 +196,44 @@ def test_weights_in_another_layout(change: Callable[[Tensor], Tensor], named: tu
     assert outcome.explanation is not None
     assert name(outcome.explanation.operation.orders[0]) == named
     assert outcome.explanation.cause is (Cause.DUPLICATE if named[0] == "same" else Cause.PERMUTATION)
+
+
+def round_off(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.float64)
+
+
+def test_rounded_values_are_known_where_the_error_is_far_larger_than_rounding() -> None:
+    expected = draw(12, 6)
+    actual = round_off(expected.flip(0))
+    found = {}
+    for name_, scale in (("large", 1.0), ("small", 1e-3)):
+        # One number is so large that what is moved is no more than what rounding may do to it.
+        right, wrong = expected * scale, actual * scale
+        right[0, 0] = wrong[0, 0] = 1.0 if scale < 1.0 else right[0, 0]
+        wrong = wrong if scale < 1.0 else actual
+        tensor = make_sharded(right, *wrong.chunk(2), kind="initial_weight", precision=torch.float32)
+        found[name_] = examine("reordered", tensor, make_inputs(tensor, axes=CONTEXT)).explanation is not None
+    assert found == {"large": True, "small": False}
+
+
+def make_micro_batches(*locals_: Tensor) -> tuple[WrongTensor, DiagnosisInputs]:
+    """Return what one rank has of micro-batches of two rows each."""
+    regions = [
+        Region.box(EXPECTED.shape, (range(2 * n, 2 * n + 2), range(LENGTH), range(WIDTH))) for n in range(2)
+    ]
+    shards = tuple(RankShard(0, region, local) for region, local in zip(regions, locals_, strict=True))
+    _, inputs = make_origin(EXPECTED, EXPECTED.flip(0))
+    assert inputs.search is not None
+    origin = inputs.search.origins["forward"]
+    tensor = replace(origin.tensor, shards=shards)
+    search = replace(inputs.search, origins={"forward": replace(origin, tensor=tensor)})
+    return tensor, replace(inputs, search=search)
+
+
+def test_one_micro_batch_alone_may_have_another_order() -> None:
+    found = find(*make_micro_batches(EXPECTED[:2], EXPECTED[2:].roll(1, 1)))
+    assert found is not None
+    assert (name(found.orders[0]), found.micro_batches) == (("rolled", "sequence12"), (1,))
 
 
 def test_every_order_is_one_of_all_places() -> None:
