@@ -57,7 +57,7 @@ class MovedTokens(Hypothesis):
             way=way,
             num_tokens=num_wrong,
             places=find_places(tokens, length),
-            offset=find_offset(tokens) if runs else None,
+            offset=find_offset(tokens, tensor.expected.flatten(2).flatten(0, 1)) if runs else None,
             of_ranks=find_rank_sources(tokens) if way == "moved" else (),
             runs=tuple(runs[:_MOST_RUNS]),
             num_runs=len(runs),

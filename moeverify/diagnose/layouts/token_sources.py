@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -123,20 +124,29 @@ def list_runs(seen: Sequence[SeenTokens], length: int) -> list[Run]:
     return sorted(runs, key=lambda run: (run.start - run.stop, run.row, run.start))
 
 
-def find_offset(seen: Sequence[SeenTokens]) -> tuple[int, int] | None:
-    """Return by how many rows and positions of its part a rank has the sources further on, if all by the same."""
-    found: set[tuple[int, int]] = set()
+def find_offset(seen: Sequence[SeenTokens], rows: Tensor) -> tuple[int, int] | None:
+    """Return by how many rows and positions of its part a rank has the sources further on, around the end.
+
+    None where that is not so of all. A token may have a twin among `rows` (N, D), which is as good a source.
+    """
+    counts: Counter[tuple[int, int]] = Counter()
     for each in seen:
-        columns = each.tokens.shape[1]
+        size = each.tokens.shape
         places = {token: at for at, token in enumerate(each.tokens.flatten().tolist())}
         for at in each.wrong.flatten().nonzero().flatten().tolist():
             source = places.get(int(each.sources.flatten()[at]))
-            if source is None:
-                return None
-            found.add((source // columns - at // columns, source % columns - at % columns))
-            if len(found) > 1:
-                return None
-    return next(iter(found), None)
+            if source is not None:
+                down, along = source // size[1] - at // size[1], source % size[1] - at % size[1]
+                counts[down % size[0], along % size[1]] += 1
+    if not counts:
+        return None
+    ((down, along), _) = counts.most_common(1)[0]
+    for each in seen:
+        shifted = each.tokens.roll((-down, -along), (0, 1))
+        if not torch.equal(rows[shifted[each.wrong]], rows[each.sources[each.wrong]]):
+            return None
+    size = seen[0].tokens.shape
+    return down - size[0] * (2 * down > size[0]), along - size[1] * (2 * along > size[1])
 
 
 def find_rank_sources(seen: Sequence[SeenTokens]) -> tuple[RankSource, ...]:

@@ -37,7 +37,11 @@ _GATHERED: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def list_layouts(shape: Sequence[int], num_ranks: int) -> list[Change]:
     """Return in which layouts queries, keys, values or all of these, (B, S, N, D), may be read."""
-    return [Change(part=PART, way=way, name=name) for way in _list_ways(shape, num_ranks) for name in TAKEN]
+    found = [Change(part=PART, way=way, name=name) for way in _list_ways(shape, num_ranks) for name in TAKEN]
+    # Of two ranks the reverse order of keys or values is that of the next rank, which is a way of its own.
+    return [
+        each for each in found if each.way != "ranks-reversed" or num_ranks > 2 or each.name not in TAKEN[1:3]
+    ]
 
 
 def list_gradient_layouts(shape: Sequence[int], num_ranks: int) -> list[Change]:

@@ -119,8 +119,7 @@ def _find_order(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[i
         for at in range(size)
     ]
     order = tuple(min(sources, default=-1) for sources in possible)
-    is_one = all(len(sources) == 1 for sources in possible) and len(set(order)) == size
-    return order if is_one else ()
+    return order if len(set(order) - {-1}) == size else ()
 
 
 def find_row_offset(rows: Sequence[RankRows]) -> int | None:

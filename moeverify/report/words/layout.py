@@ -167,7 +167,7 @@ def _describe_offset(rows: int, positions: int) -> str:
         for number, noun in ((rows, "row"), (positions, "position"))
         if number
     ]
-    return f"{' and '.join(words)} on the same rank"
+    return f"{' and '.join(words)} on the same rank, around the end"
 
 
 def _describe_run(run: Run) -> str:

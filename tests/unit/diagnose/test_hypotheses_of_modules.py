@@ -151,6 +151,19 @@ def test_tokens_that_are_lost_or_summed(
         assert operation.runs == (Run(row=0, start=5, stop=6, source=(1, 2)),)
 
 
+def test_tokens_of_one_place_further_on_are_called_so_in_spite_of_twins() -> None:
+    expected = draw(4, 6, 4)
+    expected[0, 1] = expected[3, 5] = expected[1, 2]
+    actual = expected.clone()
+    actual[:, 2:4] = expected.roll(-1, 0)[:, 2:4]
+    tensor, inputs = make_origin(expected, actual)
+    operation = examine("moved_tokens", tensor, inputs).explanation.operation
+    assert operation.offset == (1, 0)
+    actual[0, 0] = expected[2, 2]
+    tensor, inputs = make_origin(expected, actual)
+    assert examine("moved_tokens", tensor, inputs).explanation.operation.offset is None
+
+
 def test_of_padding_another_hypothesis_says_more() -> None:
     tensor, inputs = make_origin(draw(2, 6, 4), put((slice(None), slice(4, 6)), torch.zeros_like))
     valid = torch.ones(2, 6, dtype=torch.bool)

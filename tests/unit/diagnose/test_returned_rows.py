@@ -7,7 +7,7 @@ import torch
 from test_replay_experts import make_experts, run_expert
 from torch import Tensor
 
-from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows
+from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows, RowFinder
 
 Rows = dict[tuple[int, int], tuple[int, int]]  # (token, choice): (token, expert)
 
@@ -68,3 +68,21 @@ def test_outputs_that_are_no_sum_of_rows_are_not_explained() -> None:
     actual[3] *= 1.001
     assert ExpertRows(make_experts()).find(actual, expected, 1e-9) is None
     assert ExpertRows(make_experts()).find(expected, expected, 1e-9) is None
+
+
+def test_all_three_choices_of_a_token_may_be_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(30, 8, dtype=torch.float64, generator=generator)
+    weights = torch.rand(10, 3, dtype=torch.float64, generator=generator) + 0.1
+    own = torch.arange(30).view(10, 3)
+    taken = own.clone()
+    taken[4] = torch.tensor([20, 7, 1])
+
+    def combine_all(which: Tensor) -> Tensor:
+        return (rows[which] * weights.unsqueeze(-1)).sum(1)
+
+    finder = RowFinder(rows, own, weights, lambda token, choice: torch.arange(30))
+    found = finder.find(combine_all(taken), combine_all(own), 1e-9)
+    assert found is not None
+    assert torch.equal(found, taken)
+    assert RowFinder(rows, own, weights).find(combine_all(taken), combine_all(own), 1e-9) is None

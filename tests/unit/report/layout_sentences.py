@@ -248,7 +248,7 @@ LAYOUTS = [
             num_runs=32,
         ),
         "32 tokens of the output of attention, at position 0 of the 8 of each rank, have the values of other tokens "
-        "added to their own: those 1 position after them on the same rank",
+        "added to their own: those 1 position after them on the same rank, around the end",
     ),
     say(
         reorder("same", Dim(name="batch", size=2), right=(BATCH_PARTS, Dim(name="batch", size=2)), number=0),
