@@ -174,7 +174,8 @@ class Zeroed(Record):
 class LostElements(Record):
     """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right.
 
-    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`.
+    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`, and
+    `own` those in the part of each rank, where all have the same ones.
     """
 
     kind: Literal["lost-elements"] = "lost-elements"
@@ -185,6 +186,7 @@ class LostElements(Record):
     dim: int | None = None
     slices: tuple[int, ...] = ()
     num_slices: int = 0
+    own: tuple[int, ...] = ()
 
 
 class Moved(Record):

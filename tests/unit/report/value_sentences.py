@@ -57,10 +57,17 @@ VALUES = [
             Cause.DETACHED,
             GRADIENT,
             LostElements(
-                num_lost=8, num_elements=64, at_end=False, ranks=(1,), dim=0, slices=(53,), num_slices=1
+                num_lost=8,
+                num_elements=64,
+                at_end=False,
+                ranks=(1,),
+                dim=0,
+                slices=(53,),
+                num_slices=1,
+                own=(5,),
             ),
         ),
-        "slice 53 along dim 0 of the gradient is zero on rank 1",
+        "slice 53 along dim 0 of the gradient is zero on rank 1, 5 of its own part",
         "",
     ),
     (
