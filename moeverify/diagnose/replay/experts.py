@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.activations import activate, fit_activations, list_activations
+from moeverify.diagnose.replay.counts import NO_EXPERT
 from moeverify.diagnose.replay.exchange import PARTS, Call, Exchanges, iterate_parts
 from moeverify.diagnose.replay.gradient_ways import weigh_gradient
 from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
@@ -177,6 +178,7 @@ class ExpertsFormula(TokenFormula):
         ids, copies = self._travel(ids, cell, changes)
         if copies is not None:
             rows = self.x.flatten(0, 1)[copies // self.num_choices]
+            weights, ids = weights * (ids != NO_EXPERT), ids.clamp(min=0)
         is_before = "weights" in changes and changes["weights"].way == "before"
         is_apart = "down-bias" in changes and changes["down-bias"].way == "unweighted"
         weight = weights.unsqueeze(-1)
@@ -372,14 +374,13 @@ class ExpertsFormula(TokenFormula):
         }
         return ways[change.way]()
 
-    def list_outputs(self) -> Tensor:
-        """Return the output of each choice (B, S, k, H), not weighted."""
+    def list_outputs(self, ids: Tensor | None = None) -> Tensor:
+        """Return the output of each choice (B, S, k, H), not weighted; of others than the right ones, by `ids`."""
+        ids = self.ids if ids is None else ids
         ones = torch.ones(self.held.gate.shape[1], dtype=self.x.dtype)
-        rows = self.x.unsqueeze(2).expand(*self.ids.shape, self.x.shape[-1])
-        out, bias = self.run(rows, self.ids, {}, ones)
+        rows = self.x.unsqueeze(2).expand(*ids.shape, self.x.shape[-1])
+        out, bias = self.run(rows, ids, {}, ones)
         return out + bias
-
-
 def _multiply(
     rows: Sequence[Tensor], weights: Tensor, experts: Tensor, order: Tensor | None = None
 ) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.activations import list_derivatives, list_gradients_inside
+from moeverify.diagnose.replay.counts import NO_EXPERT
+from moeverify.diagnose.replay.counts import PART as COUNTS
 from moeverify.diagnose.replay.exchange import AFTER, iterate_parts
 from moeverify.diagnose.replay.experts import ExpertsFormula
 from moeverify.diagnose.replay.gradient_ways import (
@@ -73,10 +75,12 @@ class ExpertsGradientFormula(Formula):
         if is_after:
             flat = torch.zeros_like(flat).index_add(0, found.copies, flat)
         ones = torch.ones(forward.held.gate.shape[1], dtype=forward.x.dtype)
+        experts = found.experts if step.part == COUNTS else forward.ids.flatten()
+        flat = flat * (experts != NO_EXPERT).unsqueeze(-1)
         with torch.enable_grad():
             rows = forward.x.unsqueeze(2).expand(*forward.ids.shape, forward.x.shape[-1])
             leaf = rows.clone().requires_grad_()
-            output, _ = forward.run(leaf, forward.ids, {}, ones)
+            output, _ = forward.run(leaf, experts.clamp(min=0).view(forward.ids.shape), {}, ones)
             (passed,) = torch.autograd.grad(output, leaf, flat.view_as(output))
         tokens = torch.arange(forward.ids.numel()) if is_after else found.copies
         whole = torch.zeros_like(forward.x).flatten(0, 1)
