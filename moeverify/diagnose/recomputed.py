@@ -22,6 +22,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, RecomputedFacts
+from moeverify.results.token_weights import Reaveraged
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -332,7 +333,7 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
 def _redefines(origin: Finding, loss: Finding) -> bool:
     """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
     explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined):
+    if explanation is None or not isinstance(explanation.operation, Redefined | Reaveraged):
         return False
     return origin.step == loss.step and loss.kind == Kind.LOSS and loss.tensor in explanation.subject.tensors
 

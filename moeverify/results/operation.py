@@ -18,6 +18,7 @@ from moeverify.results.known_sum import KnownSum
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
+from moeverify.results.token_weights import Reaveraged
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
 """What a weight is of a share's number of valid tokens: it, one over it, it over the mean of all shares or over the
@@ -485,6 +486,7 @@ Operation = Annotated[
     | Mistaken
     | KnownSum
     | Reweighted
+    | Reaveraged
     | Altered,
     Field(discriminator="kind"),
 ]
