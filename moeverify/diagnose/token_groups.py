@@ -16,7 +16,15 @@ from torch import Tensor
 from moeverify.layout.region import Indices
 from moeverify.results.token_weights import CountOf, GroupUnit, TokenCount, TokenGroups
 
-BASIC: tuple[GroupUnit, ...] = ("batch", "rank", "micro-batch", "same-micro-batch", "row", "position")
+BASIC: tuple[GroupUnit, ...] = (
+    "batch",
+    "rank",
+    "micro-batch",
+    "same-micro-batch",
+    "row",
+    "row-of-rank",
+    "position",
+)
 CHUNKS: tuple[GroupUnit, ...] = ("chunk", "chunk-of-row", "chunk-of-positions", "chunk-by-position")
 
 _COUNTS: tuple[CountOf, ...] = ("valid", "all", "rows", "valid-less-rows", "all-less-rows", "root-of-valid")
@@ -28,7 +36,8 @@ _MOST_SIZES = 64
 @dataclass(frozen=True)
 class Fields:
     """Where each token is: the number of its rank and of its micro-batch, there its row and position, and how many
-    rows and positions there are."""
+    rows and positions there are.
+    """
 
     rank: Tensor
     micro_batch: Tensor
@@ -38,17 +47,27 @@ class Fields:
     num_positions: Tensor
 
     @classmethod
-    def of(cls, shape: tuple[int, int], micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]]) -> Fields | None:
-        """Return where tokens are; None where ranks do not have each once, but for replicas of all that one has."""
+    def of(
+        cls, shape: tuple[int, int], micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]]
+    ) -> Fields | None:
+        """Return where tokens are; None where ranks do not have each once, but for replicas of all of one."""
         fields = [torch.full(shape, -1) for _ in range(6)]
-        seen = list(dict.fromkeys(tuple((tuple(r), tuple(p)) for r, p in each) for each in micro_batches.values()))
+        seen = list(
+            dict.fromkeys(tuple((tuple(r), tuple(p)) for r, p in each) for each in micro_batches.values())
+        )
         for rank, shares in enumerate(seen):
             for number, (rows, positions) in enumerate(shares):
                 at = torch.tensor(rows).unsqueeze(1), torch.tensor(positions)
                 if not rows or not positions or bool((fields[0][at] >= 0).any()):
                     return None
-                places = (torch.arange(len(rows)).unsqueeze(1), torch.arange(len(positions)).unsqueeze(0))
-                values = (rank, number, *places, len(rows), len(positions))
+                values = [
+                    torch.tensor(rank),
+                    torch.tensor(number),
+                    torch.arange(len(rows)).unsqueeze(1),
+                    torch.arange(len(positions)).unsqueeze(0),
+                    torch.tensor(len(rows)),
+                    torch.tensor(len(positions)),
+                ]
                 for field, value in zip(fields, values, strict=True):
                     field[at] = value
         return cls(*fields) if seen and bool((fields[0] >= 0).all()) else None
@@ -70,6 +89,12 @@ class Groups:
         flat, size = self.ids.flatten(), int(self.ids.max()) + 1
         sums = torch.zeros(size, dtype=torch.float64).index_add(0, flat, values.flatten().to(torch.float64))
         return sums[flat].view(self.ids.shape)
+
+    def each(self, values: Tensor) -> Tensor:
+        """Return the value of each group (number of groups), of values that all tokens of a group have."""
+        found = torch.zeros(int(self.ids.max()) + 1, dtype=torch.float64)
+        found[self.ids.flatten()] = values.flatten().to(torch.float64)
+        return found
 
     def sums(self, values: Tensor) -> Tensor:
         """Return the sum over each group (number of groups)."""
@@ -99,6 +124,7 @@ class TokenMap:
             "micro-batch": (self._begin, at.micro_batch),
             "same-micro-batch": (at.micro_batch, at.micro_batch),
             "row": (torch.arange(rows).unsqueeze(1).expand(rows, columns),) * 2,
+            "row-of-rank": (self._begin * rows + at.row, at.row),
             "position": (torch.arange(columns).expand(rows, columns),) * 2,
         }
         groups: list[Groups] = []
@@ -138,7 +164,9 @@ class TokenMap:
         largest = int(self.length(unit).max())
         sizes = torch.arange(1, largest)
         fits = torch.ones_like(sizes, dtype=torch.bool)
-        line = self._begin if unit != "chunk-of-row" else self._begin * self.counted.shape[0] + self.fields.row
+        line = (
+            self._begin if unit != "chunk-of-row" else self._begin * self.counted.shape[0] + self.fields.row
+        )
         key = (line * (largest + 1) + order)[self.counted]
         classes, by = alike[self.counted], key.argsort(stable=True)
         changes = {
@@ -175,14 +203,14 @@ class TokenMap:
 
     def count_groups(self, groups: Groups, inside: Groups) -> tuple[TokenCount, Tensor]:
         """Return how many groups with counted tokens there are inside of the group of each token."""
-        pairs = torch.stack([inside.ids[self.counted], groups.ids[self.counted]], dim=1).unique(dim=0)
+        pairs = torch.unique(torch.stack([inside.ids[self.counted], groups.ids[self.counted]], dim=1), dim=0)
         counts = torch.bincount(pairs[:, 0], minlength=int(inside.ids.max()) + 1).to(torch.float64)
         count = TokenCount(of="groups", groups=groups.name, inside=inside.name)
         return count, counts[inside.ids]
 
     def _count_rows(self, groups: Groups) -> Tensor:
         rows = torch.arange(self.counted.shape[0]).unsqueeze(1).expand(self.counted.shape)
-        pairs = torch.stack([groups.ids.flatten(), rows.flatten()], dim=1).unique(dim=0)
+        pairs = torch.unique(torch.stack([groups.ids.flatten(), rows.flatten()], dim=1), dim=0)
         counts = torch.bincount(pairs[:, 0], minlength=int(groups.ids.max()) + 1).to(torch.float64)
         return counts[groups.ids]
 

@@ -16,8 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from moeverify.axes.groups import VALID_TOKENS
+from moeverify.axes.groups import ROWS, TOKENS, TOP_K, VALID_TOKENS
 from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.token_groups import CHUNKS, Groups, TokenMap
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.factor import Factor, Product, Source, is_same
@@ -44,6 +45,7 @@ _LEAST_CHANCE = -40.0
 """Logarithm to base 2 of the chance that weights repeat as they do, where they depend on something alone."""
 
 _MOST_NUMBERS = 8
+_OF_ALL: tuple[CountOf, ...] = ("valid", "all", "rows", "valid-less-rows", "all-less-rows")
 _CORRECTED: tuple[CountOf, ...] = ("valid-less-rows", "all-less-rows", "root-of-valid")
 
 Count = tuple[TokenCount, Tensor]
@@ -85,7 +87,7 @@ class _Fit:
     """An averaging that gives the weights, and what sorts it: the lower, the simpler."""
 
     averaging: Averaging
-    rank: tuple[int, ...]
+    rank: int
 
 
 class Explainer:
@@ -110,7 +112,7 @@ class Explainer:
     def explain(self) -> tuple[Averaging, ...]:
         """Return the simplest averagings that give all weights; none where there is none, or are too many."""
         if self._is_constant(self.weights, self.counted):
-            return ()
+            return self._find_divisor()
         found = self._find_averagings(self.counted, None)
         if not found:
             found = self._find_without()
@@ -119,6 +121,33 @@ class Explainer:
             return () if depends_on is None else (Averaging(depends_on=depends_on),)
         least = min(fit.rank for fit in found)
         simplest = list(dict.fromkeys(fit.averaging for fit in found if fit.rank == least))
+        return tuple(simplest) if len(simplest) <= MOST_ALIKE else ()
+
+    def _find_divisor(self) -> tuple[Averaging, ...]:
+        """Return which count divides all tokens, in the place of the valid ones of the batch."""
+        divisor = self.total / float(self.weights[self.counted].mean())
+        found: list[Averaging] = []
+        for groups in self.tokens.basic:
+            number = len(torch.unique(groups.ids[self.counted]))
+            counts = list(self.tokens.list_counts(groups))
+            for count, field in counts[: len(_OF_ALL)]:
+                values = groups.each(field)
+                picked = {
+                    "first": values[0],
+                    "last": values[-1],
+                    "largest": values.max(),
+                    "smallest": values.min(),
+                }
+                for whose, value in picked.items() if number > 1 else [("own", values[0])]:
+                    over = count.model_copy(update={"whose": whose})
+                    if is_same(float(value), divisor):
+                        found.append(Averaging(over=over))
+                    elif number > 1 and is_same(float(value) * number, divisor):
+                        mean = Factor(value=1.0 / number, equals=(Product(over=(GROUPS,)),))
+                        found.append(Averaging(over=over, factor=mean))
+        # The batch comes first, then what it is divided into.
+        units = [each.over.groups.unit for each in found if each.over is not None]
+        simplest = [each for each, unit in zip(found, units, strict=True) if unit == units[0]]
         return tuple(simplest) if len(simplest) <= MOST_ALIKE else ()
 
     def _is_constant(self, values: Tensor, where: Tensor) -> bool:
@@ -174,9 +203,12 @@ class Explainer:
         # A number that is none of the run, or a corrected count, is less simple than one more count.
         corrected = sum(each is not None and each[0].of in _CORRECTED for each in (over, times))
         before = sum(each is not None and each[0].whose != "own" for each in (over, times))
-        rank = (cost + 2 * corrected + before + (0 if is_plain else 5 * len(factor.equals[:1]) + (not factor.equals) * 20),)
+        unnamed = 0 if is_plain else 5 if factor.equals else 20
+        rank = cost + 2 * corrected + before + unnamed
         averaging = Averaging(
-            over=over and over[0], times=times and times[0], factor=None if is_same(value, 1.0) else factor,
+            over=over and over[0],
+            times=times and times[0],
+            factor=None if is_same(value, 1.0) else factor,
             without=without,
         )
         return [_Fit(averaging, rank)]
@@ -193,7 +225,9 @@ class Explainer:
         grouped = over or times
         assert grouped is not None
         num_groups = self._count(grouped[0].groups, where)
-        if num_groups > 1 and over is not None and is_same(value * num_groups, 1.0):
+        # A mean may be over groups of padding alone as well.
+        numbers = {num_groups, self._count(grouped[0].groups, torch.ones_like(where))} - {1}
+        if over is not None and any(is_same(value * number, 1.0) for number in numbers):
             return Factor(value=value, equals=(Product(over=(GROUPS,)),)), True
         is_mean = times is not None and times[0].of == "valid" and times[0].whose == "own"
         if over is None and is_mean and is_same(value * float(where.sum()) / num_groups, 1.0):
@@ -205,14 +239,17 @@ class Explainer:
     def _count(self, groups: TokenGroups, where: Tensor) -> int:
         """Return how many groups have counted tokens."""
         if groups.size:
-            return len(self.tokens.chunk(groups.unit, groups.size).ids[where].unique())
-        return next(len(each.ids[where].unique()) for each in self.tokens.basic if each.name == groups)
+            return len(torch.unique(self.tokens.chunk(groups.unit, groups.size).ids[where]))
+        return next(len(torch.unique(each.ids[where])) for each in self.tokens.basic if each.name == groups)
 
     def _find_without(self) -> list[_Fit]:
         """Return averagings by which some tokens count not at all, or otherwise than all others by a factor."""
         classes = _classify(self.weights, self.counted)
         found: list[_Fit] = []
-        values = {int(each): float(self.weights[(classes == each) & self.counted].mean()) for each in classes[self.counted].unique()}
+        values = {
+            int(each): float(self.weights[(classes == each) & self.counted].mean())
+            for each in torch.unique(classes[self.counted])
+        }
         zero = next((number for number, value in values.items() if abs(value) <= SAME), None)
         candidates = [zero] if zero is not None else list(values) if len(values) == 2 else []
         for number in candidates:
@@ -225,12 +262,12 @@ class Explainer:
             for each in find_sets(self.tokens, inside):
                 without = each.model_copy(update={"times": values[number] / rest if number != zero else 0.0})
                 if constant and is_same(rest, 1.0):
-                    found.append(_Fit(Averaging(without=without), (0,)))
+                    found.append(_Fit(Averaging(without=without), 0))
                 elif constant and number == zero and is_same(rest * float(where.sum()), self.total):
                     over = TokenCount(of="valid", groups=TokenGroups(unit="batch"))
-                    found.append(_Fit(Averaging(without=without, over=over), (0,)))
+                    found.append(_Fit(Averaging(without=without, over=over), 0))
                 elif constant and (factor := find_factor(rest, self.sources)).equals:
-                    found.append(_Fit(Averaging(without=without, factor=factor), (5,)))
+                    found.append(_Fit(Averaging(without=without, factor=factor), 5))
                 elif number == zero and not constant:
                     found += self._find_averagings(where, without)
         return found
@@ -246,8 +283,8 @@ class Explainer:
         shares = torch.bincount(classes).to(torch.float64) / len(classes)
         for name, field in (places | dict(self.keys)).items():
             keys = field[self.counted]
-            pairs = torch.stack([keys, classes], dim=1).unique(dim=0)
-            if len(pairs) != len(keys.unique()):
+            pairs = torch.unique(torch.stack([keys, classes], dim=1), dim=0)
+            if len(pairs) != len(torch.unique(keys)):
                 continue
             # All tokens but one of each key have by chance the same weight as that one.
             bits = float(shares[classes].log2().sum()) - float(shares[pairs[:, 1]].log2().sum())
@@ -261,7 +298,7 @@ def find_sets(tokens: TokenMap, inside: Tensor) -> list[TokenSet]:
     counted = tokens.counted
     for groups in tokens.basic:
         ids = groups.ids[counted]
-        chosen = ids[inside[counted]].unique()
+        chosen = torch.unique(ids[inside[counted]])
         if bool(torch.isin(ids, chosen).eq(inside[counted]).all()):
             numbers = tuple(chosen.tolist())
             is_few = len(numbers) <= _MOST_NUMBERS
@@ -290,6 +327,12 @@ def _find_ends(tokens: TokenMap, unit: GroupUnit, inside: Tensor) -> Iterable[To
         last = (counted.flip(1).to(torch.int64).cumsum(1) == 1).flip(1) & counted
         if torch.equal(last, inside & counted) and len(rows):
             yield TokenSet(groups=TokenGroups(unit="row"), which="last")
+
+
+def list_sources(inputs: DiagnosisInputs) -> list[Source]:
+    """Return the integers of the run that a mean over tokens may be off by: ranks, rows, tokens."""
+    counts = [each for each in inputs.axes.loss_counts if each.name in (ROWS, TOKENS, VALID_TOKENS)]
+    return [*(each for each in inputs.axes.sources if each.name != TOP_K), *counts]
 
 
 def list_counts(tokens: TokenMap, groups: Groups) -> Iterator[Count]:
@@ -324,7 +367,9 @@ def _classify(values: Tensor, where: Tensor) -> Tensor:
     steps = torch.zeros(len(some), dtype=torch.int64)
     # Of two that differ by rounding alone the larger is no new value.
     scale = max(float(some.abs().max()), 1e-300)
-    steps[1:] = (some[1:] - some[:-1] > SAME * torch.maximum(some[1:].abs(), torch.tensor(1e-6 * scale))).cumsum(0)
+    steps[1:] = (
+        some[1:] - some[:-1] > SAME * torch.maximum(some[1:].abs(), torch.tensor(1e-6 * scale))
+    ).cumsum(0)
     found = torch.zeros(values.shape, dtype=torch.int64)
     ranks = torch.empty_like(steps)
     ranks[order] = steps

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import ClipFormulaName, NormOrder
@@ -122,21 +123,6 @@ class Rescoped(Record):
     kind: Literal["rescoped"] = "rescoped"
     term: str
     scope: str
-
-
-class Change(Record):
-    """One part of what a module computes, and the way in which it was computed otherwise.
-
-    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum. `factor`
-    says what a number comes from that something is multiplied by, and `is_summed` that ranks sum over it.
-    """
-
-    part: str
-    way: str
-    number: float | None = None
-    name: str = ""
-    factor: Factor | None = None
-    is_summed: bool = False
 
 
 class Redefined(Record):

@@ -12,14 +12,14 @@ from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome
 from moeverify.diagnose.inputs import LM, DiagnosisInputs
 from moeverify.diagnose.token_groups import CHUNKS, Fields, Groups, TokenMap
-from moeverify.diagnose.token_weights import GROUPS, drop_alike, list_counts
+from moeverify.diagnose.token_weights import GROUPS, drop_alike, list_counts, list_sources
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.observation import ScalarValues
-from moeverify.results.token_weights import Averaging, Reaveraged, TokenCount, TokenGroups, TokenSet
+from moeverify.results.token_weights import Averaging, Reaveraged, TokenCount, TokenSet
 from moeverify.results.trial import Reason
 
 _EXACT = 1e-10
@@ -51,12 +51,14 @@ class ReportedAverage(Hypothesis):
         worst = tensor.worst_shard
         actual = torch.tensor([float(shard.values()) for shard in tensor.shards], dtype=torch.float64)
         seen = ScalarValues(expected=float(tensor.expected), actual=float(worst.values()), rank=worst.rank)
-        sources = [*inputs.axes.sources, *inputs.axes.loss_counts]
+        sources = list_sources(inputs)
         factor = find_factor(seen.actual / seen.expected, sources) if seen.expected else Factor(value=0.0)
         if fields is None or factor.equals:
             return self.refuse(seen)
         ranks = [shard.rank for shard in tensor.shards]
-        found = self._find(TokenMap(fields, inputs.valid), losses.to("cpu", torch.float64), actual, ranks, inputs)
+        found = self._find(
+            TokenMap(fields, inputs.valid), losses.to("cpu", torch.float64), actual, ranks, inputs
+        )
         if not found:
             return self.refuse(seen)
         operation = Reaveraged(averagings=found, is_reported=True)
@@ -112,8 +114,9 @@ def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[C
     counted, total = tokens.counted, float(tokens.counted.sum())
     sizes = [size for size in _SIZES if size < int(tokens.lengths.max())]
     chunks = [tokens.chunk(unit, size) for unit in CHUNKS for size in sizes]
-    basic = drop_alike(((each, field, 1) for groups in tokens.basic for each, field in list_counts(tokens, groups)), counted)
-    others = drop_alike(((each, field, 2) for groups in chunks for each, field in tokens.list_counts(groups)), counted)
+    of_basic = ((each, field, 1) for groups in tokens.basic for each, field in list_counts(tokens, groups))
+    of_chunks = ((each, field, 2) for groups in chunks for each, field in tokens.list_counts(groups))
+    basic, others = drop_alike(of_basic, counted), drop_alike(of_chunks, counted)
     known = {groups.name: groups for groups in (*tokens.basic, *chunks)}
     some = losses[counted]
     for over, under, cost in (*basic, *others):
@@ -121,10 +124,10 @@ def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[C
             value = float((some / under[counted]).sum()) * (1.0 if factor is None else factor.value)
             yield cost + more, Averaging(over=over, factor=factor), torch.full((num_ranks,), value)
     for times, field, cost in basic:
-        value = float((some * field[counted]).sum()) / total
-        mean = float(field[counted].mean())
-        yield cost + 4, Averaging(times=times), torch.full((num_ranks,), value)
-        yield cost + 4, Averaging(times=times, factor=Factor(value=1.0 / mean)), torch.full((num_ranks,), value / mean)
+        value, mean = float((some * field[counted]).sum()) / total, float(field[counted].mean())
+        for factor in (None, Factor(value=1.0 / mean)):
+            scaled = value * (1.0 if factor is None else factor.value)
+            yield cost + 4, Averaging(times=times, factor=factor), torch.full((num_ranks,), scaled)
     for (over, under, cost), (times, field, _) in product((*basic, *others), basic):
         value = float((some * field[counted] / under[counted]).sum()) / total
         yield cost + 8, Averaging(over=over, times=times), torch.full((num_ranks,), value)
@@ -132,7 +135,7 @@ def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[C
 
 def _list_factors(groups: Groups, counted: Tensor) -> Iterator[tuple[Factor | None, int]]:
     yield None, 0
-    count = len(groups.ids[counted].unique())
+    count = len(torch.unique(groups.ids[counted]))
     if count > 1:
         yield Factor(value=1.0 / count, equals=(Product(over=(GROUPS,)),)), 0
 

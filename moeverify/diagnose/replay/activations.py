@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeverify.diagnose.replay.grammar import weigh_gradient, with_gradient_of
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

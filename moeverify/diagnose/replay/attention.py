@@ -29,7 +29,7 @@ from moeverify.diagnose.replay.rotation import Rotation
 from moeverify.diagnose.replay.scores import Sizes, change_scores, fit_scores, list_scales
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")

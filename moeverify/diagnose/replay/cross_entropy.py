@@ -19,7 +19,7 @@ from moeverify.diagnose.replay.grammar import (
 )
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.data import IGNORED
 
 EDGES = ("denominator", "label")

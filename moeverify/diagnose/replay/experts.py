@@ -21,7 +21,7 @@ from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, pull_back
 from moeverify.model.experts import Experts
 from moeverify.model.router import Routing
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")

@@ -23,7 +23,7 @@ from moeverify.diagnose.replay.attention_gradient import (
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 Projection = Literal["queries", "heads", "latent"]
 

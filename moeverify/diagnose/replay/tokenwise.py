@@ -31,7 +31,7 @@ from moeverify.diagnose.replay.grammar import (
 )
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.model.norm import LayerNorm, RMSNorm
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 Named = Mapping[str, Tensor]
 

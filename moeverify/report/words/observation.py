@@ -89,7 +89,9 @@ def _(seen: LargestValue) -> str:
 @describe_observation.register
 def _(seen: WeightsOfTokens) -> str:
     least, most = format_factor(seen.least), format_factor(seen.most)
-    return f"the gradients of {seen.num_tokens} tokens from the loss are {least} to {most} times the right ones"
+    return (
+        f"the gradients of {seen.num_tokens} tokens from the loss are {least} to {most} times the right ones"
+    )
 
 
 @describe_observation.register

@@ -7,12 +7,22 @@ from collections.abc import Mapping
 from moeverify.report.numbers import format_range
 from moeverify.report.words.factor import describe_sources, format_factor
 from moeverify.report.words.subject import name_subject
+from moeverify.report.words.variant import describe_variant
 from moeverify.results.explanation import Explanation
-from moeverify.results.token_weights import Averaging, Dependence, GroupUnit, Reaveraged, TokenCount, TokenGroups, TokenSet
+from moeverify.results.token_weights import (
+    Averaging,
+    Dependence,
+    GroupUnit,
+    Reaveraged,
+    TokenCount,
+    TokenGroups,
+    TokenSet,
+)
 
 _ONE: Mapping[GroupUnit, str] = {
     "batch": "batch",
     "row": "row",
+    "row-of-rank": "part of a row",
     "position": "position",
     "rank": "rank",
     "micro-batch": "micro-batch of a rank",
@@ -44,9 +54,14 @@ _KEYS: Mapping[Dependence, str] = {
 def describe_reaveraged(operation: Reaveraged, explanation: Explanation) -> str:
     """Return how the loss is averaged, or each of the ways that give the same."""
     loss = name_subject(explanation.subject)
-    first, *others = (_describe(each) for each in operation.averagings)
-    text = f"{loss} {first}" if not others else f"either {loss} {first}, or {', or '.join(f'it {each}' for each in others)}"
-    text += ": the weights are equal here" if others else ""
+    texts = [_describe(each) for each in operation.averagings]
+    if operation.changes:
+        formula = describe_variant("cross-entropy", operation.changes)
+        texts = [f"{formula}; it {each}" for each in texts] or [formula]
+    texts = [f"{each}, and weighs its tokens otherwise" for each in texts] if operation.is_weighed else texts
+    first, *others = texts
+    rivals = ", or ".join(f"it {each}" for each in others)
+    text = f"either {loss} {first}, or {rivals}: the weights are equal here" if others else f"{loss} {first}"
     return f"only a reported number is wrong: {text}; the gradients match" if operation.is_reported else text
 
 
@@ -70,23 +85,41 @@ def _describe_counts(averaging: Averaging) -> list[str]:
     if over is not None and over.groups.unit == "batch" and averaging.without is not None:
         return ["divides by the valid tokens that are left"]
     if over is not None and times is None:
-        kind = f"is {'a mean' if is_groups else 'a sum'} of means" if over.of in _MEANS else "is made otherwise"
-        return [f"{kind}: each token is divided by {_name_count(over)}, and not by the valid tokens of the batch{scale}"]
-    if over is not None and times is not None and times.of == "valid" and factor is None and over.of in _MEANS:
-        share = f"multiplied by the share of its {_name_groups(times.groups)} in the valid tokens of the batch"
+        is_of_own = over.of in _MEANS and over.whose == "own" and over.groups.unit != "batch"
+        kind = f"is {'a mean' if is_groups else 'a sum'} of means" if is_of_own else "has another divisor"
+        times_groups = (
+            f" times the number of {_name_groups(over.groups)}s" if is_groups and not is_of_own else ""
+        )
+        divided = f"each token is divided by {_name_count(over)}{times_groups}"
+        return [f"{kind}: {divided}, and not by the valid tokens of the batch{scale}"]
+    if (
+        over is not None
+        and times is not None
+        and times.of == "valid"
+        and factor is None
+        and over.of in _MEANS
+    ):
+        share = (
+            f"multiplied by the share of its {_name_groups(times.groups)} in the valid tokens of the batch"
+        )
         return [f"is a sum of means: each token is divided by {_name_count(over)}, and {share}"]
     if over is not None and times is not None:
         return [f"counts each token by {_name_count(times)} over {_name_count(over)}{scale}"]
     if times is not None:
         mean = " over their mean" if is_groups else ""
         return [f"counts each token by {_name_count(times)}{mean}{scale}"]
-    return [f"counts all others {format_factor(factor.value)} times ({describe_sources(factor)})"] if factor else []
+    return (
+        [f"counts all others {format_factor(factor.value)} times ({describe_sources(factor)})"]
+        if factor
+        else []
+    )
 
 
 def _describe_only(tokens: TokenSet, over: TokenCount | None) -> str:
     """Return which tokens alone are in a loss, and what divides them."""
     unit = _ONE[tokens.groups.unit]
-    which = f"each {unit}'s own tokens" if tokens.which == "own" else f"the tokens of {unit} {format_range(tokens.numbers)}"
+    is_own = tokens.which == "own"
+    which = f"each {unit}'s own tokens" if is_own else f"the tokens of {unit} {format_range(tokens.numbers)}"
     if over is None:
         divided = "divided by the valid tokens of the batch"
     else:
@@ -99,9 +132,14 @@ def _name_count(count: TokenCount) -> str:
     if count.of == "groups":
         assert count.inside is not None
         return f"the number of {_name_groups(count.groups)}s of its {_name_groups(count.inside)}"
-    whose = "its" if count.whose == "own" else "the"
-    before = "" if count.whose == "own" else " before its own"
-    return f"{_COUNTED[count.of]} of {whose} {_name_groups(count.groups)}{before}"
+    groups = _name_groups(count.groups)
+    whose = {
+        "own": "the batch" if count.groups.unit == "batch" else f"its {groups}",
+        "before": f"the {groups} before its own",
+        "largest": f"the {groups} that has most",
+        "smallest": f"the {groups} that has fewest",
+    }.get(count.whose, f"the {count.whose} {groups}")
+    return f"{_COUNTED[count.of]} of {whose}"
 
 
 def _name_groups(groups: TokenGroups) -> str:
@@ -120,6 +158,8 @@ def _describe_set(tokens: TokenSet) -> str:
     what = "positions" if unit in _OF_ROWS else "tokens"
     what = what[:-1] if count == 1 else what
     number = "" if count == 1 else f"{count} "
-    of = "in order of positions, of each micro-batch" if unit == "chunk-by-position" else "of each micro-batch"
+    of = (
+        "in order of positions, of each micro-batch" if unit == "chunk-by-position" else "of each micro-batch"
+    )
     of = "of each rank's part of a row" if unit in _OF_ROWS else of
     return f"{verb} the {tokens.which} {number}{what} {of}"
