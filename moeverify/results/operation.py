@@ -14,7 +14,7 @@ from pydantic import Field
 from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import ClipFormulaName, NormOrder
+from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
@@ -260,13 +260,13 @@ class NormOfSlices(Record):
 class MovedOtherwise(Record):
     """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
 
-    `rule` and its `rivals`, which give the same here, are the names of ways of parts (`BiasWay`), joined by "+";
-    `times` is how often the right move it is, by the median.
+    `rule` and its `rivals`, which give the same here, are what of the rule is otherwise; `times` is how often the
+    right move it is, by the median.
     """
 
     kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: str
-    rivals: tuple[str, ...] = ()
+    rule: tuple[BiasWay, ...]
+    rivals: tuple[tuple[BiasWay, ...], ...] = ()
     times: float = 1.0
 
 

@@ -14,6 +14,7 @@ from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInput
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.formula_names import BiasWay
 from moeverify.results.operation import MovedOtherwise, Scaled
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -71,6 +72,7 @@ def test_values_of_another_seed_and_one_wrong_element_are_no_multiple(dtype: tor
 COUNTS = torch.tensor([12, 3, 0, 25, 7, 7, 1, 9], dtype=torch.int64)
 RATE = 0.01
 BEFORE = torch.linspace(-0.05, 0.04, 8, dtype=torch.float64)
+LESS = COUNTS.double().mean() - COUNTS.double()
 SIGNS = torch.sign(COUNTS.double().mean() - COUNTS.double())
 
 
@@ -93,18 +95,26 @@ def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
 @pytest.mark.parametrize(
     ("rule", "moved"),
     [
-        ("reversed", -RATE * SIGNS),
-        ("frequency", RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
-        ("median", RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
-        ("unsigned", 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
-        ("centred", RATE * (SIGNS - SIGNS.mean())),
-        ("of-busy", RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
-        ("overloaded", RATE * SIGNS.clamp(max=0.0)),
-        ("other-rate", 2.0 * RATE * SIGNS),
-        ("kept", RATE * SIGNS - 0.2 * BEFORE),
+        (("reversed",), -RATE * SIGNS),
+        (("frequency",), RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
+        (("median",), RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
+        (("unsigned",), 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
+        (("centred",), RATE * (SIGNS - SIGNS.mean())),
+        (("of-busy",), RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
+        (("overloaded",), RATE * SIGNS.clamp(max=0.0)),
+        (("other-rate",), 2.0 * RATE * SIGNS),
+        (("kept",), RATE * SIGNS - 0.2 * BEFORE),
+        (("tanh",), RATE * torch.tanh(LESS)),
+        (("tanh", "over-mean"), RATE * torch.tanh(LESS / 8.0)),
+        (("sigmoid", "over-deviation"), 0.3 * RATE * torch.sigmoid(LESS / COUNTS.double().std())),
+        (("arctan",), RATE * torch.arctan(LESS)),
+        (("clipped", "over-mean"), 3 * RATE * (LESS / 8.0).clamp(-1.0, 1.0)),
+        (("increasing",), RATE * torch.expm1(LESS / 11.0)),
     ],
 )
-def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
+def test_the_rule_by_which_a_bias_moves_is_named(
+    rule: tuple[BiasWay, ...], moved: Tensor, first: bool
+) -> None:
     found = look(moved, first=first)
     assert found == MovedOtherwise(rule=rule, times=found.times)
     subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))

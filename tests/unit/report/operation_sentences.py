@@ -190,7 +190,7 @@ OPERATIONS = [
         explain(
             Cause.STATE,
             Quantity.BUFFER,
-            MovedOtherwise(rule="reversed"),
+            MovedOtherwise(rule=("reversed",)),
             tensors=("router.selection_bias",),
         ),
         "the selection bias moves in the wrong direction: up where an expert has more tokens than the mean",
