@@ -115,6 +115,14 @@ class DiagnosisInputs:
         known = [*self.origins.values(), *(each for found in around for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
 
+    def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:
+        """Return the other gradients of tokens that began to be wrong with this one."""
+        origin = self.origins.get(BACKWARD)
+        if self.search is None or origin is None or origin.tensor.key != tensor.key:
+            return ()
+        beside = [origin.tensor for origin in self.search.beside.get(BACKWARD, ())]
+        return [other for other in beside if other.expected.ndim >= 3]
+
     def comes_from_loss(self, origin: Origin) -> bool:
         """Return whether what a loss passes back to the model is wrong: no gradient was right before it.
 

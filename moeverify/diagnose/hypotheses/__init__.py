@@ -13,6 +13,7 @@ from importlib import import_module
 from moeverify.diagnose.hypotheses.base import Hypothesis
 
 ORDER = (
+    ("reordered", "stale_counts"),
     ("stale_weights", "later_micro_batch"),
     ("unwritten",),
     ("not_loaded", "unmoved"),
@@ -52,6 +53,7 @@ ORDER = (
     ("crossed_sums", "other_micro_batch"),
     ("replayed", "reweighted_rows"),
     ("own_module",),
+    ("returned_rows",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),

@@ -22,6 +22,8 @@ from moeverify.diagnose.replay.grammar import (
     weigh_gradient,
     with_gradient_of,
 )
+from moeverify.diagnose.replay.head_layouts import PART as LAYOUT
+from moeverify.diagnose.replay.head_layouts import list_layouts, relay, takes
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
@@ -91,7 +93,7 @@ class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
     # Pairs with these would be as many as all others.
-    alone = frozenset({"merge", "value-rotation", *NORMS, *(f"{edge}-through" for edge in _VISITED)})
+    alone = frozenset({"merge", "value-rotation", LAYOUT, *NORMS, *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -114,6 +116,7 @@ class AttentionFormula(Formula):
             *(Change(part=part, way=way) for part, way in norms),
             *self._list_others(),
             *self._list_reaches(),
+            *list_layouts(self.v.shape, len(chunks.positions)),
             *(way for edge in _VISITED for way in list_functions(f"{edge}-through", HEAD_FUNCTIONS)),
         ]
         self.fits = [*fit_scores(length), *self.rotation.list_fits()]
@@ -197,6 +200,8 @@ class AttentionFormula(Formula):
         k = visit(k, "keys", changes)
         q = visit(q, "queries", changes)
         v = self.v[cell.rows]
+        if LAYOUT in changes:
+            q, k, v = self._relay(q, k, v, cell, changes[LAYOUT], heads)
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
         if "values" in changes and changes["values"].way == "of-keys":
             v = k if k.shape == v.shape else v * torch.nan
@@ -217,6 +222,22 @@ class AttentionFormula(Formula):
         mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
         return visit(mixed, "heads", changes).flatten(2)
+
+    def _relay(
+        self, q: Tensor, k: Tensor, v: Tensor, cell: Cell, change: Change, heads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values that were read in another layout after their rotation."""
+        rows, parts = torch.arange(len(self.q)), self.chunks.positions
+        everything = Cell(cell.rank, rows, cell.places, cell.positions, cell.dims)
+        at = torch.arange(self.k.shape[1])
+        if takes(change, "queries"):
+            whole = self._prepare("query", everything, at, self._numbers(), {})
+            q = relay(whole, change.way, parts)[cell.rows][:, cell.positions][:, :, heads]
+        if takes(change, "keys"):
+            k = relay(self._prepare("key", everything, at, self._numbers(), {}), change.way, parts)[cell.rows]
+        if takes(change, "values"):
+            v = relay(self.v, change.way, parts)[cell.rows]
+        return q, k, v
 
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""

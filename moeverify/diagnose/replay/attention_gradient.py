@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
 from moeverify.diagnose.replay.grammar import fit_gradients
+from moeverify.diagnose.replay.head_layouts import GRADIENT, list_gradient_layouts, relay
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
 from moeverify.results.change import Change
@@ -45,6 +46,9 @@ class AttentionGradientFormula(Formula):
             *(heads if size > 1 and is_cut else []),
             *forward.backward,
             *list_ways_back(forward),
+            *list_gradient_layouts(
+                (*gradient.shape[:2], gradient.shape[2] // forward.block, forward.block), size
+            ),
         ]
         self.fits = list_fits_back(forward)
 
@@ -63,7 +67,7 @@ class AttentionGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self._read(changes)[rows] * weights[:, None])
         change, at = changes.get("sums"), cell.positions
         if change is not None:
             orders = {"arrival": chunks.order, "position": chunks.arrival}
@@ -75,6 +79,14 @@ class AttentionGradientFormula(Formula):
         for dim, indices in enumerate(cell.dims, 2):
             picked = picked.index_select(dim, indices)
         return picked
+
+    def _read(self, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient of the heads' outputs, which may have been read in another layout."""
+        change = changes.get(GRADIENT)
+        if change is None:
+            return self.gradient
+        heads = self.gradient.view(*self.gradient.shape[:2], -1, self.forward.block)
+        return relay(heads, change.way, self.forward.chunks.positions).flatten(2)
 
     def _move_heads(self, found: Tensor, change: Change, cell: Cell) -> Tensor:
         """Return a gradient (b, S, N, D) whose heads came back from the ranks that each computed some of them."""

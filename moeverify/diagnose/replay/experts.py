@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.activations import activate, fit_activations, list_activations
+from moeverify.diagnose.replay.counts import NO_EXPERT
+from moeverify.diagnose.replay.counts import PART as COUNTS
 from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
 from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
 from moeverify.diagnose.replay.language import Cell, Formula
@@ -179,6 +181,7 @@ class ExpertsFormula(TokenFormula):
         ids, copies = self._travel(ids, cell, changes)
         if copies is not None:
             rows = self.x.flatten(0, 1)[copies // self.num_choices]
+            weights, ids = weights * (ids != NO_EXPERT), ids.clamp(min=0)
         is_before = "weights" in changes and changes["weights"].way == "before"
         is_apart = "down-bias" in changes and changes["down-bias"].way == "unweighted"
         weight = weights.unsqueeze(-1)
@@ -374,11 +377,12 @@ class ExpertsFormula(TokenFormula):
         }
         return ways[change.way]()
 
-    def list_outputs(self) -> Tensor:
-        """Return the output of each choice (B, S, k, H), not weighted."""
+    def list_outputs(self, ids: Tensor | None = None) -> Tensor:
+        """Return the output of each choice (B, S, k, H), not weighted; of others than the right ones, by `ids`."""
+        ids = self.ids if ids is None else ids
         ones = torch.ones(self.held.gate.shape[1], dtype=self.x.dtype)
-        rows = self.x.unsqueeze(2).expand(*self.ids.shape, self.x.shape[-1])
-        out, bias = self._run(rows, self.ids, {}, ones)
+        rows = self.x.unsqueeze(2).expand(*ids.shape, self.x.shape[-1])
+        out, bias = self._run(rows, ids, {}, ones)
         return out + bias
 
 
@@ -421,10 +425,12 @@ class ExpertsGradientFormula(Formula):
         if is_after:
             flat = torch.zeros_like(flat).index_add(0, found.copies, flat)
         ones = torch.ones(forward.held.gate.shape[1], dtype=forward.x.dtype)
+        experts = found.experts if step.part == COUNTS else forward.ids.flatten()
+        flat = flat * (experts != NO_EXPERT).unsqueeze(-1)
         with torch.enable_grad():
             rows = forward.x.unsqueeze(2).expand(*forward.ids.shape, forward.x.shape[-1])
             leaf = rows.clone().requires_grad_()
-            output, _ = forward._run(leaf, forward.ids, {}, ones)
+            output, _ = forward._run(leaf, experts.clamp(min=0).view(forward.ids.shape), {}, ones)
             (passed,) = torch.autograd.grad(output, leaf, flat.view_as(output))
         tokens = torch.arange(forward.ids.numel()) if is_after else found.copies
         whole = torch.zeros_like(forward.x).flatten(0, 1)

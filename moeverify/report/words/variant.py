@@ -14,6 +14,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_product,
 )
+from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.mistakes import describe_mistake
 from moeverify.results.change import Change
 
@@ -263,6 +264,8 @@ def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
     if attended := describe_attention(change, number):
         return attended
+    if read := describe_head_layout(change):
+        return read
     if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
         what = f"the {_BIASES.get(change.part, change.name)}"
         return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)
