@@ -15,6 +15,9 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 _LEAST_BITS = 6.0
 """By how many bits a description is shorter than the affected names: less is chance."""
 
+_MOST_ALTERNATIVES = 1
+"""Other descriptions that are as simple, which are said beside it."""
+
 _LAYER = re.compile(r"\.(\d+)\.")
 
 Regions = Mapping[str, Mapping[int, Region]]
@@ -56,8 +59,13 @@ def find_part(
             found.append((one.cost + other.cost + 2, bits, (one.trait, other.trait)))
     if not found:
         return None
-    _, _, simplest = min(found, key=lambda each: each[:2])
-    return ParameterPart(traits=simplest, count=len(inside), total=total)
+    found.sort(key=lambda each: each[:2])
+    cost, _, simplest = found[0]
+    # Norms are all that has one dim: nobody can say by which of the two they were chosen.
+    as_simple = [traits for other, _, traits in found[1:] if other == cost and len(traits) == len(simplest)]
+    return ParameterPart(
+        traits=simplest, count=len(inside), total=total, alternatives=tuple(as_simple[:_MOST_ALTERNATIVES])
+    )
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:

@@ -8,8 +8,8 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 
 def describe_part(part: ParameterPart) -> str:
     """Return which parameters these are, and no others."""
-    traits = " ".join(_describe(each) for each in part.traits)
-    return f"these are all parameters {traits}, and no others of {part.total}"
+    ways = [" ".join(map(_describe, traits)) for traits in (part.traits, *part.alternatives)]
+    return f"these are all parameters {', or '.join(ways)}, and no others of {part.total}"
 
 
 def _describe(trait: Trait) -> str:
