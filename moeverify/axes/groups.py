@@ -14,6 +14,7 @@ from moeverify.case.schema import Case, Layout
 
 # What a loss may be divided by: all tokens of the global batch, and those that are no padding.
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
+ROWS = "rows of the batch"
 
 # Integers that are no axes, and of which tensors they can be a factor.
 TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
@@ -72,7 +73,7 @@ def list_degrees(case: Case) -> dict[str, int]:
 def list_loss_counts(case: Case) -> dict[str, int]:
     """Return the integers of a recipe, beside the axes, that a loss term is divided or multiplied by."""
     data, reference = case.recipe.data, case.recipe.model.reference
-    counts = {"rows of the batch": data.batch, "positions of a row": data.seq_len}
+    counts = {ROWS: data.batch, "positions of a row": data.seq_len}
     counts[TOKENS] = data.batch * data.seq_len
     if reference is not None and reference.moe is not None:
         counts["MoE layers"] = reference.num_layers - reference.num_dense_layers

@@ -29,7 +29,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
-from moeverify.results.step_facts import RecomputedFacts
+from moeverify.results.step_facts import RecomputedFacts, StepForm
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
@@ -336,10 +336,8 @@ def _make_finding(
     wrong = [each for _, each in rows if _rate(each) > 1.0]
     common = set(wrong[0].variants).intersection(*(each.variants for each in wrong[1:]))
     if not facts.is_of_rate:
-        numbers = {
-            name: value for name, value in row.variants.items() if name in common and value is not None
-        }
-        facts = facts.model_copy(update={"variants": tuple(sorted(common)), "numbers": numbers})
+        forms = tuple(StepForm(changes=form, number=row.variants[form]) for form in sorted(common))
+        facts = facts.model_copy(update={"variants": forms})
     off = [each for each in rows if _rate(each[1]) > 1.0]
     if not (facts.forms or facts.is_of_rate or facts.is_unclipped):
         facts = name_factor(facts, off, [find_one_factor(fit(each)) for _, each in off], norms)

@@ -16,7 +16,7 @@ from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
 
@@ -64,7 +64,7 @@ class Row:
     rate: float | None = None
     rounded_to: str = ""
     is_changed: bool = True
-    variants: Mapping[str, float | None] = field(default_factory=dict)
+    variants: Mapping[Changes, float | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -206,7 +206,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
     rows = batch.numbers.tolist()
-    variants: Sequence[Mapping[str, float | None]] = [{}] * len(rows)
+    variants: Sequence[Mapping[Changes, float | None]] = [{}] * len(rows)
     if not all(row[4] <= 1.0 for row in rows):
         variants = batch.formulas.find_fitting([not row[4] <= 1.0 for row in rows])
     for sampled, row, fitted in zip(batch.members, rows, variants, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
 
 _AGREE = 1e-3
 """How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
@@ -25,28 +25,26 @@ def keep_agreeing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:
-    numbers: dict[tuple[str, str], list[float]] = {}
+    numbers: dict[tuple[str, Changes], list[float]] = {}
     for finding in findings:
         if isinstance(finding.facts, RecomputedFacts):
-            for form, number in finding.facts.numbers.items():
-                numbers.setdefault((_name_result(finding), form), []).append(number)
+            for form in finding.facts.variants:
+                if form.number is not None:
+                    numbers.setdefault((_name_result(finding), form.changes), []).append(form.number)
     scattered = {
         key for key, values in numbers.items() if max(values) - min(values) > _AGREE * max(map(abs, values))
     }
     return [_drop(finding, scattered) for finding in findings]
 
 
-def _drop(finding: Finding, scattered: set[tuple[str, str]]) -> Finding:
+def _drop(finding: Finding, scattered: set[tuple[str, Changes]]) -> Finding:
     facts, result = finding.facts, _name_result(finding)
-    if not isinstance(facts, RecomputedFacts) or not any(
-        (result, form) in scattered for form in facts.numbers
-    ):
+    if not isinstance(facts, RecomputedFacts):
         return finding
-    kept = tuple(form for form in facts.variants if (result, form) not in scattered)
-    numbers = {form: number for form, number in facts.numbers.items() if form in kept}
-    return finding.model_copy(
-        update={"facts": facts.model_copy(update={"variants": kept, "numbers": numbers})}
-    )
+    kept = tuple(form for form in facts.variants if (result, form.changes) not in scattered)
+    if len(kept) == len(facts.variants):
+        return finding
+    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": kept})})
 
 
 def _name_result(finding: Finding) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeverify.case.schema import Optimizer
 from moeverify.checks.step_rounding import Rounding
-from moeverify.results.step_facts import OTHER_STEP, RIGHT, join_changes
+from moeverify.results.step_facts import OTHER_STEP, RIGHT, Changes
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 from moeverify.train.step_grammar import Grammar
@@ -45,10 +45,13 @@ _ALLOWED = 4.0
 _SAME = 1e-3
 """Relative: a number that differs by less from the usual one is that."""
 
-_MOST_ALIKE = 3
-"""More pairs of changes that give the same say nothing."""
+_MADE = "made"
+"""What the one term of a formula that is compared as a whole is called."""
 
-Found = dict[str, float | None]
+_MOST_ALIKE = 3
+"""More formulas of as many changes that give the same say nothing."""
+
+Found = dict[Changes, float | None]
 """Of one shard, the formulas that give all of its elements, with the number of each that was solved for one."""
 
 
@@ -91,7 +94,7 @@ class Formulas:
         options = self.right.options
         right = replace(
             self.right,
-            terms=(Term(RIGHT, 1.0, self.right.expected[places]),),
+            terms=(Term(_MADE, 1.0, self.right.expected[places]),),
             rounded=self.right.rounded[places],
             options=options if isinstance(options, float) else options[places],
         )
@@ -108,13 +111,12 @@ class Formulas:
     def find_fitting(self, wrong: Sequence[bool]) -> list[Found]:
         """Return of each shard the formulas that give all of its elements, up to rounding; waits for the device.
 
-        `wrong` (S) are the shards that the right one does not give. Two changes are tried where one is not enough.
+        `wrong` (S) are the shards that the right one does not give. Two changes are tried where one is not enough,
+        then three.
         """
         found: list[Found] = [{} for _ in self.sizes]
         errors = (self.actual - self.right.expected).abs()
-        for each, part in zip(
-            found, self._split(errors <= self._bound(RIGHT, self.right.expected)), strict=True
-        ):
+        for each, part in zip(found, self._split(errors <= self._bound(self.right.expected)), strict=True):
             if bool(part.all()):
                 each[RIGHT] = None
         grammar = self._find_grammar()
@@ -129,12 +131,15 @@ class Formulas:
                 each[OTHER_STEP] = None
         left = [number for number, each in enumerate(found) if wrong[number] and not each]
         if left and Rounding.of(self.dtypes).unit <= _EXACT:
-            for number, pairs in self._find_pairs(grammar, left).items():
-                found[number] = pairs if len(pairs) <= _MOST_ALIKE else {}
+            for count in (2, 3):
+                several = self._find_several(grammar, left, count) if left else {}
+                for number, forms in several.items():
+                    found[number] = forms if len(forms) <= _MOST_ALIKE else {}
+                left = [number for number in left if not several[number]]
         return found
 
-    def _find_pairs(self, grammar: Grammar, left: Sequence[int]) -> Mapping[int, Found]:
-        """Return the formulas with two changes of the shards `left`; a few elements of each choose them."""
+    def _find_several(self, grammar: Grammar, left: Sequence[int], count: int) -> Mapping[int, Found]:
+        """Return the formulas with `count` changes of the shards `left`; a few elements of each choose them."""
         sizes = [min(size, _FEW) for size in self.sizes]
         starts = [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
         places = [
@@ -142,9 +147,9 @@ class Formulas:
             for start, size, few in zip(starts, self.sizes, sizes, strict=True)
         ]
         sample = self.take(torch.cat(places).to(self.actual.device), sizes)
-        chosen, few = set[tuple[str, ...]](), sample._find_grammar()
+        chosen, few = set[Changes](), sample._find_grammar()
         assert few is not None
-        for changes in grammar.list_changes(2):
+        for changes in grammar.list_changes(count):
             tried: list[Found] = [{} for _ in sizes]
             sample._try(tried, few, changes)
             if any(tried[number] for number in left):
@@ -157,18 +162,16 @@ class Formulas:
     def _find_grammar(self) -> Grammar | None:
         return self.kind.find_grammar(self.spec, self.values, self.right.name, self.actual, self._solve)
 
-    def _try(self, found: list[Found], grammar: Grammar, changes: Sequence[str]) -> None:
+    def _try(self, found: list[Found], grammar: Grammar, changes: Changes) -> None:
         """Note of each shard whether a formula with these changes gives it."""
         made = grammar.make(changes)
-        name, errors = join_changes(changes), (self.actual - made.values).abs()
+        errors = (self.actual - made.values).abs()
         # What divides by zero is allowed any error.
         errors = errors.where(made.values.isfinite(), torch.nan)
         # A sum that is squared, or a number that is solved for, is off by what rounding leaves of other elements.
-        pairs = zip(
-            self._split(errors.square()), self._split(self._bound(name, made.values).square()), strict=True
-        )
+        pairs = zip(self._split(errors.square()), self._split(self._bound(made.values).square()), strict=True)
         if Rounding.of(self.dtypes).unit > _EXACT:
-            fits = [bool(part.all()) for part in self._split(errors <= self._bound(name, made.values))]
+            fits = [bool(part.all()) for part in self._split(errors <= self._bound(made.values))]
         else:
             fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
         if made.number is None:
@@ -178,12 +181,12 @@ class Formulas:
             fits = [fit and _is_other(number, made.usual) for fit, number in zip(fits, numbers, strict=True)]
         for each, is_it, value in zip(found, fits, numbers, strict=True):
             if is_it:
-                each[name] = value
+                each[changes] = value
 
-    def _bound(self, name: str, expected: Tensor) -> Tensor:
+    def _bound(self, expected: Tensor) -> Tensor:
         # Another formula has other intermediate results, which are as large as its result and the right one.
         rounded = self.right.rounded + 4.0 * (expected.abs() + self.right.expected.abs())
-        variant = replace(self.right, terms=(Term(name, 1.0, expected),), rounded=rounded)
+        variant = replace(self.right, terms=(Term(_MADE, 1.0, expected),), rounded=rounded)
         allowed, _ = Rounding.of(self.dtypes).bound(variant, self.start, self.actual)
         return allowed
 
@@ -208,7 +211,7 @@ class Formulas:
             expected = self.kind.correct_for(self.spec, self.values, numbers.repeat_interleave(sizes))
             if expected is None:
                 break
-            fits = (self.actual - expected).abs() <= self._bound(OTHER_STEP, expected)
+            fits = (self.actual - expected).abs() <= self._bound(expected)
             parts = [bool(part.all()) for part in self._split(fits)]
             found = [one or other for one, other in zip(found, parts, strict=True)]
         return found

@@ -22,7 +22,7 @@ from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case
 from moeverify.golden.store import StoredGolden
 from moeverify.parallel.context_parallel import split_positions
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share

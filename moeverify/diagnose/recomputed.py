@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moeverify.checks.registry import KIND_ORDER
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.step_forms import count_changes, is_of_form
+from moeverify.diagnose.step_forms import is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -21,7 +21,8 @@ from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.step_facts import NEAR, RecomputedFacts
+from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
+from moeverify.results.token_weights import Reaveraged
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -86,7 +87,7 @@ def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
         variant is None and not means,
         len(means),
         # What vectors show of a formula is a part of what matrices do, which have a decay.
-        -count_changes(variant),
+        -len(variant or ()),
         finding.kind == Kind.UPDATE,
         _is_shared(finding),
         finding.step,
@@ -105,7 +106,7 @@ def _tells_number(finding: Finding) -> bool:
     return isinstance(facts, RecomputedFacts) and (facts.decay is not None or facts.share is not None)
 
 
-def _find_variant(finding: Finding) -> str | None:
+def _find_variant(finding: Finding) -> Changes | None:
     """Return the one other formula by which the optimizer made an update, if it is known."""
     return finding.facts.variant if isinstance(finding.facts, RecomputedFacts) else None
 
@@ -332,7 +333,7 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
 def _redefines(origin: Finding, loss: Finding) -> bool:
     """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
     explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined):
+    if explanation is None or not isinstance(explanation.operation, Redefined | Reaveraged):
         return False
     return origin.step == loss.step and loss.kind == Kind.LOSS and loss.tensor in explanation.subject.tensors
 
@@ -369,7 +370,7 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
 
 
 _CORRECTED = "corrected"
-_OF_BETAS = ("corrected-with-bfloat16-betas", "corrected-with-swapped-betas")
+_OF_BETAS = (("corrected-with-bfloat16-betas",), ("corrected-with-swapped-betas",))
 
 
 def _is_of_decay(finding: Finding, head: Finding) -> bool:
@@ -408,7 +409,7 @@ def _is_of_corrected(finding: Finding, head: Finding) -> bool:
     if known.share is None or not known.share.is_corrected:
         return False
     if finding.kind == Kind.UPDATE:
-        return "no-correction" in facts.variants
+        return ("no-correction",) in facts.tried
     return finding.kind == head.kind and bool(facts.wrong_terms)
 
 
@@ -465,13 +466,13 @@ def _signature(finding: Finding) -> object:
     return *_name_result(finding), factors
 
 
-def _name_told(facts: RecomputedFacts) -> str:
+def _name_told(facts: RecomputedFacts) -> str | Changes:
     """Return what tells of all elements how a result was made, or nothing."""
-    told = {
+    told: dict[str | Changes, bool] = {
         facts.rounded_to: facts.is_rounding_sure,
         "still": facts.is_still,
         "rate": facts.is_of_rate,  # its factor is another one in each step
-        facts.variant or "": facts.variant is not None,
+        facts.variant or (): facts.variant is not None,
     }
     for name, is_told in told.items():
         if is_told:

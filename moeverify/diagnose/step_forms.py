@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RIGHT, RecomputedFacts, split_changes
+from moeverify.results.step_facts import RIGHT, RecomputedFacts
 
 _OF_ALL_STEPS = frozenset({"largest-square", "largest"})
 """Changes by which a result depends on steps that one step alone does not show."""
 
 _DECAYS_IN_GRADIENT = "decay-in-gradient"
-
-
-def count_changes(variant: str | None) -> int:
-    """Return how many changes a formula has, 0 for none."""
-    return 0 if variant is None else len(split_changes(variant))
 
 
 def is_of_form(finding: Finding, head: Finding) -> bool:
@@ -28,17 +23,17 @@ def is_of_form(finding: Finding, head: Finding) -> bool:
         return False
     if known.means:
         return is_of_means(facts, known) and _is_of_quantity(finding, head)
-    if known.variant is None or known.variant in facts.variants:
+    if known.variant is None or known.variant in facts.tried:
         return known.variant is not None
-    changes = set(split_changes(known.variant))
+    changes = set(known.variant)
     if finding.kind == Kind.UPDATE and head.kind == Kind.OPTIMIZER_STATE:
-        return _DECAYS_IN_GRADIENT in changes and "no-decay" in facts.variants
+        return _DECAYS_IN_GRADIENT in changes and ("no-decay",) in facts.tried
     if not _is_of_result(finding, head):
         return False
     # So few elements may be told nothing of a number.
-    is_solved = known.variant in known.numbers and finding.step >= head.step
+    is_solved = known.forms[0].number is not None and finding.step >= head.step
     is_later = (is_solved or (changes & _OF_ALL_STEPS and finding.step > head.step)) and not facts.variants
-    parts = [set(split_changes(form)) for form in facts.variants if form != RIGHT]
+    parts = [set(changes) for changes in facts.tried if changes != RIGHT]
     return bool(is_later) or any(part < changes for part in parts)
 
 

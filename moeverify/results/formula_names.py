@@ -21,6 +21,15 @@ BiasWay = Literal[
     "centred",
     "not-below-zero",
     "kept",
+    "tanh",
+    "sigmoid",
+    "arctan",
+    "clipped",
+    "increasing",
+    "over-mean",
+    "over-largest",
+    "over-total",
+    "over-deviation",
 ]
 
 NormOrder = Literal[

@@ -56,6 +56,15 @@ class ScalarValues(Record):
     rank: int | None = None
 
 
+class WeightsOfTokens(Record):
+    """How often the loss of each of some tokens counts in what it passes back: the least and the most."""
+
+    kind: Literal["weights-of-tokens"] = "weights-of-tokens"
+    least: float
+    most: float
+    num_tokens: int
+
+
 class RankValues(Record):
     """The different values of a number that all ranks should have alike."""
 
@@ -200,6 +209,7 @@ Observation = Annotated[
     | ReplicaSum
     | LargestValue
     | ScalarValues
+    | WeightsOfTokens
     | RankValues
     | MatchingSlices
     | Distance

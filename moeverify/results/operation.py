@@ -11,14 +11,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import ClipFormulaName, NormOrder
+from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
+from moeverify.results.token_weights import Reaveraged
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
 """What a weight is of a share's number of valid tokens: it, one over it, it over the mean of all shares or over the
@@ -122,26 +124,6 @@ class Rescoped(Record):
     kind: Literal["rescoped"] = "rescoped"
     term: str
     scope: str
-
-
-class Change(Record):
-    """One part of what a module computes, and the way in which it was computed otherwise.
-
-    `number` and `name` are what the way leaves open: a window, a rank, a factor; a module, a term of a sum. `factor`
-    says what a number comes from that something is multiplied by, and `is_summed` that ranks sum over it.
-    """
-
-    part: str
-    way: str
-    number: float | None = None
-    name: str = ""
-    factor: Factor | None = None
-    is_summed: bool = False
-
-    @property
-    def place(self) -> str:
-        """Return what two changes of one formula may not both be of; of several gradients each is one."""
-        return f"{self.part}:{self.name}" if self.part == "gradient-of" else self.part
 
 
 class Redefined(Record):
@@ -281,13 +263,13 @@ class NormOfSlices(Record):
 class MovedOtherwise(Record):
     """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
 
-    `rule` and its `rivals`, which give the same here, are the names of ways of parts (`BiasWay`), joined by "+";
-    `times` is how often the right move it is, by the median.
+    `rule` and its `rivals`, which give the same here, are what of the rule is otherwise; `times` is how often the
+    right move it is, by the median.
     """
 
     kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: str
-    rivals: tuple[str, ...] = ()
+    rule: tuple[BiasWay, ...]
+    rivals: tuple[tuple[BiasWay, ...], ...] = ()
     times: float = 1.0
 
 
@@ -497,6 +479,7 @@ Operation = Annotated[
     | Mistaken
     | KnownSum
     | Reweighted
+    | Reaveraged
     | Altered,
     Field(discriminator="kind"),
 ]

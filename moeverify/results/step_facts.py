@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal, cast
-
-from pydantic import Field
+from typing import Literal
 
 from moeverify.results.record import Record
 
@@ -52,8 +49,6 @@ class TermFacts(Record):
             return bool(self.found)  # there, and it should not be
         return abs(self.factor - 1.0) > NEAR
 
-
-RIGHT: Literal["right"] = "right"
 
 StepChange = Literal[
     "epsilon-before-correction",
@@ -122,21 +117,23 @@ StepChange = Literal[
 ]
 """What of a formula of the step is made otherwise; "other" and "bounded" are solved for a number."""
 
-OTHER_STEP: Literal["corrected-for-other-step"] = "corrected-for-other-step"
+Changes = tuple[StepChange, ...]
+"""All of a formula that is made otherwise; of the right one nothing is."""
+
+RIGHT: Changes = ()
+
+OTHER_STEP: Changes = ("corrected-for-other-step",)
 """What fits some other step's corrections, and may fit a formula that is more particular as well."""
 
 MOST_FORMS = 3
 """More formulas that all give what was made are no candidates, but say that little is known."""
 
 
-def join_changes(changes: Sequence[str]) -> str:
-    """Return the name of a formula with these changes, each a `StepChange`."""
-    return "+".join(changes)
+class StepForm(Record):
+    """A formula of the step by its changes, and the number that it was solved for, if it was for one."""
 
-
-def split_changes(form: str) -> list[StepChange]:
-    """Return the changes of a formula by its name."""
-    return [cast("StepChange", each) for each in form.split("+")]
+    changes: tuple[StepChange, ...] = ()
+    number: float | None = None
 
 
 DecayMeaning = Literal["", "complement", "bfloat16", "float16", "other-beta"]
@@ -192,9 +189,8 @@ class RecomputedFacts(Record):
     `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
     where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
     do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
-    the formulas of the step that give what a smaller sample has, up to rounding, by the names of their changes; the
-    right one is among them where that tells nothing. `numbers` are what some of them are solved for.
-    `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
+    the formulas of the step that give what a smaller sample has, up to rounding; the right one is among them where
+    that tells nothing. `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -209,29 +205,33 @@ class RecomputedFacts(Record):
     is_still: bool = False
     decay: DecayFacts | None = None
     share: ShareFacts | None = None
-    variants: tuple[str, ...] = ()
-    numbers: Mapping[str, float] = Field(default_factory=dict)
+    variants: tuple[StepForm, ...] = ()
     means: tuple[FactorMeaning, ...] = ()
 
     @property
-    def forms(self) -> tuple[str, ...]:
+    def forms(self) -> tuple[StepForm, ...]:
         """Return the most particular formulas by which the step was made; none where rounding hides which."""
         if (
             self.is_still
             or self.is_rounding_sure
             or self.is_of_rate
             or self.is_unclipped
-            or RIGHT in self.variants
+            or RIGHT in self.tried
         ):
             return ()
-        known = [name for name in self.variants if name not in self.numbers] or list(self.variants)
-        particular = tuple(name for name in known if name != OTHER_STEP) or tuple(known)
+        known = [form for form in self.variants if form.number is None] or list(self.variants)
+        particular = tuple(form for form in known if form.changes != OTHER_STEP) or tuple(known)
         return particular if len(particular) <= MOST_FORMS else ()
 
     @property
-    def variant(self) -> str | None:
-        """Return the one formula by which the step was made, None where there is none or several give the same."""
-        return self.forms[0] if len(self.forms) == 1 else None
+    def tried(self) -> tuple[Changes, ...]:
+        """Return the changes of all formulas that give what was made."""
+        return tuple(form.changes for form in self.variants)
+
+    @property
+    def variant(self) -> Changes | None:
+        """Return what of the formula is otherwise, None where nothing is known or several give the same."""
+        return self.forms[0].changes if len(self.forms) == 1 else None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:

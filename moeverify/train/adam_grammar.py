@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from moeverify.case.schema import Optimizer
+from moeverify.results.step_facts import StepChange
 from moeverify.train.recomputation import StepValues
 from moeverify.train.step_grammar import Grammar, Made, Solve, pick
 
@@ -33,7 +34,7 @@ def round_to_bfloat16(value: float) -> float:
     return math.ldexp(round(mantissa * 256.0) / 256.0, exponent)
 
 
-def list_corrections(spec: Optimizer, number: int) -> Mapping[str, tuple[float, float]]:
+def list_corrections(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[float, float]]:
     """Return what both moments are divided by, by the way, at the step that `number` counts from 1."""
 
     def correct(betas: tuple[float, float], step: int = number) -> tuple[float, float]:
@@ -41,7 +42,7 @@ def list_corrections(spec: Optimizer, number: int) -> Mapping[str, tuple[float, 
 
     first, second = correct(spec.betas)
     rounded = round_to_bfloat16(spec.betas[0]), round_to_bfloat16(spec.betas[1])
-    ways = {
+    ways: dict[StepChange, tuple[float, float]] = {
         "no-correction": (1.0, 1.0),
         "no-first-correction": (1.0, second),
         "no-second-correction": (first, 1.0),
@@ -77,7 +78,7 @@ class AdamStep:
     def grammar(self) -> Grammar:
         """Return the formula with its ways."""
         step = self.step
-        parts = {
+        parts: dict[str, list[StepChange]] = {
             "mean": ["old-mean", "gradient-for-mean", "nesterov", "nesterov-corrected-ahead"],
             "square": ["squared-gradient-for-square"],
             "corrections": list(self.corrections),
@@ -97,11 +98,11 @@ class AdamStep:
         if self.decay and step.lr:
             parts["decay"] = [
                 "no-decay",
+                "decay-without-rate",
+                "decay-after-step",
                 "decay-reversed",
                 "decay-with-corrections",
-                "decay-without-rate",
                 "decay-by-squared-rate",
-                "decay-after-step",
                 "decay-of-step-alone",
             ]
         return Grammar(parts, self.make)
@@ -200,10 +201,10 @@ class AdamStep:
         return pick(known, ways, decayed)
 
 
-def list_added(step: StepValues, limit: float | None) -> Mapping[str, Tensor]:
+def list_added(step: StepValues, limit: float | None) -> Mapping[StepChange, Tensor]:
     """Return what a moment may take in the place of the gradient, by the way."""
     gradient, zeros = step.gradient, step.gradient * 0.0
-    ways = {
+    ways: dict[StepChange, Tensor] = {
         "decay-in-gradient": gradient + step.weight_decay * step.weight,
         "decay-against-gradient": gradient - step.weight_decay * step.weight,
         "sign-of-gradient": gradient.sign(),
@@ -241,9 +242,12 @@ class AdamMoment:
         if self.is_square:
             self.added = {**self.added, **self._list_squares(right)}
 
-    def _list_squares(self, gradient: Tensor) -> Mapping[str, Tensor]:
+    def _list_squares(self, gradient: Tensor) -> Mapping[StepChange, Tensor]:
         mean = self.step.after.get(MEAN)
-        found = {"not-squared": gradient.abs(), "root-of-gradient": gradient.abs().sqrt()}
+        found: dict[StepChange, Tensor] = {
+            "not-squared": gradient.abs(),
+            "root-of-gradient": gradient.abs().sqrt(),
+        }
         if mean is not None:
             found["square-of-difference"] = (gradient - mean) ** 2
             found["square-of-mean"] = mean * mean
@@ -253,7 +257,7 @@ class AdamMoment:
 
     def grammar(self) -> Grammar:
         """Return the formula with its ways."""
-        parts = {"added": list(self.added), "sum": ["other-share", "largest"]}
+        parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share", "largest"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept", "undecayed"]
         if self.is_square:

@@ -12,7 +12,7 @@ from moeverify.case.schema import MoE
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses

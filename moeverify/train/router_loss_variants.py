@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moeverify.case.schema import MoE
 from moeverify.model.router import Router, RouterStats, Routing, choose, summarize
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 PROBABILITIES, COUNTS, SIZES = "probabilities", "counts", "sizes"
 

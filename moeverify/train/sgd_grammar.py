@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from moeverify.case.schema import Optimizer
+from moeverify.results.step_facts import StepChange
 from moeverify.train.adam_grammar import KNOWN_ALONE, list_added
 from moeverify.train.recomputation import StepValues
 from moeverify.train.step_grammar import Grammar, Made, Solve, pick
@@ -25,7 +26,10 @@ class SgdStep:
 
     def grammar(self) -> Grammar:
         """Return the formula with its ways."""
-        parts = {"shape": ["sign-of-step"], "rate": ["step-without-rate", "step-by-squared-rate"]}
+        parts: dict[str, list[StepChange]] = {
+            "shape": ["sign-of-step"],
+            "rate": ["step-without-rate", "step-by-squared-rate"],
+        }
         if MOMENTUM in self.step.after:
             parts["direction"] = ["nesterov", "gradient-for-mean", "old-mean"]
         if self.step.weight_decay:
@@ -68,7 +72,7 @@ class SgdMomentum:
 
     def grammar(self) -> Grammar:
         """Return the formula with its ways."""
-        parts = {"added": list(self.added), "sum": ["other-share"]}
+        parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept"]
         return Grammar(parts, self.make, KNOWN_ALONE)

@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from moeverify.results.step_facts import Changes, StepChange
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_ALL_OF, _MOST_WAYS = 2, 4
+"""All ways of so many parts are tried together, and of more parts so many: all triples would take seconds."""
+
+Way = TypeVar("Way", bound=str)
 
 Solve = Callable[["Tensor", "Tensor"], "Tensor"]
 """solve(target, direction): the number x by which target = x * direction, for each shard, at its elements (N,)."""
@@ -35,17 +42,18 @@ class Made:
 class Grammar:
     """The parts of a formula with the ways that are other ones here, and how it is made with some of these ways."""
 
-    parts: Mapping[str, Sequence[str]]
+    parts: Mapping[str, Sequence[StepChange]]
     make: Callable[[Collection[str]], Made]
     known_alone: Collection[str] = ()
     """Ways that other checks tell where they are alone, by the coefficients of a sum."""
 
-    def list_changes(self, count: int) -> Iterator[tuple[str, ...]]:
-        """Yield the ways of each `count` parts, one of each part."""
-        for parts in combinations(self.parts.values(), count):
+    def list_changes(self, count: int) -> Iterator[Changes]:
+        """Yield the ways of each `count` parts, one of each part; of more than two parts the first ways alone."""
+        most = None if count <= _ALL_OF else _MOST_WAYS
+        for parts in combinations([ways[:most] for ways in self.parts.values()], count):
             yield from (ways for ways in product(*parts) if count > 1 or ways[0] not in self.known_alone)
 
 
-def pick(ways: Mapping[str, Tensor], chosen: Collection[str], right: Tensor) -> Tensor:
+def pick(ways: Mapping[Way, Tensor], chosen: Collection[str], right: Tensor) -> Tensor:
     """Return what the chosen way of a part is, or the right one where none of them is chosen."""
     return next((value for name, value in ways.items() if name in chosen), right)

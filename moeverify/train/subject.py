@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.layout.local_shard import LocalShard
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView

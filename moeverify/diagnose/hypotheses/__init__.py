@@ -28,7 +28,7 @@ ORDER = (
         "clip_formula",
         "another_term",
     ),
-    ("loss_formula",),
+    ("loss_formula", "reported_average"),
     (
         "one_factor",
         "held_sum",
@@ -42,6 +42,7 @@ ORDER = (
         "added_values",
         "misreduced",
     ),
+    ("token_weights",),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),

@@ -63,11 +63,14 @@ class BiasRuleHypothesis(Hypothesis):
                 fitting[rule] = move
         # One that leaves open by how much says less than one that does not.
         known = [rule for rule in fitting if "other-rate" not in rule] or list(fitting)
+        if ("other-rate",) in fitting:  # beyond its bound, what is bounded is a sign
+            known = [rule for rule in known if not set(_BOUNDED) & set(rule)] or [("other-rate",)]
+        if not known and _increases(seen, allowed):
+            known, fitting = [("increasing",)], {("increasing",): moved}
         if not 0 < len(known) <= _MOST_ALIKE:
             return self.refuse()
         rate = float((fitting[known[0]] / right)[right != 0.0].abs().median()) if seen.rate else 0.0
-        names = ["+".join(rule) for rule in known]
-        operation = MovedOtherwise(rule=names[0], rivals=tuple(names[1:]), times=rate)
+        operation = MovedOtherwise(rule=known[0], rivals=tuple(known[1:]), times=rate)
         return self.accept(explain_by(Cause.STATE, operation, tensors, inputs))
 
 
@@ -82,12 +85,39 @@ class _Move(NamedTuple):
 
 _PARTS: Mapping[str, Sequence[BiasWay]] = {
     "center": ("median", "largest", "smallest", "of-busy", "frequency"),
-    "shape": ("unsigned", "root", "overloaded", "underloaded", "up-at-mean", "down-at-mean"),
+    "shape": (
+        "unsigned",
+        "root",
+        "overloaded",
+        "underloaded",
+        "up-at-mean",
+        "down-at-mean",
+        "tanh",
+        "sigmoid",
+        "arctan",
+        "clipped",
+    ),
+    "scale": ("over-mean", "over-largest", "over-total", "over-deviation"),
     "direction": ("reversed",),
     "rate": ("other-rate",),
     "after": ("centred", "not-below-zero", "kept"),
 }
 """The parts of a move, rate * sign(mean - count), with the ways in which each may be otherwise."""
+
+
+_BOUNDED = ("tanh", "sigmoid", "arctan", "clipped")
+
+_LEAST_DIFFERENT = 6
+"""So many different counts are in the order of their moves by chance in one of 720 cases."""
+
+
+def _increases(seen: _Move, allowed: float) -> bool:
+    """Return whether experts of equal counts move alike, those of larger ones less, and not all by one size."""
+    counts, order = seen.counts.sort()
+    steps, moves = counts.diff(), -seen.moved[order].diff()
+    alike = (moves.abs() <= allowed)[steps == 0.0]
+    up = (moves > allowed)[steps > 0.0]
+    return bool(alike.all()) and bool(up.all()) and int((steps > 0.0).sum()) + 1 >= _LEAST_DIFFERENT
 
 
 def _list_rules() -> Iterator[tuple[BiasWay, ...]]:
@@ -109,6 +139,15 @@ def _make(ways: Collection[str], seen: _Move) -> Tensor:
         "frequency": torch.full_like(counts[0], 0.5),
     }
     less = next((value for name, value in centers.items() if name in ways), counts.mean()) - counts
+    # The scale of the difference makes another shape only of what is bounded.
+    scales = {
+        "over-mean": counts.mean(),
+        "over-largest": less.abs().max(),
+        "over-total": counts.sum(),
+        "over-deviation": counts.std(),
+    }
+    scale = next((value for name, value in scales.items() if name in ways), less.new_ones(()))
+    scaled = less / scale.clamp(min=1e-300)
     shapes: Mapping[str, Tensor] = {
         "unsigned": less,
         "root": less.sign() * less.abs().sqrt(),
@@ -116,11 +155,15 @@ def _make(ways: Collection[str], seen: _Move) -> Tensor:
         "underloaded": less.sign().clamp(min=0.0),
         "up-at-mean": torch.where(less >= 0.0, 1.0, -1.0).to(less.dtype),
         "down-at-mean": torch.where(less > 0.0, 1.0, -1.0).to(less.dtype),
+        "tanh": scaled.tanh(),
+        "sigmoid": scaled.sigmoid(),
+        "arctan": scaled.arctan(),
+        "clipped": scaled.clamp(-1.0, 1.0),
     }
     shape = next((value for name, value in shapes.items() if name in ways), less.sign())
     shape = -shape if "reversed" in ways else shape
     shape = shape - shape.mean() if "centred" in ways else shape
-    if {"other-rate", "unsigned", "root"} & set(ways):
+    if {"other-rate", "unsigned", "root", *_BOUNDED} & set(ways):
         rate = max(float(seen.moved @ shape) / max(float(shape @ shape), 1e-300), 0.0)
     else:
         rate = seen.rate

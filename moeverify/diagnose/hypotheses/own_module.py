@@ -14,9 +14,9 @@ from moeverify.diagnose.own.search import Found
 from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Replay
-from moeverify.results.operation import Change
 from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.trial import Reason
 

@@ -31,7 +31,9 @@ class ParameterReplayed(Hypothesis):
         (tensor,) = tensors
         if inputs.search is None or inputs.origins:
             return self.untried(Reason.NOT_COMPARABLE)
-        failed = [found for found in inputs.searched_parameters.values() if found is not None and not found.variants]
+        failed = [
+            found for found in inputs.searched_parameters.values() if found is not None and not found.variants
+        ]
         if tensor.name not in inputs.searched_parameters and len(failed) >= _MOST_FAILED:
             return self.untried(Reason.NOT_COMPARABLE)
         named = inputs.parameter_formula(tensor.name)

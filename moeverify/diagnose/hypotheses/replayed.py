@@ -10,9 +10,10 @@ from moeverify.diagnose.replay.language import Found, NamedFormula, find_variant
 from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Replay
-from moeverify.results.operation import Change, Varied
+from moeverify.results.operation import Varied
 from moeverify.results.trial import Reason
 
 _UNREDUCED = (("slices", "own"),)

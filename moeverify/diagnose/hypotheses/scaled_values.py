@@ -44,13 +44,38 @@ class ScaledValues(Hypothesis):
         value = products / squares
         if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
             return self.refuse()
-        factor = _name(value, inputs.sources_of(tensors), unit=_unit_of(tensors[0]))
+        sources = [*inputs.sources_of(tensors), *_list_sizes(tensors, inputs)]
+        factor = _name(value, sources, error=_find_error(tensors))
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
 
 
+def _list_sizes(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
+    """Return the sizes, or their roots, by which initial values are commonly scaled.
+
+    Projections back into the residual stream are divided by the root of its branches, two a layer (GPT-2), other
+    weights by the root of a fan-in or of both fans.
+    """
+    [layers] = [each.size for each in inputs.axes.counts_of(tensors[0].name) if each.name == "layers"] or [0]
+    sizes = {"residual branches (2 a layer)": 2 * layers, "layers": layers}
+    shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
+    if len(shapes) == 1 and len(shape := shapes.pop()) > 1:
+        sizes |= {
+            "rows of the weight": shape[0],
+            "columns of the weight": shape[1],
+            "rows and columns of the weight": sum(shape),
+        }
+    return [Source(name=name, size=size) for name, size in sizes.items() if size > 1]
+
+
 def _unit_of(tensor: WrongTensor) -> float:
     return float(torch.finfo(tensor.precision).eps)
+
+
+def _find_error(tensors: Sequence[WrongTensor]) -> float:
+    """Return by how much the fitted number may be off, relatively: rounding of many elements cancels in their sum."""
+    count = sum(int(tensor.expected.count_nonzero()) for tensor in tensors)
+    return max(2.0 * _unit_of(tensors[0]) / count**0.5, 1e-9)
 
 
 def _has_values(tensor: WrongTensor) -> bool:
@@ -73,12 +98,12 @@ def _is_scaled(tensor: WrongTensor, value: float) -> bool:
     return not torch.equal(tensor.whole, tensor.expected)
 
 
-def _name(value: float, sources: Sequence[Source], *, unit: float) -> Factor:
-    """Return the factor with the axes whose size, or its root, it is, to as many digits as rounding leaves."""
+def _name(value: float, sources: Sequence[Source], *, error: float) -> Factor:
+    """Return the factor with the axes whose size, or its root, it is, up to an error."""
     for source in sources:
         for power, size in ((1, source.size), (2, source.size)):
             for wanted in (size ** (1.0 / power), size ** (-1.0 / power)):
-                if source.size > 1 and abs(value / wanted - 1.0) <= max(unit, 1e-9):
+                if source.size > 1 and abs(value / wanted - 1.0) <= error:
                     return find_factor(wanted, sources, power=power)
     return find_root(value, sources)
 

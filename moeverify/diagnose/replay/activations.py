@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
 from moeverify.diagnose.replay.grammar import with_gradient_of
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -124,7 +124,6 @@ def _differentiate(
 
 def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> Tensor:
     """Return the activation of gate and up, each (..., F); of up alone where there is no gate."""
-
     operands = {"up": up, "gate": up if gate is None else gate}
 
     def act(x: Tensor) -> Tensor:

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 from moeverify.axes.split import Positions, split_in_zigzag
+from moeverify.diagnose.replay.gradient_ways import (
+    list_edge_ways,
+    list_group_ways,
+    list_score_ways,
+    weigh_gradient,
+)
 from moeverify.diagnose.replay.grammar import (
     HEAD_FUNCTIONS,
     fit_functions,
@@ -21,22 +27,16 @@ from moeverify.diagnose.replay.grammar import (
     visit,
     with_gradient_of,
 )
-from moeverify.diagnose.replay.gradient_ways import (
-    list_edge_ways,
-    list_group_ways,
-    list_score_ways,
-    weigh_gradient,
-)
-from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.head_layouts import PART as LAYOUT
 from moeverify.diagnose.replay.head_layouts import list_layouts, relay, takes
+from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
 from moeverify.diagnose.replay.rotation import Rotation
 from moeverify.diagnose.replay.scores import Sizes, change_scores, fit_scores, list_scales
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")

@@ -19,7 +19,7 @@ from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.head_layouts import GRADIENT, list_gradient_layouts, relay
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 
 class AttentionGradientFormula(Formula):

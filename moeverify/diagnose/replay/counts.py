@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 PART = "counts"
 NO_EXPERT = -1

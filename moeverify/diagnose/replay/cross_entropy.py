@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
 from moeverify.diagnose.replay.grammar import (
     fit_functions,
     fit_gradients,
     list_gradients,
     pass_through,
 )
-from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.data import IGNORED
 
 EDGES = ("denominator", "label")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moeverify.diagnose.replay.grammar import fit_functions, list_functions, pass_through, times_of
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _MOST_ROWS = 256  # that are looked at as the one without a value
 _WAVELENGTH = 1e4

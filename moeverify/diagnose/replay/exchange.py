@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeverify.diagnose.replay import counts
 from moeverify.layout.region import Indices
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 BEFORE, AFTER = ("sent", "arrived", "sorted"), ("computed", "unsorted", "returned")
 """The buffers before the experts, and those after them."""

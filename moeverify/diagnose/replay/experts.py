@@ -22,7 +22,7 @@ from moeverify.diagnose.replay.language import Cell
 from moeverify.diagnose.replay.tokenwise import Named, TokenFormula
 from moeverify.model.experts import Experts
 from moeverify.model.router import Routing
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
@@ -381,6 +381,8 @@ class ExpertsFormula(TokenFormula):
         rows = self.x.unsqueeze(2).expand(*ids.shape, self.x.shape[-1])
         out, bias = self.run(rows, ids, {}, ones)
         return out + bias
+
+
 def _multiply(
     rows: Sequence[Tensor], weights: Tensor, experts: Tensor, order: Tensor | None = None
 ) -> Tensor:

@@ -24,7 +24,7 @@ from moeverify.diagnose.replay.gradient_ways import (
 )
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 # What changes nothing of a choice's own output, or is nothing that ranks do to weights alone.
 _NOT_OF_WEIGHTS = ("input", "weights", "activation", "gate", "input-through", "output-through")
@@ -44,9 +44,7 @@ class ExpertsGradientFormula(Formula):
         self.ways = [*list_derivatives(), *list_gradients_inside("gate", "up", over_tokens=False)]
         self.ways += list_edge_ways("rows", "outputs", over_tokens=False)
         self.ways += [
-            way
-            for way in forward.ways
-            if not way.part.startswith("input") and way.part != "output-through"
+            way for way in forward.ways if not way.part.startswith("input") and way.part != "output-through"
         ]
         self.fits = [fit for fit in forward.fits if not fit.part.endswith("-through")]
         # What a gradient inside has otherwise in one place alone costs as much as all others.

@@ -368,7 +368,9 @@ def list_dispatched(experts: str, right: RightModules) -> tuple[ExpertsFormula, 
     if x is None or gradient is None or not isinstance(block, MoE):
         return None
     named = _make_experts(block, name, x, right)
-    return None if named is None or not isinstance(named.formula, ExpertsFormula) else (named.formula, gradient)
+    return (
+        None if named is None or not isinstance(named.formula, ExpertsFormula) else (named.formula, gradient)
+    )
 
 
 def _make_combine_gradient(name: str, right: RightModules) -> NamedFormula | None:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 GRADIENT_OF = "gradient-of"
 _TIMES: Mapping[str, float] = {"none": 0.0, "opposite": -1.0, "twice": 2.0}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, weigh_gradient
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _TIMES: Mapping[str, float] = {"none": 0.0, "opposite": -1.0, "twice": 2.0}
 _EPS = (1e-6, 1e-5, 1e-8, 0.0)  # of a norm that is there once too often

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 PART, GRADIENT = "layout", "gradient-layout"
 TAKEN = ("queries", "keys", "values", "all")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 RIGHT = 1e-9
 """Relative error to which the formula must give the golden's own output: else it is not what the module computes."""

@@ -24,7 +24,7 @@ from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 Projection = Literal["queries", "heads", "latent"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.results.change import Change
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Change
 
 _TWICE = "twice"
 _MULTIPLES = (_TWICE, "times", "factor", "interpolated")

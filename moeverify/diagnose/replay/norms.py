@@ -15,7 +15,7 @@ from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
 from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.tokenwise import MOST_PARTS, ORDERS, Named, TokenFormula, list_orders
 from moeverify.model.norm import LayerNorm, RMSNorm
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _MEANS = ("sum", "unbiased", "absolute", "deviation", "unbiased-deviation", "largest", "median", "none")
 _OF_TOKENS = ("over-tokens", "over-positions", "over-rows", "over-all")
@@ -164,9 +164,7 @@ class NormFormula(TokenFormula):
         root = (average + adds[way]()) ** power
         return _round(root, "root", changes)
 
-    def _detach(
-        self, x: Tensor, average: Tensor, mean: Change | None, change: Change, cell: Cell
-    ) -> Tensor:
+    def _detach(self, x: Tensor, average: Tensor, mean: Change | None, change: Change, cell: Cell) -> Tensor:
         """Return the mean of squares without a gradient, or with that of each part of the width in it alone."""
         if change.way == "own-part":
             size = int(change.number or 1)

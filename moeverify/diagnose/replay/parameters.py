@@ -23,7 +23,7 @@ from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.tokenwise import TokenFormula, pull_back
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _MOST_ROWS = 16
 _NOT_OF_PARAMETERS = ("output-through",)

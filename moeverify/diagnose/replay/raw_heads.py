@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 Which = Literal["query", "key"]
 

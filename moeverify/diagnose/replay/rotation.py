@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeverify.case.attention import Yarn
 from moeverify.model.rope import compute_rotation
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 GLOBAL, OWNER = "position", "owner"
 PARTS = ("rotation", "query-rotation", "key-rotation")

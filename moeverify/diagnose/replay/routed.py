@@ -15,7 +15,7 @@ from moeverify.diagnose.replay.grammar import times_of
 from moeverify.diagnose.replay.language import Cell
 from moeverify.diagnose.replay.tokenwise import Named, TokenFormula
 from moeverify.model.router import Router, take_best
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _OVER_TOKENS = ("over-tokens", "over-rank")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _SCALES = (
     "none",

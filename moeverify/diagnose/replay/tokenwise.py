@@ -31,7 +31,7 @@ from moeverify.diagnose.replay.grammar import (
     times_of,
 )
 from moeverify.diagnose.replay.language import Cell, Formula, draw_like
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 Named = Mapping[str, Tensor]
 

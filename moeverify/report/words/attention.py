@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 # By part and way; `{number}` is what the way leaves open.
 ATTENTION: Mapping[tuple[str, str], str] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 from moeverify.results.explanation import Explanation
 from moeverify.results.formula_names import BiasWay
@@ -25,6 +24,15 @@ _WAYS: Mapping[BiasWay, str] = {
     "down-at-mean": "down for experts with as many tokens as the mean",
     "other-rate": "by {:.5g} times its rate",
     "not-below-zero": "to no number below zero",
+    "tanh": "by the hyperbolic tangent of the difference of mean and count and not by its sign",
+    "sigmoid": "by the logistic function of the difference of mean and count and not by its sign",
+    "arctan": "by the arc tangent of the difference of mean and count and not by its sign",
+    "clipped": "by the difference of mean and count between -1 and 1 and not by its sign",
+    "increasing": "by some increasing function of the difference of mean and count and not by its sign",
+    "over-mean": "of that difference over the mean",
+    "over-largest": "of that difference over the largest one",
+    "over-total": "of that difference over all choices",
+    "over-deviation": "of that difference over its deviation",
     "kept": "from a part of itself alone, as where it decays",
 }
 
@@ -38,6 +46,5 @@ def describe_moved_otherwise(operation: MovedOtherwise, explanation: Explanation
     return f"{biases} {said}"
 
 
-def _describe_rule(rule: str, times: float) -> str:
-    ways = (cast("BiasWay", way) for way in rule.split("+"))
-    return " and ".join(_WAYS[way].format(times) for way in ways)
+def _describe_rule(rule: Sequence[BiasWay], times: float) -> str:
+    return " and ".join(_WAYS[way].format(times) for way in rule)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
+from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation
 from moeverify.results.layout import (
     Dim,
@@ -18,7 +19,6 @@ from moeverify.results.layout import (
     TokenPlaces,
     TokenValues,
 )
-from moeverify.results.operation import Change
 
 _PLURALS = {"batch": "batch rows", "sequence": "positions"}
 _NUMBERED = ("ranks", "chunks", "parts", "groups", "heads", "key-value heads", "experts")

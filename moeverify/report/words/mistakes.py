@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _FUNCTIONS: Mapping[str, str] = {
     "normalized": "normalized once more, with an eps of {number}",

@@ -31,6 +31,7 @@ from moeverify.results.observation import (
     RightAlike,
     ScalarValues,
     StaleWeights,
+    WeightsOfTokens,
     WrongElements,
 )
 
@@ -83,6 +84,14 @@ def _(seen: ReplicaSum) -> str:
 def _(seen: LargestValue) -> str:
     absent = f"; absent on {format_ranks(seen.absent_on)}" if seen.absent_on else ""
     return f"largest absolute value {seen.actual:.3g}, expected {seen.expected:.3g}{absent}"
+
+
+@describe_observation.register
+def _(seen: WeightsOfTokens) -> str:
+    least, most = format_factor(seen.least), format_factor(seen.most)
+    return (
+        f"the gradients of {seen.num_tokens} tokens from the loss are {least} to {most} times the right ones"
+    )
 
 
 @describe_observation.register

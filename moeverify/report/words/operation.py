@@ -43,6 +43,7 @@ from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.subject import MODEL, name_subject
+from moeverify.report.words.token_weights import describe_reaveraged
 from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
@@ -71,6 +72,7 @@ from moeverify.results.operation import (
 )
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.token_weights import Reaveraged
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _MOST_MOVES = 4
@@ -420,6 +422,11 @@ def _(operation: Offset, explanation: Explanation) -> str:
     tensors = ", ".join(explanation.subject.tensors)
     text = f"the {tensors} loss is off by {format_factor(operation.value)}"
     return f"{text} = log({name_products(operation.products)})" if operation.products else text
+
+
+@describe_operation.register
+def _(operation: Reaveraged, explanation: Explanation) -> str:
+    return describe_reaveraged(operation, explanation)
 
 
 @describe_operation.register

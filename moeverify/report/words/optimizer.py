@@ -162,7 +162,7 @@ def _describe_power(term: TermFacts, power: int) -> str:
 
 
 def _describe_forms(facts: RecomputedFacts, quantity: str) -> Said:
-    first, *rest = (describe_form(form, facts.numbers) for form in facts.forms)
+    first, *rest = (describe_form(form) for form in facts.forms)
     evidence = [f"with that formula {quantity} is what the rank's own gradient, moments and options give"]
     if facts.others:
         evidence.append(f"so it is in {format_count(len(facts.others), 'other tensor')}")

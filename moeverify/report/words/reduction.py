@@ -9,9 +9,9 @@ from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_factor, describe_sources, name_products
 from moeverify.report.words.subject import name_subject
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import (
-    Change,
     Miscounted,
     Misplaced,
     Misreduced,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.results.step_facts import StepChange, split_changes
+from moeverify.results.step_facts import StepChange, StepForm
 
 _CHANGES: Mapping[StepChange, str] = {
     "epsilon-before-correction": "epsilon is added before the second moment's bias correction",
@@ -75,8 +75,6 @@ _CHANGES: Mapping[StepChange, str] = {
 }
 
 
-def describe_form(form: str, numbers: Mapping[str, float]) -> str:
+def describe_form(form: StepForm) -> str:
     """Return what is otherwise in a formula that has these changes, with the number that it was solved for."""
-    number = numbers.get(form)
-    changes = split_changes(form)
-    return " and ".join(_CHANGES[each].format(number) for each in changes)
+    return " and ".join(_CHANGES[each].format(form.number) for each in form.changes)

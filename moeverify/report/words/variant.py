@@ -16,7 +16,7 @@ from moeverify.report.words.factor import (
 )
 from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.mistakes import describe_mistake
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("input", "of-position"): "with the token of the position {number} further in the place of each",

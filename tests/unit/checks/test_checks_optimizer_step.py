@@ -165,7 +165,7 @@ def test_a_bias_correction_that_is_missing_is_named(
     assert {finding.step for finding in outcome.findings} == {1, 2}
     assert {finding.kind for finding in outcome.findings} == {Kind.UPDATE}
     heads = [finding for finding in join_alike(outcome.findings) if not finding.follows]
-    assert {finding.facts.variant for finding in heads} == {"no-correction"}
+    assert {finding.facts.variant for finding in heads} == {("no-correction",)}
 
 
 def take_rate(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], float | None]) -> None:
@@ -382,7 +382,7 @@ def test_another_formula_of_the_step_is_named(
     monkeypatch.setattr(PlainEngine, "step", step_by(change))
     joined = join_alike(judge({**ADAMW, "eps": 1e-5}, precision).findings)
     heads = [finding for finding in joined if not finding.follows]
-    assert {finding.facts.variant for finding in heads} == {variant}
+    assert {finding.facts.variant for finding in heads} == {(variant,)}
     assert all(finding.check == "optimizer step" for finding in joined)
 
 
@@ -400,7 +400,7 @@ def test_nesterovs_momentum_is_named(judge: Callable, monkeypatch: pytest.Monkey
     change_options(monkeypatch, nesterov=True)
     updates = [finding for finding in judge(SGD, "float32").findings if finding.kind == Kind.UPDATE]
     assert updates
-    assert {finding.facts.variant for finding in updates} == {"nesterov"}
+    assert {finding.facts.variant for finding in updates} == {("nesterov",)}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

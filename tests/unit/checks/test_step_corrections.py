@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeverify.checks.base import Outcome
 from moeverify.diagnose.recomputed import join_alike
+from moeverify.results.step_facts import Changes
 from moeverify.train.engine import PlainEngine
 
 ADAMW = {
@@ -98,7 +99,7 @@ def as_adamw(step: Step, weight: Tensor) -> None:
     step.move(weight, *step.corrections(step.number))
 
 
-def name_heads(outcome: Outcome) -> set[str | None]:
+def name_heads(outcome: Outcome) -> set[Changes | None]:
     """Return the formulas of the findings that follow from no other one."""
     return {each.facts.variant for each in join_alike(outcome.findings) if not each.follows}
 
@@ -121,7 +122,7 @@ def test_where_and_of_which_step_corrections_are_is_named(
     precision: str,
 ) -> None:
     monkeypatch.setattr(PlainEngine, "step", step_by(make))
-    assert name_heads(judge(precision, weight_decay=1.0)) == {variant}
+    assert name_heads(judge(precision, weight_decay=1.0)) == {(variant,)}
 
 
 def test_the_right_formula_passes(judge: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

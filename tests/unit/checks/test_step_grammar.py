@@ -16,7 +16,7 @@ from moeverify.diagnose.recomputed import join_alike
 from moeverify.report.words.check import describe_facts
 from moeverify.report.words.step_changes import describe_form
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import StepChange
+from moeverify.results.step_facts import StepChange, StepForm
 from moeverify.train.adam_grammar import AdamMoment, AdamStep
 from moeverify.train.engine import PlainEngine
 from moeverify.train.recomputation import StepValues
@@ -94,6 +94,13 @@ def by_two_mistakes(group: Mapping[str, Any], state: State, weight: Tensor, numb
     weight.addcdiv_(state["exp_avg"], (state["exp_avg_sq"] + group["eps"]).sqrt(), value=-group["lr"])
 
 
+def by_three_mistakes(group: Mapping[str, Any], state: State, weight: Tensor, number: int) -> None:
+    """Without corrections, with epsilon in the root, and with a decay that the rate does not multiply."""
+    average(state, weight.grad, group["betas"])
+    weight.mul_(1.0 - group["weight_decay"])
+    weight.addcdiv_(state["exp_avg"], (state["exp_avg_sq"] + group["eps"]).sqrt(), value=-group["lr"])
+
+
 def by_regularization(group: Mapping[str, Any], state: State, weight: Tensor, number: int) -> None:
     average(state, weight.grad + group["weight_decay"] * weight, group["betas"])
     mean, square = list_corrected(group, state, number)
@@ -136,26 +143,26 @@ def say(outcome: Outcome) -> str:
 @pytest.mark.parametrize(
     ("make", "changes", "number"),
     [
-        (by_cube_root_of_nothing, "no-root", None),
-        (by_wide_epsilon, "other-epsilon", 7e-4),
-        (by_bound, "bounded-step", 0.8),
-        (by_two_mistakes, "corrections+epsilon", None),
-        (by_regularization, "decay-in-gradient", None),
-        (by_belief, "square-of-difference", None),
+        (by_cube_root_of_nothing, ["no-root"], None),
+        (by_wide_epsilon, ["other-epsilon"], 7e-4),
+        (by_bound, ["bounded-step"], 0.8),
+        (by_two_mistakes, ["no-correction", "epsilon-in-root"], None),
+        (by_three_mistakes, ["no-correction", "epsilon-in-root", "decay-without-rate"], None),
+        (by_regularization, ["decay-in-gradient"], None),
+        (by_belief, ["square-of-difference"], None),
     ],
 )
 def test_what_is_made_otherwise_is_named(
     judge: Callable,
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[..., None],
-    changes: str,
+    changes: list[StepChange],
     number: float | None,
     precision: str,
 ) -> None:
     monkeypatch.setattr(PlainEngine, "step", step_by(make))
     said = say(judge(precision))
-    known = {"corrections+epsilon": "no-correction+epsilon-in-root"}.get(changes, changes)
-    wanted = describe_form(known, {} if number is None else {known: number})
+    wanted = describe_form(StepForm(changes=tuple(changes), number=number))
     assert [line.partition("otherwise: ")[2] for line in said.splitlines()] == [wanted]
 
 
@@ -236,7 +243,7 @@ def test_no_way_is_the_right_one_or_another_way(name: str) -> None:
 def test_every_way_has_words() -> None:
     ways = {way for grammar in list_grammars().values() for part in grammar.parts.values() for way in part}
     assert ways <= set(get_args(StepChange))
-    assert all(describe_form(way, {way: 2.0}) for way in get_args(StepChange))
+    assert all(describe_form(StepForm(changes=(way,), number=2.0)) for way in get_args(StepChange))
 
 
 def test_parameters_that_are_not_clipped_are_not_clipped_by_their_own_norm(

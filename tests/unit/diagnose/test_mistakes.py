@@ -25,7 +25,7 @@ from moeverify.layout.region import Region
 from moeverify.model import transformer
 from moeverify.model.mlp import MLP
 from moeverify.model.norm import RMSNorm
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.data import IGNORED
 
 SHAPE = (ROWS, LENGTH, 12)

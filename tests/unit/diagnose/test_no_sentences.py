@@ -26,7 +26,6 @@ PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefi
 OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/step_forms.py",  # likewise
-    "results/step_facts.py",  # the changes that the name of a formula is made of
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/first_divergence.py",
     "diagnose/own/found.py",  # the module around one

@@ -19,7 +19,8 @@ from wrong_tensors import (
 
 from moeverify.diagnose.hypotheses.base import Outcome
 from moeverify.results.cause import Cause
-from moeverify.results.operation import Change, Redefined
+from moeverify.results.change import Change
+from moeverify.results.operation import Redefined
 from moeverify.results.trial import Reason
 from moeverify.train.subject import Vector
 

@@ -6,12 +6,13 @@ import pytest
 
 from moeverify.diagnose.recomputed import join_alike, merge_with_origins
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import ObjectiveFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Change, Operation, Redefined, Rounded, Scaled, Unclipped, Unmoved
+from moeverify.results.operation import Operation, Redefined, Rounded, Scaled, Unclipped, Unmoved
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
 

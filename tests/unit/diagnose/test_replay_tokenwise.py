@@ -26,7 +26,7 @@ from moeverify.model.moe import MoE
 from moeverify.model.norm import LayerNorm, RMSNorm
 from moeverify.model.router import Router
 from moeverify.report.words.variant import describe_variant
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 
 
 def _norm_with(eps: float) -> Callable[[RMSNorm, Tensor], Tensor]:

@@ -14,6 +14,8 @@ from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInput
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Source
+from moeverify.results.formula_names import BiasWay
 from moeverify.results.operation import MovedOtherwise, Scaled
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -40,6 +42,43 @@ def test_values_of_another_deviation_have_the_root_of_an_axis(
     assert whole.factor.value == pytest.approx(value, rel=2 * torch.finfo(dtype).eps)
     assert whole.factor.power == power
     assert whole.factor.equals
+
+
+SIZED = replace(AXES, module_counts=[Source(name="layers", size=3)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (6**-0.5, "residual branches (2 a layer)"),
+        (3**0.5, "layers"),
+        (24**-0.5, "rows of the weight"),
+        (40**0.5, "columns of the weight"),
+        (64**-0.5, "rows and columns of the weight"),
+    ],
+)
+def test_values_that_are_scaled_by_depth_or_width_name_it(
+    value: float, name: str, dtype: torch.dtype
+) -> None:
+    expected = store(draw(24, 40), dtype)
+    tensor = make_tensor(expected, store(value * expected, dtype), kind="initial_weight", precision=dtype)
+    explanation = examine("scaled_values", tensor, make_inputs(tensor, axes=SIZED)).explanation
+    (whole,) = explanation.operation.contributions
+    assert [product.sources for product in whole.factor.equals] == [(name,)]
+    assert whole.factor.power == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hardly_any_number_that_is_drawn_by_lot_gets_a_name(dtype: torch.dtype) -> None:
+    expected = store(draw(24, 40), dtype)
+    values = (torch.rand(100, generator=torch.Generator().manual_seed(0)).double() * 4.0 - 2.0).exp()
+    named = 0
+    for value in values.tolist():
+        tensor = make_tensor(expected, store(value * expected, dtype), kind="initial_weight", precision=dtype)
+        explanation = examine("scaled_values", tensor, make_inputs(tensor, axes=SIZED)).explanation
+        named += explanation is not None and bool(explanation.operation.contributions[0].factor.equals)
+    assert named <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,6 +110,7 @@ def test_values_of_another_seed_and_one_wrong_element_are_no_multiple(dtype: tor
 COUNTS = torch.tensor([12, 3, 0, 25, 7, 7, 1, 9], dtype=torch.int64)
 RATE = 0.01
 BEFORE = torch.linspace(-0.05, 0.04, 8, dtype=torch.float64)
+LESS = COUNTS.double().mean() - COUNTS.double()
 SIGNS = torch.sign(COUNTS.double().mean() - COUNTS.double())
 
 
@@ -93,18 +133,26 @@ def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
 @pytest.mark.parametrize(
     ("rule", "moved"),
     [
-        ("reversed", -RATE * SIGNS),
-        ("frequency", RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
-        ("median", RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
-        ("unsigned", 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
-        ("centred", RATE * (SIGNS - SIGNS.mean())),
-        ("of-busy", RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
-        ("overloaded", RATE * SIGNS.clamp(max=0.0)),
-        ("other-rate", 2.0 * RATE * SIGNS),
-        ("kept", RATE * SIGNS - 0.2 * BEFORE),
+        (("reversed",), -RATE * SIGNS),
+        (("frequency",), RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
+        (("median",), RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
+        (("unsigned",), 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
+        (("centred",), RATE * (SIGNS - SIGNS.mean())),
+        (("of-busy",), RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
+        (("overloaded",), RATE * SIGNS.clamp(max=0.0)),
+        (("other-rate",), 2.0 * RATE * SIGNS),
+        (("kept",), RATE * SIGNS - 0.2 * BEFORE),
+        (("tanh",), RATE * torch.tanh(LESS)),
+        (("tanh", "over-mean"), RATE * torch.tanh(LESS / 8.0)),
+        (("sigmoid", "over-deviation"), 0.3 * RATE * torch.sigmoid(LESS / COUNTS.double().std())),
+        (("arctan",), RATE * torch.arctan(LESS)),
+        (("clipped", "over-mean"), 3 * RATE * (LESS / 8.0).clamp(-1.0, 1.0)),
+        (("increasing",), RATE * torch.expm1(LESS / 11.0)),
     ],
 )
-def test_the_rule_by_which_a_bias_moves_is_named(rule: str, moved: Tensor, first: bool) -> None:
+def test_the_rule_by_which_a_bias_moves_is_named(
+    rule: tuple[BiasWay, ...], moved: Tensor, first: bool
+) -> None:
     found = look(moved, first=first)
     assert found == MovedOtherwise(rule=rule, times=found.times)
     subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))

@@ -22,11 +22,12 @@ from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.faults.setting import make_case
 from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants, write_mutants
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
-from moeverify.results.operation import Altered, Change, Rounded, Scaled, Unreduced, Unwritten, Varied
+from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced, Unwritten, Varied
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult, Event, RunResult

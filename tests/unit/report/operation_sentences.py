@@ -11,11 +11,11 @@ from explanations import (
 )
 
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.known_sum import KnownSum, Term
 from moeverify.results.operation import (
-    Change,
     Misplaced,
     Misreduced,
     MovedOtherwise,
@@ -190,7 +190,7 @@ OPERATIONS = [
         explain(
             Cause.STATE,
             Quantity.BUFFER,
-            MovedOtherwise(rule="reversed"),
+            MovedOtherwise(rule=("reversed",)),
             tensors=("router.selection_bias",),
         ),
         "the selection bias moves in the wrong direction: up where an expert has more tokens than the mean",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeverify.faults.setting import make_case
 from moeverify.model.router import Router, RouterStats
-from moeverify.results.operation import Change
+from moeverify.results.change import Change
 from moeverify.train.router_loss_variants import list_variants, vary
 
 GROUPED = {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "top_k": 3}
