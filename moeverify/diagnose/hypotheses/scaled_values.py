@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -75,7 +76,7 @@ def _unit_of(tensor: WrongTensor) -> float:
 def _find_error(tensors: Sequence[WrongTensor]) -> float:
     """Return by how much the fitted number may be off, relatively: rounding of many elements cancels in their sum."""
     count = sum(int(tensor.expected.count_nonzero()) for tensor in tensors)
-    return max(2.0 * _unit_of(tensors[0]) / count**0.5, 1e-9)
+    return max(2.0 * _unit_of(tensors[0]) / math.sqrt(count), 1e-9)
 
 
 def _has_values(tensor: WrongTensor) -> bool:
