@@ -1,4 +1,4 @@
-"""Hypothesis: over right inputs and gradients, a module gives its parameter the gradient of a variant of its formula."""
+"""Hypothesis: over right inputs and gradients, a parameter has the gradient of a variant of its module's formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FAILED = 6
 
 
 class ParameterReplayed(Hypothesis):
-    """Tried where all that modules put out and pass back is right, so that a parameter's own gradient alone is not."""
+    """Tried where all that modules put out and pass back is right: a parameter's own gradient alone is not."""
 
     name = "parameter_replayed"
     quantities = frozenset({Quantity.GRADIENT})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moeverify.axes.groups import BOTH_FANS, BRANCHES, LAYERS, WEIGHT_COLUMNS, WEIGHT_ROWS
 from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
@@ -57,14 +58,14 @@ def _list_sizes(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list
     Projections back into the residual stream are divided by the root of its branches, two a layer (GPT-2), other
     weights by the root of a fan-in or of both fans.
     """
-    [layers] = [each.size for each in inputs.axes.counts_of(tensors[0].name) if each.name == "layers"] or [0]
-    sizes = {"residual branches (2 a layer)": 2 * layers, "layers": layers}
+    [layers] = [each.size for each in inputs.axes.counts_of(tensors[0].name) if each.name == LAYERS] or [0]
+    sizes = {BRANCHES: 2 * layers, LAYERS: layers}
     shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
     if len(shapes) == 1 and len(shape := shapes.pop()) > 1:
         sizes |= {
-            "rows of the weight": shape[0],
-            "columns of the weight": shape[1],
-            "rows and columns of the weight": sum(shape),
+            WEIGHT_ROWS: shape[0],
+            WEIGHT_COLUMNS: shape[1],
+            BOTH_FANS: sum(shape),
         }
     return [Source(name=name, size=size) for name, size in sizes.items() if size > 1]
 

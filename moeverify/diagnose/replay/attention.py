@@ -42,8 +42,6 @@ _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")
 _NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
 _VISITED = ("queries", "keys", "values", "heads")
-EDGES = ("denominator", "scores", "weights")
-"""The tensors inside whose gradients may count otherwise, each with a number for each head, query and key."""
 
 
 class Chunks:
@@ -139,7 +137,8 @@ class AttentionFormula(Formula):
         group = self.q.shape[2] // self.k.shape[2]
         is_whole = len(self.chunks.positions) == 1
         return [
-            *list_score_ways(*EDGES, operands=("weights", "scores")),
+            *list_score_ways("denominator", of_keys=False),
+            *list_score_ways("scores", "weights", operands=("weights", "scores")),
             *list_group_ways("key-groups", "value-groups", size=group),
             *self.rotation.list_backward(),
             *list_edge_ways("queries", "keys", "values", "heads", over_tokens=is_whole),
@@ -426,7 +425,7 @@ class AttentionFormula(Formula):
         if way in _UNLIKE:
             return _UNLIKE[way](masked, visible)
         total = share.sum(-1, keepdim=True)
-        total = weigh_gradient(total, "denominator", changes, {"scores": total, "weights": total})
+        total = weigh_gradient(total, "denominator", changes)
         if way in ("extra-one", "extra"):
             total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
         elif way == "relative":

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
 from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.head_layouts import GRADIENT, list_gradient_layouts, relay
@@ -121,7 +121,7 @@ def list_ways_back(forward: AttentionFormula) -> list[Change]:
 def list_fits_back(forward: AttentionFormula) -> list[Change]:
     """Return the same of what has a number; each step of a fit is a backward pass."""
     return [
-        *fit_gradients(*EDGES),
+        *fit_gradients("denominator"),  # all of a gradient is a factor, which needs no replay
         *(
             fit
             for fit in forward.fits

@@ -360,7 +360,7 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
 
 
 def list_dispatched(experts: str, right: RightModules) -> tuple[ExpertsFormula, Tensor] | None:
-    """Return the formula of the routed experts of a name, and the gradient of what they sum up to; None if unknown."""
+    """Return the formula of the routed experts of a name, and the gradient of their sum; None if unknown."""
     name = experts.rpartition(".")[0]
     block = right.find(name)
     x = right.read(f"{name}.{_DISPATCHER}", "input")

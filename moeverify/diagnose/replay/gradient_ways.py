@@ -42,6 +42,19 @@ _INSIDE: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """Of the elements of one token."""
 
+
+def _turn_blocks(x: Tensor) -> Tensor:
+    """Return x with rows and columns exchanged in each block of W tokens, as rows that are read by columns.
+
+    Not a number where the tokens are no whole number of blocks.
+    """
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    if len(flat) % width:
+        return x * torch.nan
+    return flat.view(-1, width, width).transpose(1, 2).reshape(x.shape)
+
+
 _OVER_TOKENS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "next-position": lambda x: x.roll(-1, 1),
     "position-before": lambda x: x.roll(1, 1),
@@ -57,7 +70,7 @@ _OVER_TOKENS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "summed-over-rows": lambda x: x.sum(0, keepdim=True).expand_as(x),
     "summed-over-tokens": lambda x: x.sum((0, 1), keepdim=True).expand_as(x),
     "positions-reversed": lambda x: x.flip(1),
-    "across": lambda x: _turn_blocks(x),
+    "across": _turn_blocks,
 }
 """Of the tokens (b, s, ..., W) of one call."""
 
@@ -76,27 +89,20 @@ _OF_GROUPS = ("first-of-group", "last-of-group")
 """Of keys or values as each query head reads them (b, S, N heads, D), in groups of heads that read one."""
 
 
-def _turn_blocks(x: Tensor) -> Tensor:
-    """Return x with rows and columns exchanged in each block of W tokens, as a number of a row that is read by columns.
-
-    Not a number where the tokens are no whole number of blocks.
-    """
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    if len(flat) % width:
-        return x * torch.nan
-    return flat.view(-1, width, width).transpose(1, 2).reshape(x.shape)
-
-
 _WITHOUT_NUMBER = {**_INSIDE, **_OVER_TOKENS, **_OF_SCORES}
 
 
 def list_edge_ways(
-    *edges: str, width: int = 0, operands: Iterable[str] = (), over_tokens: bool = True
+    *edges: str,
+    width: int = 0,
+    operands: Iterable[str] = (),
+    over_tokens: bool = True,
+    has_width: bool = True,
 ) -> list[Change]:
     """Return how the gradient of each of some tensors inside of a formula may come back otherwise, the simple first.
 
-    `width` is that of the last dim, where there are parts of it; `operands` name what may multiply.
+    `width` is that of the last dim, where there are parts of it; `operands` name what may multiply. Without
+    `has_width` each is one number for a token.
     """
     found = [Change(part=GRADIENT_OF, way=way, name=edge) for edge in edges for way in _TIMES]
     multiplied = [f"by-{operand}" for operand in operands]
@@ -107,7 +113,7 @@ def list_edge_ways(
             for power in _POWERS
             for way in multiplied
         ]
-        found += [Change(part=GRADIENT_OF, way=way, name=edge) for way in _INSIDE]
+        found += [Change(part=GRADIENT_OF, way=way, name=edge) for way in (_INSIDE if has_width else ())]
         ways = [(way, n) for n in sizes for way in ("first-part", "last-part", "mean-of-parts")]
         found += [Change(part=GRADIENT_OF, way=way, number=n, name=edge) for way, n in ways]
         if over_tokens:
@@ -115,9 +121,9 @@ def list_edge_ways(
     return found
 
 
-def list_score_ways(*edges: str, operands: Iterable[str] = ()) -> list[Change]:
-    """Return the same of tensors that have a number for each head, query and key."""
-    found = list_edge_ways(*edges, operands=operands, over_tokens=False)
+def list_score_ways(*edges: str, operands: Iterable[str] = (), of_keys: bool = True) -> list[Change]:
+    """Return the same of tensors with a number for each head and query, and for each key where they are `of_keys`."""
+    found = list_edge_ways(*edges, operands=operands, over_tokens=False, has_width=of_keys)
     return found + [Change(part=GRADIENT_OF, way=way, name=edge) for edge in edges for way in _OF_SCORES]
 
 
@@ -141,7 +147,8 @@ def change_gradient(gradient: Tensor, change: Change, operands: Operands) -> Ten
     if way in _WITHOUT_NUMBER:
         return _WITHOUT_NUMBER[way](gradient)
     if way in _OF_GROUPS:
-        groups = gradient.unflatten(2, (-1, int(number)))
+        shape = (*gradient.shape[:2], -1, int(number), gradient.shape[-1])
+        groups = gradient.reshape(shape)
         is_kept = torch.arange(int(number)) == (0 if way == "first-of-group" else int(number) - 1)
         return torch.where(is_kept[:, None], groups, 0.0).flatten(2, 3)
     if way.startswith("by-"):

@@ -5,7 +5,8 @@ A formula says what it is made of, and its variants follow:
 - a *term* of a sum may be missing, be there twice, be subtracted, or count a number of times that is fitted;
 - a *tensor* may have passed through one function more on its way in or out: a cap, a clamp, a norm, an activation, a
   constant that is added;
-- a *gradient*, of any tensor inside, may come back otherwise in all ways of `moeverify.diagnose.replay.gradient_ways`;
+- a *gradient*, of any tensor inside, may come back otherwise in the ways of
+  `moeverify.diagnose.replay.gradient_ways`;
 - a *function* may have the right value and the gradient of another one.
 """
 

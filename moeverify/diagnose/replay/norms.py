@@ -23,7 +23,7 @@ _WEIGHTS = ("none", "plus-one", "minus-one", "twice", "before", "exponential")
 _CENTRES = ("in-numerator", "in-statistics")
 _DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROUNDED = ("squares", "root", "normed", "weight")
-_EPS = ("none", "outside", "floor", "over-width", "times-width", "root")
+_EPS = ("none", "outside", "over-width", "times-width", "root")
 # What a row may be divided by before its squares are taken, so that eps counts that square more often.
 _SIZES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda x: x.abs().amax(-1, keepdim=True),
@@ -149,8 +149,6 @@ class NormFormula(TokenFormula):
             root = average.sqrt()
             size = _SIZES[eps.name](x) if eps is not None and eps.name else 1.0
             return root + (number if way == "outside-value" else self.eps * size)
-        if way == "floor":
-            return average.clamp(min=self.eps).sqrt()
         adds: Mapping[str, Callable[[], Tensor | float]] = {
             "": lambda: self.eps,
             "none": lambda: 0.0,

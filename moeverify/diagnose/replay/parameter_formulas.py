@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from moeverify.diagnose.families import module_of
 from moeverify.diagnose.replay.formulas import RightModules, list_dispatched, make_tokenwise
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.replay.parameters import (
@@ -18,7 +19,8 @@ from moeverify.train.module_taps import BACKWARD
 
 def make_parameter_formula(name: str, right: RightModules) -> NamedFormula | None:
     """Return the formula of a parameter's gradient; None where there is none for its module."""
-    module, _, attribute = name.rpartition(".")
+    module = module_of(name)
+    attribute = name[len(module) + 1 :]
     owner = right.find(module)
     found: ParameterGradientFormula | None = None
     if isinstance(owner, Experts):

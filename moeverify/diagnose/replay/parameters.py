@@ -9,7 +9,7 @@ Letters: B rows and S tokens of the batch, V rows of an embedding.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ _NOT_OF_PARAMETERS = ("output-through",)
 
 
 class ParameterGradientFormula(Formula):
-    """The gradient of a parameter, as (1, F, ...): the first dim of the parameter stands where tokens do elsewhere."""
+    """The gradient of a parameter, as (1, F, ...): its first dim stands where tokens do elsewhere."""
 
     has_pairs = False  # each is a backward pass of all of the batch
 
@@ -97,7 +97,8 @@ class ModuleParameterFormula(ParameterGradientFormula):
         """Return the gradient of the parameter."""
         forward, x = copy(self.forward), self._find_input(changes.get("input"))
         leaf = self._take_leaf(forward)
-        whole = Cell(0, *_number(x), dims=tuple(map(torch.arange, gradient.shape[2:])))
+        rows, positions = (torch.arange(size) for size in x.shape[:2])
+        whole = Cell(0, rows, positions, positions, tuple(map(torch.arange, gradient.shape[2:])))
         came_in = pass_through(x, changes.get("input-through"))
         output = forward.compute(came_in, replace(whole, call=(whole.rows, whole.positions)), changes)
         return pull_back(weigh_gradient(output, "output", changes, {"output": output}), leaf, gradient)
@@ -192,11 +193,6 @@ def as_module_tensor(tensor: WrongTensor) -> WrongTensor:
 def _as_tokens(parameter: Tensor) -> Tensor:
     """Return (F, ...) as (1, F, ...), and (F) as (1, F, 1)."""
     return parameter.unsqueeze(0) if parameter.ndim > 1 else parameter[None, :, None]
-
-
-def _number(x: Tensor) -> Sequence[Tensor]:
-    rows, positions = (torch.arange(size) for size in x.shape[:2])
-    return rows, positions, positions
 
 
 def _keep(gradient: Tensor, change: Change | None) -> Tensor:

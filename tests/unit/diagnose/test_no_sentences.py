@@ -34,6 +34,7 @@ OF_NAMES = {
     "diagnose/replay/formulas.py",
     "diagnose/replay/latent_gradient.py",  # columns of a tensor
     "diagnose/replay/multiples.py",  # the block that a dispatcher's name begins with
+    "diagnose/parameter_parts.py",  # parts of a fully qualified name
     "diagnose/place.py",
     "diagnose/loading.py",  # the kind that a saved tensor's name begins with
     "diagnose/failure.py",  # the path of a file
