@@ -38,7 +38,7 @@ from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula

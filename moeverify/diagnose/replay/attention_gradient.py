@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.grammar import fit_gradients
 from moeverify.diagnose.replay.head_layouts import GRADIENT, list_gradient_layouts, relay

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.embedding import EmbeddingFormula
 from moeverify.diagnose.replay.experts import ONE_DEVICE, ExpertLayout, ExpertsFormula

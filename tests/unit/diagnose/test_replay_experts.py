@@ -12,7 +12,7 @@ from torch import Tensor
 from wrong_tensors import make_tensor
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.experts import ExpertsFormula
 from moeverify.diagnose.replay.experts_gradient import CombineGradientFormula, ExpertsGradientFormula
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
