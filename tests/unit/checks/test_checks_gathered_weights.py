@@ -274,6 +274,7 @@ def test_values_that_no_rank_stores_have_no_source(judge: Judge) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_a_gpu_while_it_trains() -> None:
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = shard(init_device_mesh("cuda", (1,)))
