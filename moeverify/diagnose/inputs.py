@@ -10,6 +10,7 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
+from moeverify.diagnose.graph.found import Graphs
 from moeverify.diagnose.own.module import OwnModule
 from moeverify.diagnose.own.search import Found as FoundMistakes
 from moeverify.diagnose.reductions import Brought
@@ -70,12 +71,12 @@ class DiagnosisInputs:
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
     known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `parameter_formula`
     gives that of a parameter's gradient, and `searched_parameters` keeps what came of that, by name. `own` gives the
-    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `cross_entropy`
-    gives the formula of each token's loss on right logits. `shapes` has, of what has another shape under the layout,
-    the golden's and that one. `brought` has by rank what was all-reduced as
-    large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
-    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten` has
-    by rank what was read of memory that nothing had written.
+    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `graphs`
+    has the operators of the step, of one device and of ranks. `cross_entropy` gives the formula of each token's loss
+    on right logits. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought`
+    has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
+    `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the recipe, and of the step,
+    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class DiagnosisInputs:
     own: Callable[[Origin], OwnModule | None] = lambda origin: None
     searched_own: dict[int, FoundMistakes | None] = field(default_factory=dict)
     searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
+    graphs: Callable[[], Graphs | None] = lambda: None
     cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)

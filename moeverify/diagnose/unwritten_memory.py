@@ -77,7 +77,7 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         # DTensor asks fake tensors for shapes.
         if not isinstance(func, OpOverload) or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **(kwargs or {}))
-        if any(map(_has_own_operators, types)):
+        if any(map(has_own_operators, types)):
             return NotImplemented
         name = func.overloadpacket.__name__
         if self._unwritten and name not in _ALLOCATE and name not in _IGNORE:
@@ -91,10 +91,10 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what a call reads of unwritten memory, and that what it writes is written."""
-        if _is_view(func):
+        if is_view(func):
             return
         is_known = func.namespace == "aten"
-        for argument, value in _pair(func, args, kwargs):
+        for argument, value in pair_arguments(func, args, kwargs):
             is_written = not is_known or (argument.alias_info is not None and argument.alias_info.is_write)
             for tensor in _list_tensors(value):
                 key = tensor.untyped_storage()._cdata
@@ -124,7 +124,7 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._unwritten[storage._cdata] = (reference, site, tuple(tensor.shape))
 
 
-def _has_own_operators(kind: type) -> bool:
+def has_own_operators(kind: type) -> bool:
     """Return whether a class of tensors says itself what an operator does."""
     return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
 
@@ -167,12 +167,12 @@ def _is_still_filled(tensor: Tensor) -> bool:
     return bool((flat == _make_fill(flat)).all())
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Return whether a call gives out the memory of what it gets, and neither reads nor writes it."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
-def _pair(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def pair_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of a schema with their values."""
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):

@@ -17,6 +17,7 @@ from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
+from moeverify.results.other_steps import OtherSteps
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -477,6 +478,7 @@ Operation = Annotated[
     | Offset
     | Varied
     | Mistaken
+    | OtherSteps
     | KnownSum
     | Reweighted
     | Reaveraged

@@ -28,6 +28,9 @@ from moeverify.parallel.pipeline import Stage
 
 FORWARD, BACKWARD = "forward", "backward"
 
+End = tuple[str, str, str, str, int]
+"""Direction, module, end, slot and micro-batch, as of `Reading`."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -55,6 +58,7 @@ class Tap:
 
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
+    `note` is called with the end of a module and each tensor there, as it is in memory.
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
@@ -73,7 +77,9 @@ class Tap:
         limit: int,
         reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
+        note: Callable[[End, Tensor], None] | None = None,
     ) -> None:
+        self._note = note
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
@@ -171,6 +177,8 @@ class Tap:
             if key in self._seen or not self._is_read(name, tensor):
                 continue  # a second visit is a recomputation
             self._seen.add(key)
+            if self._note is not None:
+                self._note((FORWARD, *key), tensor)
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 self.silent.add(key)
@@ -185,6 +193,8 @@ class Tap:
             self.silent.discard(key)
             if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
+            if self._note is not None:
+                self._note((BACKWARD, *key), gradient)
             self._keep(BACKWARD, key, unpack(gradient) / self._scale)
 
         return on_gradient

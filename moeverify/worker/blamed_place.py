@@ -30,7 +30,7 @@ from moeverify.layout.region import Region
 from moeverify.parallel.pipeline import Stage
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap, list_floats
 from moeverify.train.program import Program, dtype_of
-from moeverify.worker.investigate import read_golden_modules
+from moeverify.worker.golden_modules import read_golden_modules
 
 Stop = Callable[[str, FrameType | None, Mapping[str, object]], None]
 """Stops the rank: the reason, the frame (None: whoever called the module), more names at the prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -22,7 +23,7 @@ from moeverify.axes.groups import (
     name_ranks,
 )
 from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case, Recipe
+from moeverify.case.schema import Case
 from moeverify.checks.base import Judgement, Role
 from moeverify.checks.clip import TOTAL as TOTAL_NORM
 from moeverify.checks.registry import CHECKS, choose_checks
@@ -33,6 +34,7 @@ from moeverify.diagnose.components import Components, load_weights, make_compone
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
+from moeverify.diagnose.graph.record import Graph
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
@@ -61,10 +63,10 @@ from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, make_batch, whole_share
-from moeverify.train.loop import train
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.worker.golden_modules import make_graph_mode, make_graphs, record_golden_modules
 from moeverify.worker.observed import train_observed
 from moeverify.worker.step_tap import StepTap
 from moeverify.worker.timeline import RankTimeline, join_timelines, note_timeline
@@ -89,6 +91,7 @@ class RankEvidence:
     timeline: RankTimeline
     brought: Sequence[Brought] = ()
     unwritten: Sequence[UnwrittenRead] = ()
+    graph: Graph | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ def _rerun(
     def count() -> int:
         return trace.num_collectives
 
+    mode = make_graph_mode(case.recipe, program)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -180,7 +184,10 @@ def _rerun(
         limit=LIMIT,
         reads_loose=True,
         count=count,
+        note=None if mode is None else mode.note_end,
     )
+    if mode is not None:
+        mode.is_open = lambda: tap.inside is not None
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
     observer = StepTap(capture, tap, step, count, bringing)
 
@@ -192,7 +199,7 @@ def _rerun(
     trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     watch = UnwrittenWatch(lambda: tap.inside)
     try:
-        with watch:
+        with watch, mode or nullcontext():
             train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
@@ -205,7 +212,10 @@ def _rerun(
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
     records = {record.number: record for record in trace.records()}
     brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
-    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
+    graph = None if mode is None else mode.graph
+    return RankEvidence(
+        capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads, graph
+    )
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
@@ -288,7 +298,11 @@ def _make_inputs(
         return golden.whole(key[0], name) if name in found else None
 
     precision = compute_dtype_of(case.recipe.precision)
-    read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
+    read_both = cache(lambda: record_golden_modules(case.recipe, golden, step, device))
+
+    def read_right() -> list[Reading]:
+        return read_both()[0]
+
     find_right = cache(lambda: _find_right_modules(case, golden, evidence, read_right))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
@@ -315,6 +329,7 @@ def _make_inputs(
             None if (right := find_right()) is None else make_parameter_formula(name, right)
         ),
         own=lambda origin: find_own_module(case, golden, step, origin, search, device),
+        graphs=cache(lambda: make_graphs(read_both()[1], [each.graph for each in evidence.by_rank], search)),
         cross_entropy=lambda: None if (right := find_right()) is None else make_cross_entropy(right),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
@@ -470,16 +485,3 @@ def _search(
     search = find_origins(readings, by_rank, coordinates, case.layout.tp, precision, known)
     operands = [(each.readings, each.operands) for each in evidence.by_rank]
     return find_operands(search, operands, coordinates, case.layout.tp)
-
-
-def read_golden_modules(
-    recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
-) -> list[Reading]:
-    """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
-    program = assemble_single(recipe, device, compute="float64")
-    batch = recipe.data
-    tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True)
-    observer = StepTap(Capture(()), tap, step)
-    train(recipe, program, observer, golden=golden, num_steps=step + 1)
-    observer.close()
-    return tap.readings

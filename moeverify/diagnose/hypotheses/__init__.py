@@ -58,6 +58,7 @@ ORDER = (
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),
     ("loss_value",),
+    ("other_steps",),
     ("rounding",),
     ("repeated_shard", "counted_padding", "counted_others"),
     ("own_values", "altered"),

@@ -57,7 +57,7 @@ class AlteredHypothesis(Hypothesis):
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
             operation = count_choices(tensor)
-        elif tensor.quantity is Quantity.OUTPUT and _chooses_otherwise(tensor, inputs):
+        elif tensor.quantity is Quantity.OUTPUT and chooses_otherwise(tensor, inputs):
             cause = Cause.ROUTING
         elif tensor.expected.numel() == 1:
             worst = tensor.worst_shard
@@ -81,7 +81,7 @@ def _puts_out_right(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
     return inputs.search is not None and block in inputs.search.matched
 
 
-def _chooses_otherwise(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+def chooses_otherwise(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
     """Return whether the module is a router whose chosen experts are wrong."""
     origin = inputs.origin_of(tensor)
     chosen = {each.name for each in inputs.of_quantity(Quantity.EXPERT_CHOICE)}

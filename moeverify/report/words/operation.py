@@ -27,6 +27,7 @@ from moeverify.report.words.norms import (
     describe_norm_of_slices,
     describe_reclipped,
 )
+from moeverify.report.words.other_steps import describe_other_steps
 from moeverify.report.words.own_module import describe_mistaken
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
@@ -70,6 +71,7 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
+from moeverify.results.other_steps import OtherSteps
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.token_weights import Reaveraged
@@ -442,6 +444,11 @@ def _(operation: KnownSum, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Mistaken, explanation: Explanation) -> str:
     return describe_mistaken(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: OtherSteps, explanation: Explanation) -> str:
+    return describe_other_steps(operation, explanation)
 
 
 @describe_operation.register

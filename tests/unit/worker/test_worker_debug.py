@@ -24,8 +24,8 @@ from moeverify.train.loop import train
 from moeverify.train.module_taps import Reading
 from moeverify.worker.blamed_place import BlamedStop, is_at
 from moeverify.worker.debug import StopWatch, has_part
+from moeverify.worker.golden_modules import read_golden_modules
 from moeverify.worker.golden_reference import GoldenReference
-from moeverify.worker.investigate import read_golden_modules
 from moeverify.worker.observed import make_bounds
 
 CPU = torch.device("cpu")

@@ -1,0 +1,109 @@
+"""What is otherwise in the graph of ranks, from the origin of a wrong tensor on, as data to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.first_divergence import Origin
+from moeverify.diagnose.graph.edits import PARTS, Comparison, Edit, Edits, numbers_of
+from moeverify.diagnose.graph.first_step import find_first_step
+from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values
+from moeverify.diagnose.graph.record import Graph, Node
+from moeverify.results.other_steps import OtherStep, OtherSteps, Term
+from moeverify.train.module_taps import FORWARD
+
+_DEEP, _DEEPER = 1, 2
+"""Operators inside of operators that are named, each with what it takes."""
+
+_MOST_STEPS = 3
+
+
+class Graphs:
+    """The graphs of one device and of all ranks in the step where it began."""
+
+    def __init__(self, golden: Graph, by_rank: Sequence[Graph], bound: float) -> None:
+        self._one, self._by_rank, self._bound = OneDevice(golden), by_rank, bound
+
+    def explain(self, origin: Origin) -> OtherSteps | None:
+        """Return the steps that are otherwise where an origin was made; None where these are many."""
+        where = (origin.direction, origin.module, origin.end, origin.slot)
+        number = next((node for end, node in self._one.graph.ends.items() if end[:4] == where), None)
+        found = [
+            (graph, node) for graph in self._by_rank for end, node in graph.ends.items() if end[:4] == where
+        ]
+        if number is None or not found:
+            return None
+        ranks = Ranks([graph for graph, _ in found])
+        values = Values(self._one, ranks, self._bound)
+        edits = Comparison(values).compare(tuple(node for _, node in found), number)
+        if edits is None:
+            begin = self._find_begin(origin)
+            edits = find_first_step(ranks.graphs, self._one, number, begin, self._bound)
+        if edits is None:
+            return None
+        steps = self.tell(values, edits)
+        num_ranks = sum(any(each is graph for each, _ in found) for graph in self._by_rank)
+        return OtherSteps(steps=steps, num_ranks=num_ranks) if len(steps) <= _MOST_STEPS else None
+
+    def tell(self, values: Values, edits: Edits) -> tuple[OtherStep, ...]:
+        """Return what is otherwise by the names of one device, in its order, each once."""
+        teller = _Teller(values)
+        in_order = sorted(edits, key=lambda edit: (edit.right, edit.wrong))
+        return tuple(dict.fromkeys(teller.tell(edit) for edit in in_order))
+
+    def _find_begin(self, origin: Origin) -> int:
+        """Return the node of one device at which the culprit begins, as its input, or the gradient of its output."""
+        end = "input" if origin.direction == FORWARD else "output"
+        ends = self._one.graph.ends.items()
+        begun = [node for each, node in ends if each[:3] == (origin.direction, origin.culprit, end)]
+        return min(begun, default=0)
+
+
+class _Teller:
+    """Describes nodes by the names that one device has for their values."""
+
+    def __init__(self, values: Values) -> None:
+        self._values, self._one, self._ranks = values, values.one, values.ranks
+
+    def tell(self, edit: Edit) -> OtherStep:
+        """Return a step in terms of both."""
+        deep = _DEEPER if edit.way == "other" else _DEEP
+        right = self._name(edit.right, deep, is_whole=True) if edit.right >= 0 else None
+        wrong = None
+        if edit.wrong:
+            wrong = self._name_joint(edit.wrong, deep, is_whole=edit.way != "operand")
+        if edit.way == "left-out":
+            return OtherStep(way=edit.way, right=right)
+        return OtherStep(way=edit.way, right=None if edit.way == "added" else right, wrong=wrong)
+
+    def _name(self, number: int, deep: int, *, is_whole: bool = False) -> Term:
+        number = self._one.strip(number)
+        node = self._one.node(number)
+        if number in self._one.names and not (is_whole and node.operator):
+            direction, module, end, _, _ = self._one.names[number]
+            return Term(module=module, end=end, is_gradient=direction == "backward")
+        if node.operator in PARTS and not is_whole:
+            return self._name(node.args[0], deep)
+        args = tuple(self._name(each, deep - 1) for each in node.args) if deep else ()
+        return _make_term(node, args)
+
+    def _name_joint(self, joint: Joint, deep: int, *, is_whole: bool = False) -> Term:
+        joint = self._ranks.strip_views(joint)
+        known = self._values.find(joint)
+        node = self._ranks.same(joint) or self._ranks.nodes(joint)[0]
+        if known is not None and not (is_whole and node.operator):
+            return self._name(known, deep)
+        if node.operator in PARTS and not is_whole:
+            return self._name_joint(self._ranks.args(joint)[0], deep)
+        args = tuple(self._name_joint(each, deep - 1) for each in self._ranks.args(joint)) if deep else ()
+        return _make_term(node, args)
+
+
+def _make_term(node: Node, args: tuple[Term, ...]) -> Term:
+    return Term(
+        name=node.name,
+        operator=node.operator,
+        options=tuple(each if isinstance(each, str) else f"{each:.6g}" for each in numbers_of(node)),
+        line=node.site,
+        args=args,
+    )

@@ -1,0 +1,49 @@
+"""Hypothesis: from right inputs on, ranks make the same steps as one device but for a few, operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.graph.record import CAST
+from moeverify.diagnose.hypotheses.altered import chooses_otherwise
+from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.wrong_tensor import WrongTensor
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.other_steps import OtherSteps
+from moeverify.results.trial import Reason
+
+
+class OtherStepsHypothesis(Hypothesis):
+    """The graphs of `moeverify.diagnose.graph`: what ranks have recorded, and what one device has.
+
+    It needs no formula, and names what is in no grammar; so it is asked where these find nothing.
+    """
+
+    name = "other_steps"
+    quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})
+
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+        """Compare the graphs from the culprit's end on."""
+        (tensor,) = tensors
+        origin = inputs.origin_of(tensor)
+        graphs = inputs.graphs()
+        if origin is None or graphs is None:
+            return self.untried(Reason.NOT_COMPARABLE)
+        found = graphs.explain(origin)
+        if found is None or _has_cast(found):
+            return self.refuse()
+        cause = Cause.FORWARD if tensor.quantity is Quantity.OUTPUT else Cause.BACKWARD
+        if tensor.quantity is Quantity.OUTPUT and chooses_otherwise(tensor, inputs):
+            cause = Cause.ROUTING
+        return self.accept(explain_by(cause, found, tensors, inputs))
+
+
+def _has_cast(found: OtherSteps) -> bool:
+    """Return whether something is cast otherwise: what is rounded says `rounding`, where all of it is."""
+    terms = [term for step in found.steps for term in (step.right, step.wrong) if term is not None]
+    return any(term.operator == CAST for term in terms)
+
+
+HYPOTHESIS = OtherStepsHypothesis()

@@ -1,0 +1,48 @@
+"""Steps of a computation that ranks make otherwise than one device, where all around them is the same."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moeverify.results.record import Record
+
+
+class Term(Record):
+    """A tensor by what made it: an end of a module, a parameter, or an operator of other terms.
+
+    `end` is `input` or `output` of `module`, as read forward or, where it `is_gradient`, what came back to it.
+    `name` is a parameter or buffer. `operator` is that of torch, with its other numbers as `options`, and `line` is
+    where it is called. With none of these it is a tensor that was there before the step.
+    """
+
+    module: str | None = None
+    end: str = ""
+    is_gradient: bool = False
+    name: str = ""
+    operator: str = ""
+    options: tuple[str, ...] = ()
+    line: str = ""
+    args: tuple[Term, ...] = ()
+
+
+class OtherStep(Record):
+    """One step: `right` as one device makes it, `wrong` as ranks do.
+
+    `way` says what is otherwise: a number, the operator, one tensor that it takes, or the order of the elements; or
+    the step is left out, or one more is made; or several operators stand in the place of others.
+    """
+
+    way: Literal["number", "function", "left-out", "added", "operand", "order", "other"]
+    right: Term | None = None
+    wrong: Term | None = None
+
+
+class OtherSteps(Record):
+    """Ranks make what a module puts out, or passes back, as one device does, but for some steps.
+
+    `num_ranks` are compared, over all micro-batches, operator by operator, from what is right on.
+    """
+
+    kind: Literal["other-steps"] = "other-steps"
+    steps: tuple[OtherStep, ...]
+    num_ranks: int

@@ -1,0 +1,243 @@
+"""The steps that ranks make otherwise are found from graphs of small functions, each rank with rows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeverify.diagnose.graph.edits import Comparison
+from moeverify.diagnose.graph.first_step import find_first_step
+from moeverify.diagnose.graph.found import Graphs
+from moeverify.diagnose.graph.joined import OneDevice, Ranks, Values
+from moeverify.diagnose.graph.record import Graph, GraphMode
+from moeverify.results.other_steps import OtherStep
+
+Compute = Callable[[Tensor], Tensor]
+WEIGHT = torch.linspace(-1.0, 1.0, 48, dtype=torch.float64).reshape(6, 8)
+OTHER = torch.linspace(0.3, 2.0, 48, dtype=torch.float64).reshape(6, 8).roll(5, 0)
+BIAS = torch.linspace(0.2, 0.9, 8, dtype=torch.float64)
+NAMES = {WEIGHT.data_ptr(): "weight", OTHER.data_ptr(): "other", BIAS.data_ptr(): "bias"}
+INPUT = torch.sin(torch.arange(48, dtype=torch.float64) * 1.7).reshape(8, 6)
+END = ("forward", "layer", "output", "0", 0)
+BEGIN = ("forward", "layer", "input", "0", 0)
+BOUND = 1e-9
+
+
+def record(compute: Compute, values: Tensor) -> Graph:
+    mode = GraphMode(NAMES)
+    with mode:
+        output = compute(values)
+    mode.note_end(END, output)
+    mode.note_end(BEGIN, values)
+    return mode.graph
+
+
+def find(right: Compute, wrong: Compute) -> tuple[OtherStep, ...] | None:
+    """Return what two ranks, with half of the rows each, make otherwise than one device."""
+    one = OneDevice(record(right, INPUT))
+    graphs = [record(wrong, rows.clone()) for rows in INPUT.chunk(2)]
+    ranks = Ranks(graphs)
+    values = Values(one, ranks, BOUND)
+    edits = Comparison(values).compare(tuple(graph.ends[END] for graph in graphs), one.graph.ends[END])
+    return None if edits is None else Graphs(one.graph, graphs, BOUND).tell(values, edits)
+
+
+def project(x: Tensor) -> Tensor:
+    return torch.softmax(x @ WEIGHT * 0.5, -1) + BIAS
+
+
+def test_equal_graphs_have_nothing_to_tell() -> None:
+    assert find(project, project) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "way", "right", "found"),
+    [
+        (lambda x: torch.softmax(x @ WEIGHT * 0.25, -1) + BIAS, "number", ("mul", "0.5"), ("mul", "0.25")),
+        (lambda x: torch.softmax(x @ WEIGHT / 0.25, -1) + BIAS, "function", ("mul", "0.5"), ("div", "0.25")),
+        (lambda x: torch.softmax(x @ WEIGHT * 0.5, -1), "left-out", ("add", ""), None),
+        (lambda x: torch.softmax((x @ WEIGHT).tanh() * 0.5, -1) + BIAS, "added", None, ("tanh", "")),
+        (
+            lambda x: torch.softmax(x @ WEIGHT * 0.5, -2) + BIAS,
+            "number",
+            ("_softmax", "-1"),
+            ("_softmax", "-2"),
+        ),
+        (lambda x: torch.softmax(x @ WEIGHT * 0.5, -1) * BIAS, "function", ("add", ""), ("mul", "")),
+        (lambda x: x @ WEIGHT * 0.5 + BIAS, "left-out", ("_softmax", "-1"), None),
+        # Elements in another order are the same values: the step that brings them together is named.
+        (lambda x: torch.softmax(x @ WEIGHT * 0.5, -1) + BIAS.flip(0), "order", ("add", ""), ("add", "")),
+    ],
+    ids=["number", "function", "left-out", "added", "dim", "other-function", "softmax", "flip"],
+)
+def test_one_step_is_named(
+    wrong: Compute, way: str, right: tuple[str, str] | None, found: tuple[str, str] | None
+) -> None:
+    (step,) = find(project, wrong) or ()
+    assert step.way == way
+    for term, wanted in ((step.right, right), (step.wrong, found)):
+        if wanted is not None:
+            assert term is not None
+            assert (term.operator, ", ".join(term.options)) == wanted
+    if step.wrong is not None:
+        assert step.wrong.line.startswith("test_graph.py:")
+
+
+def test_another_tensor_is_named_by_what_one_device_calls_it() -> None:
+    def right(x: Tensor) -> Tensor:
+        return (x @ WEIGHT) * torch.sigmoid(x @ OTHER)
+
+    def wrong(x: Tensor) -> Tensor:
+        return (x @ OTHER) * torch.sigmoid(x @ OTHER)
+
+    (step,) = find(right, wrong) or ()
+    assert step.way == "operand"
+    assert step.right is not None
+    assert step.wrong is not None
+    assert (step.right.operator, step.wrong.operator) == ("", "")
+    assert (step.right.name, step.wrong.name) == ("weight", "other")
+
+
+def test_two_steps_are_named_together() -> None:
+    steps = find(project, lambda x: torch.softmax((x @ WEIGHT).clamp(max=0.1) * 0.5, -1) + BIAS * 2.0)
+    assert steps is not None
+    assert {(step.way, step.wrong and step.wrong.operator) for step in steps} == {
+        ("added", "clamp"),
+        ("added", "mul"),
+    }
+
+
+def test_several_operators_in_place_of_one_are_named_whole() -> None:
+    def wrong(x: Tensor) -> Tensor:
+        scores = torch.sigmoid(x @ WEIGHT * 0.5)
+        return scores / scores.sum(-1, keepdim=True) + BIAS
+
+    (step,) = find(project, wrong) or ()
+    assert step.way == "other"
+    assert step.right is not None
+    assert step.wrong is not None
+    assert (step.right.operator, step.wrong.operator) == ("_softmax", "div")
+
+
+def test_other_computations_are_not_told_as_a_few_steps() -> None:
+    def wrong(x: Tensor) -> Tensor:
+        for number in range(9):
+            x = torch.cos(x * (1.0 + number)) - torch.sin(x).cumsum(-1)
+        return x @ WEIGHT
+
+    assert find(project, wrong) is None
+
+
+def test_partial_sums_are_not_said_to_bring_other_elements_together() -> None:
+    one = OneDevice(record(lambda x: x @ WEIGHT, INPUT))
+    graphs = [
+        record(lambda x, part=part: x @ WEIGHT[part].clone(), INPUT[:, part].clone())  # type: ignore[misc]
+        for part in (slice(0, 3), slice(3, 6))
+    ]
+    values = Values(one, Ranks(graphs), BOUND)
+    joint = tuple(graph.ends[END] for graph in graphs)
+    assert Comparison(values).compare(joint, one.graph.ends[END]) is None
+
+
+def test_what_is_written_in_place_is_seen_and_named() -> None:
+    def right(x: Tensor) -> Tensor:
+        y = x @ WEIGHT
+        y[:, :4].mul_(0.5)
+        return y.tanh()
+
+    def wrong(x: Tensor) -> Tensor:
+        y = x @ WEIGHT
+        y[:, :4].mul_(0.25)
+        return y.tanh()
+
+    (step,) = find(right, wrong) or ()
+    assert step.way == "number"
+    assert step.wrong is not None
+    assert (step.wrong.operator, step.wrong.options) == ("mul_", ("0.25",))
+
+
+def test_memory_that_is_used_again_holds_another_tensor() -> None:
+    buffer = torch.empty(6, 8, dtype=torch.float64)
+
+    def gather(x: Tensor) -> Tensor:
+        torch.mul(WEIGHT, 1.0, out=buffer)
+        first = x @ buffer
+        torch.mul(OTHER, 1.0, out=buffer)
+        return first * (x @ buffer)
+
+    (step,) = find(lambda x: (x @ WEIGHT) * (x @ OTHER), lambda x: gather(x) * 2.0) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("added", "mul")
+
+
+def test_a_cast_that_rounds_is_a_step_and_others_are_none() -> None:
+    (step,) = find(project, lambda x: project(x.bfloat16().double())) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("added", "_to_copy")
+    wide = find(project, lambda x: project(x.to(torch.float64, copy=True)) * 3.0) or ()
+    assert [step.wrong and step.wrong.operator for step in wide] == ["mul"]
+
+
+def test_places_in_what_was_sorted_are_not_equal_because_they_are_all_places() -> None:
+    def right(x: Tensor) -> Tensor:
+        return (x @ WEIGHT).sort(-1).indices.double() @ WEIGHT.T
+
+    def wrong(x: Tensor) -> Tensor:
+        return (x @ WEIGHT * x[:, :1]).sort(-1).indices.double() @ WEIGHT.T
+
+    (step,) = find(right, wrong) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("added", "mul")
+
+
+def test_backward_steps_are_those_of_custom_functions_too() -> None:
+    class Silu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+            ctx.save_for_backward(x)
+            return torch.nn.functional.silu(x)
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+            (x,) = ctx.saved_tensors
+            return gradient * torch.sigmoid(x)
+
+    def differentiate(function: Compute) -> Compute:
+        def compute(x: Tensor) -> Tensor:
+            leaf = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad((function(leaf @ WEIGHT) * BIAS).sum(), leaf)
+            return found
+
+        return compute
+
+    found = find(differentiate(torch.nn.functional.silu), differentiate(Silu.apply)) or ()
+    (step,) = found
+    assert step.right is not None
+    assert step.wrong is not None
+    assert (step.right.operator, step.wrong.operator) == ("silu_backward", "mul")
+    assert step.right.line == ""
+    assert step.wrong.line.startswith("test_graph.py:")
+
+
+def test_the_first_step_is_found_where_ranks_go_on_otherwise() -> None:
+    def right(x: Tensor) -> Tensor:
+        return torch.softmax((x * 2.0 + 1.0) @ WEIGHT, -1)
+
+    def other(x: Tensor, factor: float) -> Tensor:
+        shifted = 1.0 + x * factor
+        parts = [torch.exp(shifted @ columns) for columns in WEIGHT.split(2, 1)]
+        return torch.cat([part / sum(each.sum(-1, keepdim=True) for each in parts) for part in parts], -1)
+
+    def look(factor: float) -> list[tuple[str, str]] | None:
+        one = OneDevice(record(right, INPUT))
+        graphs = [record(lambda x: other(x, factor), rows.clone()) for rows in INPUT.chunk(2)]
+        found = find_first_step(graphs, one, one.graph.ends[END], 0, BOUND)
+        return None if found is None else [(each.way, one.node(each.right).operator) for each in found]
+
+    assert look(3.0) == [("number", "mul")]
+    assert look(2.0) is None
+
+
+def test_too_long_a_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeverify.diagnose.graph.record._MOST_NODES", 3)
+    assert record(project, INPUT).nodes == []
