@@ -13,7 +13,7 @@ from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.affected import name_parts
 from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
-from moeverify.diagnose.families import split_moment
+from moeverify.diagnose.families import family_of, split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
@@ -42,6 +42,7 @@ from moeverify.results.own_module import Mistaken
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
+_OF_ROUTERS = frozenset({CheckName.ROUTER, CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT})
 _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
 """Checks of their own whose findings calls in a wrong order explain, as they do those of diagnosed ones."""
 
@@ -152,6 +153,7 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     independent = [
         _follow_absent(_explain_apart(each, inputs), origins) for each in apart if each.check in ORIGINS
     ]
+    independent = [_follow_router(each, origins, independent) for each in independent]
     late = [origin for origin in origins if origin.follows]
     origins = [origin for origin in origins if not origin.follows]
     return unsteady[:1] + origins + independent + unsteady[1:] + late + followers
@@ -164,6 +166,24 @@ def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
     for origin in origins:
         absent = tuple(f"{name}." for name in _list_absent(origin))
         if finding.step >= origin.step and finding.tensor.startswith(absent):
+            return follow(finding, origin)
+    return finding
+
+
+def _follow_router(finding: Finding, origins: Sequence[Finding], independent: Sequence[Finding]) -> Finding:
+    """Return what a router makes otherwise than its input says, as what follows from what it is known to compute.
+
+    A self-check that names what was done says so itself; one that has but a place would lead by its size.
+    """
+    if finding.check not in _OF_ROUTERS or finding.names_operation:
+        return finding
+    routers = {family_of(each.tensor) for each in independent if each.check == CheckName.ROUTER}
+    for origin in origins:
+        explanation = origin.explanation
+        if explanation is None or not explanation.names_operation or finding.step < origin.step:
+            continue
+        is_output = explanation.subject.quantity is Quantity.OUTPUT
+        if is_output and family_of(explanation.subject.module or "") in routers:
             return follow(finding, origin)
     return finding
 

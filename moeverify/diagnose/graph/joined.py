@@ -108,15 +108,16 @@ class Values:
         """Return whether ranks have together the elements of a node of one device, in any order."""
         node, other = self.one.node(number), self.ranks.same(joint)
         right, found = node.moments, self.ranks.moments(joint)
-        if other is not None and other.operator in _PLACES and other.output:
-            # Places are the same numbers in another order, whatever was sorted.
+        if other is not None and _is_of_places(other):
             is_same = node.operator == other.operator and node.output == other.output
             return is_same and self.match(self.ranks.args(joint)[0], node.args[0])
         return any(is_alike(found, right, scale, self.bound) for scale in self.scales)
 
     def find(self, joint: Joint) -> int | None:
         """Return the first node of one device that has the elements which ranks have together."""
-        found = self.ranks.moments(joint)
+        found, node = self.ranks.moments(joint), self.ranks.same(joint)
+        if node is not None and _is_of_places(node):
+            return None
         known = self.one.by_size
         matching = []
         for scale in self.scales:
@@ -128,6 +129,11 @@ class Values:
                     matching.append(known[at][1])
                 at += 1
         return min(matching, default=None)
+
+
+def _is_of_places(node: Node) -> bool:
+    """Return whether these are places, which are the same numbers in another order whatever was sorted."""
+    return node.operator in _PLACES and node.output > 0
 
 
 def is_alike(found: Moments, right: Moments, scale: float, bound: float) -> bool:

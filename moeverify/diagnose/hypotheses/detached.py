@@ -37,7 +37,11 @@ class Detached(Hypothesis):
         if actual != 0.0 or is_single_number:
             return self.refuse(seen)
         operation = Zeroed(absent=bool(tensor.shards) and len(absent) == len(tensor.shards))
-        return self.accept(explain_by(Cause.DETACHED, operation, tensors, inputs), seen)
+        explanation = explain_by(Cause.DETACHED, operation, tensors, inputs)
+        if tensor.quantity is Quantity.GRADIENT and inputs.search is None:
+            # What a module leaves out has no gradient either. Where modules are not compared, wider runs are asked.
+            explanation = explanation.model_copy(update={"is_estimate": True})
+        return self.accept(explanation, seen)
 
 
 HYPOTHESIS = Detached()
