@@ -10,6 +10,7 @@ import torch
 from moeverify.checks.base import Role
 from moeverify.checks.narrower import name_dtype
 from moeverify.checks.registry import CHECKS
+from moeverify.diagnose.affected import name_parts
 from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.families import split_moment
@@ -58,7 +59,7 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    return put_data_first(_put_wrong_ranks_first(found))
+    return name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:

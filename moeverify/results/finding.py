@@ -11,6 +11,7 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, Observation
+from moeverify.results.parameter_part import ParameterPart
 from moeverify.results.place import Place
 from moeverify.results.record import Record
 from moeverify.results.trial import Trial
@@ -115,10 +116,11 @@ class Finding(Record):
 
     `explanation` is what was found out, `code` the name of its cause (`moeverify.results.cause`), `rivals` what
     explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
-    where no hypothesis explains them. `facts` are what the check found besides. `follows` names the tensor whose
-    finding explains this one too. Only findings that follow from none have `trials` and `place`, and ambiguous ones
-    a `follow_up`. `wider` says what wider precisions have shown where there was no cause; a finding that was made
-    there, and names the cause, has one entry for its precision.
+    where no hypothesis explains them, and `part` says which of all parameters a cause is about. `facts` are what the
+    check found besides. `follows` names the tensor whose finding explains this one too. Only findings that follow
+    from none have `trials` and `place`, and ambiguous ones a `follow_up`. `wider` says what wider precisions have
+    shown where there was no cause; a finding that was made there, and names the cause, has one entry for its
+    precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """
@@ -147,6 +149,7 @@ class Finding(Record):
     rivals: tuple[Explanation, ...] = ()
     unexplained: tuple[str, ...] = ()
     observations: tuple[Observation, ...] = ()
+    part: ParameterPart | None = None
     place: Place | None = None
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None

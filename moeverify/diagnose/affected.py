@@ -1,0 +1,92 @@
+"""Says of findings that stand for several parameters which part of all these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moeverify.diagnose.families import split_moment
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.parameter_parts import find_part
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.explanation import Quantity
+from moeverify.results.finding import Finding
+from moeverify.results.operation import Unmoved
+from moeverify.results.parameter_part import ParameterPart
+from moeverify.results.step_facts import RecomputedFacts
+
+_KINDS: dict[Quantity, tuple[str, ...]] = {
+    Quantity.INITIAL_VALUE: (Kind.INITIAL_WEIGHT,),
+    Quantity.GRADIENT: (Kind.GRADIENT,),
+    Quantity.UPDATE: (Kind.UPDATE, Kind.WEIGHT),
+    Quantity.OPTIMIZER_STATE: (Kind.OPTIMIZER_STATE,),
+}
+_MATRICES = 2
+_OF_DECAY = "weight"
+"""The term of a step that only matrices have."""
+
+
+def name_parts(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
+    """Return the findings, those with a cause with the part of the parameters that it is about."""
+    return [
+        finding if finding.follows else finding.model_copy(update={"part": _find(finding, findings, inputs)})
+        for finding in findings
+    ]
+
+
+def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs) -> ParameterPart | None:
+    explanation, facts = finding.explanation, finding.facts
+    known = [name for name in inputs.regions if _may_be_wrong(name, finding, inputs)]
+    if explanation is not None and explanation.subject.quantity in _KINDS and not explanation.subject.module:
+        kinds = _KINDS[explanation.subject.quantity]
+        affected = {_name_parameter(name, kinds) for name in explanation.subject.tensors}
+        if isinstance(explanation.operation, Unmoved):
+            affected |= {each.tensor for each in findings if _is_still(each) and each.step == finding.step}
+    elif isinstance(facts, RecomputedFacts) and finding.check == CheckName.OPTIMIZER_STEP:
+        kinds = (finding.kind,)
+        alike = [each for each in findings if each.follows == finding.tensor and each.check == finding.check]
+        alike = [each for each in alike if each.step == finding.step and each.kind == finding.kind]
+        affected = {_name_parameter(each.tensor, kinds) for each in (finding, *alike)}
+        affected |= {_name_parameter(name, kinds) for name in facts.others}
+        if _is_of_decay(facts):
+            known = [name for name in known if _is_matrix(name, inputs)]
+    else:
+        return None
+    wrong = set(_list_wrong(findings, finding.step, kinds))
+    unaffected = [name for name in known if name not in wrong and name not in affected]
+    return find_part(affected, unaffected, inputs.regions, inputs.axes.groups)
+
+
+def _list_wrong(findings: Iterable[Finding], step: int, kinds: Sequence[str]) -> Iterable[str]:
+    """Yield the parameters of which something of these kinds is wrong in a step, for whatever cause."""
+    for each in findings:
+        if each.step == step and each.kind in kinds:
+            yield _name_parameter(each.tensor, kinds)
+            if isinstance(each.facts, RecomputedFacts):
+                yield from (_name_parameter(name, kinds) for name in each.facts.others)
+
+
+def _name_parameter(name: str, kinds: Sequence[str]) -> str:
+    return split_moment(name)[0] if Kind.OPTIMIZER_STATE in kinds else name
+
+
+def _may_be_wrong(name: str, finding: Finding, inputs: DiagnosisInputs) -> bool:
+    """Return whether a step does something to a parameter: of one without a gradient nothing could be seen."""
+    if finding.check == CheckName.INITIAL_STATE or finding.step < 0:
+        return True
+    gradient = inputs.golden(Kind.GRADIENT, name, 0)
+    return gradient is None or bool(gradient.any())
+
+
+def _is_still(finding: Finding) -> bool:
+    return isinstance(finding.facts, RecomputedFacts) and finding.facts.is_still
+
+
+def _is_of_decay(facts: RecomputedFacts) -> bool:
+    """Return whether a result is off by its weight decay, which vectors have not."""
+    changes = [set(form.changes) for form in facts.forms]
+    is_decay = bool(changes) and all(any("decay" in change for change in each) for each in changes)
+    return is_decay or any(term.name == _OF_DECAY for term in facts.wrong_terms)
+
+
+def _is_matrix(name: str, inputs: DiagnosisInputs) -> bool:
+    return len(next(iter(inputs.regions[name].values())).shape) >= _MATRICES
