@@ -27,6 +27,7 @@ OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/step_forms.py",  # likewise
     "diagnose/families.py",  # parts of a fully qualified name
+    "diagnose/parameter_parts.py",  # likewise
     "diagnose/first_divergence.py",
     "diagnose/own/found.py",  # the module around one
     "diagnose/own/step_mistakes.py",  # numbers in the names of modules
