@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from moeverify.diagnose.axes import Groups
+from moeverify.diagnose.families import number_layer
 from moeverify.layout.region import Region
 from moeverify.results.parameter_part import ParameterPart, Trait
 
 _LEAST_BITS = 6.0
 """By how many bits a description is shorter than the affected names: less is chance."""
-
-_LAYER = re.compile(r"\.(\d+)\.")
 
 Regions = Mapping[str, Mapping[int, Region]]
 
@@ -100,7 +98,7 @@ def _has_word(name: str, word: str) -> bool:
 
 def _list_layers(names: Sequence[str]) -> Iterator[_Described]:
     """Yield ranges of layers."""
-    layers = {name: int(found.group(1)) for name in names if (found := _LAYER.search(name))}
+    layers = {name: number for name in names if (number := number_layer(name)) is not None}
     numbers = sorted(set(layers.values()))
     ranges = [(first, last) for first in numbers for last in numbers if first <= last]
     for first, last in ranges:

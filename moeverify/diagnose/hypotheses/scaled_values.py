@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from moeverify.axes.named_numbers import FAN_IN, FAN_OUT, LAYER, TWICE_LAYERS
 from moeverify.diagnose.factors import find_factor, find_root
+from moeverify.diagnose.families import number_layer
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.named_numbers import NamedNumbers, name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -16,6 +20,7 @@ from moeverify.results.factor import Factor, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 
+_MATRIX = 2
 _FEWEST = 4
 """Elements that are not zero: of fewer, a number of times their values is as well some other values."""
 
@@ -45,12 +50,38 @@ class ScaledValues(Hypothesis):
         if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
             return self.refuse()
         factor = _name(value, inputs.sources_of(tensors), unit=_unit_of(tensors[0]))
+        if not factor.equals:
+            numbers, first = _list_numbers(tensors, inputs)
+            error = max(_error_of(tensors), 1e-9)
+            factor = name_factor(value, numbers, error=error, first=first) or factor
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
 
 
 def _unit_of(tensor: WrongTensor) -> float:
     return float(torch.finfo(tensor.precision).eps)
+
+
+def _error_of(tensors: Sequence[WrongTensor]) -> float:
+    """Return how far a number that was fitted on all elements may be off by the rounding of each, relatively.
+
+    The error of an element is a third of a unit at most, and those of many add up as their root: four times that.
+    """
+    return 4.0 * _unit_of(tensors[0]) / math.sqrt(sum(tensor.expected.numel() for tensor in tensors))
+
+
+def _list_numbers(
+    tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
+) -> tuple[NamedNumbers, tuple[str, ...]]:
+    """Return the numbers of the run with those of these tensors, and which are the simplest of initial values."""
+    shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
+    layers = {number_layer(tensor.name) for tensor in tensors}
+    own: dict[str, float] = {}
+    if len(shapes) == 1 and len(shape := shapes.pop()) == _MATRIX:
+        own |= {FAN_OUT: shape[0], FAN_IN: shape[1]}
+    layer = layers.pop() if len(layers) == 1 else None
+    own |= {LAYER: layer + 1} if layer else {}
+    return inputs.named.of(**own), (TWICE_LAYERS, "layers", FAN_IN, FAN_OUT, LAYER)
 
 
 def _has_values(tensor: WrongTensor) -> bool:
