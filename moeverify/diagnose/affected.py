@@ -51,7 +51,9 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
             known = [name for name in known if _is_matrix(name, inputs)]
     else:
         return None
-    wrong = set(_list_wrong(findings, finding.step, kinds))
+    # What a step makes of the rank's own values says nothing of what was wrong before it.
+    same = findings if explanation is not None else [each for each in findings if each.check == finding.check]
+    wrong = set(_list_wrong(same, finding.step, kinds))
     unaffected = [name for name in known if name not in wrong and name not in affected]
     return find_part(affected, unaffected, inputs.regions, inputs.axes.groups)
 

@@ -75,6 +75,19 @@ def name_factor(
     return Factor(value=simplest[0].value, power=power, equals=equals)
 
 
+def list_expected(
+    factor: Factor, numbers: NamedNumbers, first: Sequence[str], *, error: float
+) -> tuple[Product, ...]:
+    """Return the products of the simplest names that a factor equals as well as what it was said to be."""
+    return tuple(
+        each.product
+        for each in _list_candidates(numbers, first)
+        if each.power == factor.power
+        and abs(factor.value / each.value - 1.0) <= error
+        and set(each.product.sources) <= set(first)
+    )
+
+
 def _is_short(value: float, digits: int) -> bool:
     """Return whether a number has so many digits at most."""
     return abs(value / float(f"{value:.{digits}g}") - 1.0) <= _SHORT

@@ -15,6 +15,9 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 _LEAST_BITS = 6.0
 """By how many bits a description is shorter than the affected names: less is chance."""
 
+_INSIDE = ("norm", "bias")
+"""What is a part of names as a part of a word, too: `attention_norm`, `up_bias`."""
+
 Regions = Mapping[str, Mapping[int, Region]]
 
 
@@ -56,6 +59,8 @@ def find_part(
     for one, other in combinations(traits, 2):
         bits = math.log2(one.num_alike) + math.log2(other.num_alike)
         is_exact = not one.members & other.members & outside
+        are_sizes = {one.trait.kind, other.trait.kind} <= {"larger", "smaller"}
+        is_exact = is_exact and not are_sizes
         if one.trait.kind != other.trait.kind and is_exact and bits + _LEAST_BITS <= information:
             found.append((one.cost + other.cost + 3, bits, (one.trait, other.trait)))
     if not found:
@@ -67,7 +72,7 @@ def find_part(
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
     """Yield all traits by which parameters can be told, those that are read at a glance with the least cost."""
     words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
-    words += ["norm"] if any("norm" in word for word in words) and "norm" not in words else []
+    words += [each for each in _INSIDE if each not in words and any(each in word for word in words)]
     for word in words:
         members = frozenset(name for name in names if _has_word(name, word))
         yield _Described(Trait(kind="named", name=word), members, 0, 2 * len(words))
@@ -93,7 +98,7 @@ def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iter
 
 
 def _has_word(name: str, word: str) -> bool:
-    return word in name.split(".") or (word == "norm" and "norm" in name)
+    return word in name.split(".") or (word in _INSIDE and word in name)
 
 
 def _list_layers(names: Sequence[str]) -> Iterator[_Described]:

@@ -12,7 +12,7 @@ from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.families import number_layer
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.named_numbers import NamedNumbers, name_factor
+from moeverify.diagnose.named_numbers import NamedNumbers, list_expected, name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -20,7 +20,7 @@ from moeverify.results.factor import Factor, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 
-_MATRIX = 2
+_MATRIX, _MOST_OTHERS = 2, 2
 _FEWEST = 4
 """Elements that are not zero: of fewer, a number of times their values is as well some other values."""
 
@@ -50,10 +50,14 @@ class ScaledValues(Hypothesis):
         if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
             return self.refuse()
         factor = _name(value, inputs.sources_of(tensors), unit=_unit_of(tensors[0]))
+        numbers, first = _list_numbers(tensors, inputs)
+        error = max(_error_of(tensors), 1e-9)
         if not factor.equals:
-            numbers, first = _list_numbers(tensors, inputs)
-            error = max(_error_of(tensors), 1e-9)
             factor = name_factor(value, numbers, error=error, first=first) or factor
+        else:
+            # The size of an axis may be that of a deviation's formula by chance: then both are candidates.
+            others = list_expected(factor, numbers, first, error=error)[:_MOST_OTHERS]
+            factor = factor.model_copy(update={"equals": (*factor.equals, *others)})
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
 

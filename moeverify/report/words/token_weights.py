@@ -71,6 +71,9 @@ def describe_reaveraged(operation: Reaveraged, explanation: Explanation) -> str:
 def _describe(averaging: Averaging) -> str:
     if averaging.depends_on is not None:
         return f"counts each token by a weight that {_KEYS[averaging.depends_on]} alone tells"
+    if averaging.divisor is not None:
+        divisor, valid = averaging.divisor
+        return f"is divided by {divisor}, and not by the {valid} valid tokens of the batch"
     if averaging.only is not None:
         return _describe_only(averaging.only, averaging.over)
     parts = [_describe_set(averaging.without)] if averaging.without is not None else []
