@@ -21,7 +21,37 @@ def keep_agreeing(findings: Sequence[Finding]) -> list[Finding]:
 
     So does a coefficient of a moment's value before the step, which is a beta, where it is another one in each.
     """
-    return _keep_agreeing_betas(_keep_agreeing_formulas(findings))
+    return _keep_agreeing_betas(_keep_common_corrections(_keep_agreeing_formulas(findings)))
+
+
+def _keep_common_corrections(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings without corrections of moments, where those of two tensors have none in common.
+
+    A correction multiplies all of a step by one number. In 16 bits one of a dozen is near to many a number, so that a
+    rate of its own in each layer looks like another correction in each.
+    """
+    found: dict[tuple[str, int], list[set[Changes]]] = {}
+    for finding in findings:
+        tried = _list_corrections(finding)
+        if tried:
+            found.setdefault((_name_result(finding), finding.step), []).append(tried)
+    apart = {key for key, tried in found.items() if not set.intersection(*tried)}
+    kept = []
+    for finding in findings:
+        facts, is_apart = finding.facts, (_name_result(finding), finding.step) in apart
+        if is_apart and _list_corrections(finding) and isinstance(facts, RecomputedFacts):
+            facts = facts.model_copy(update={"variants": ()})
+        kept.append(finding.model_copy(update={"facts": facts}))
+    return kept
+
+
+def _list_corrections(finding: Finding) -> set[Changes]:
+    """Return the formulas of an update, where all that is otherwise in each are corrections."""
+    facts = finding.facts
+    if not isinstance(facts, RecomputedFacts) or finding.kind != Kind.UPDATE:
+        return set()
+    changes = set(facts.tried)
+    return changes if all(len(each) == 1 and "correct" in each[0] for each in changes) else set()
 
 
 def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:

@@ -45,6 +45,7 @@ _LEAST_CHANCE = -40.0
 """Logarithm to base 2 of the chance that weights repeat as they do, where they depend on something alone."""
 
 _MOST_NUMBERS = 8
+_LONGEST_PERIOD = 32
 _WHOLE = 1e-9
 """Relative: how near a divisor is to a whole number, where it is one."""
 
@@ -333,6 +334,11 @@ def _find_ends(tokens: TokenMap, unit: GroupUnit, inside: Tensor) -> Iterable[To
         # Padding may be at the border: a chunk begins at a round number.
         size = max(lengths, key=lambda each: math.gcd(length - each, 1 << 20))
         yield TokenSet(groups=TokenGroups(unit=unit), which=which, numbers=(size,))  # type: ignore[arg-type]
+    for period in range(2, _LONGEST_PERIOD + 1):
+        place = order[inside][:1] % period
+        if torch.equal((order % period == place) & counted, inside & counted):
+            yield TokenSet(groups=TokenGroups(unit=unit), which="every", numbers=(period, int(place)))
+            break
     # What each row ends with, wherever its padding begins.
     if unit == "chunk-of-row":
         rows = torch.arange(counted.shape[0]).unsqueeze(1).expand(counted.shape)

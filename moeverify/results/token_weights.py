@@ -57,12 +57,14 @@ class TokenCount(Record):
 class TokenSet(Record):
     """Some tokens: groups of some `numbers`, each rank's own, or the first or the last of each group.
 
+    Of `every` one of so many in order `numbers` has how many, and its place among these, from 0 on.
+
     First and last ones are so many as `numbers` says, of each micro-batch or row. They count `times` as often as
     others.
     """
 
     groups: TokenGroups
-    which: Literal["first", "last", "numbers", "own"]
+    which: Literal["first", "last", "every", "numbers", "own"]
     numbers: tuple[int, ...] = ()
     times: float = 0.0
 

@@ -165,6 +165,10 @@ def _describe_set(tokens: TokenSet) -> str:
         if unit == "micro-batch":
             return f"{verb} micro-batch{'es' if several else ''} {numbers}{_OF_ALL_RANKS}"
         return f"{verb} {_ONE[unit]}{'s' if several else ''} {numbers}"
+    if tokens.which == "every":
+        period, place = tokens.numbers
+        what = "positions of each rank's part of a row" if unit in _OF_ROWS else "tokens of each micro-batch"
+        return f"{verb} every one of {period} {what}, that at place {place}"
     (count,) = tokens.numbers
     what = "positions" if unit in _OF_ROWS else "tokens"
     what = what[:-1] if count == 1 else what
