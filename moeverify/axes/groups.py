@@ -16,7 +16,13 @@ from moeverify.case.schema import Case, Layout
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 ROWS = "rows of the batch"
 
+# What initial values are scaled by: projections back into the residual stream by its branches, all by a fan or both.
+BRANCHES = "residual branches (2 a layer)"
+WEIGHT_ROWS, WEIGHT_COLUMNS = "rows of the weight", "columns of the weight"
+BOTH_FANS = "rows and columns of the weight"
+
 # Integers that are no axes, and of which tensors they can be a factor.
+LAYERS = "layers"
 TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
 _OF_MODULES = {EXPERTS: "*.moe*", "heads": "*attention*", "key-value heads": "*attention*"}
@@ -86,7 +92,7 @@ def list_module_counts(case: Case) -> dict[str, int]:
     reference = case.recipe.model.reference
     if reference is None:
         return {}
-    counts = {"layers": reference.num_layers, "heads": reference.num_heads}
+    counts = {LAYERS: reference.num_layers, "heads": reference.num_heads}
     counts["key-value heads"] = reference.num_kv_heads
     if reference.moe is not None:
         counts[EXPERTS] = reference.moe.num_experts

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from moeverify.axes.groups import BRANCHES, LAYERS
 from moeverify.case.schema import Case
 
-TWICE_LAYERS = "twice the layers"
-FAN_IN, FAN_OUT = "fan-in", "fan-out"
 LAYER = "place of its layer, from 1 on"
 
 
@@ -15,8 +14,8 @@ def list_sizes(case: Case) -> dict[str, float]:
     if model is None:
         return {}
     sizes: dict[str, float] = {
-        TWICE_LAYERS: 2 * model.num_layers,
-        "layers": model.num_layers,
+        BRANCHES: 2 * model.num_layers,
+        LAYERS: model.num_layers,
         "hidden": model.hidden,
         "head_dim": model.head_dim,
         "heads": model.num_heads,

@@ -12,6 +12,7 @@ and what is compiled.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,13 +100,34 @@ class _Weight:
     def sample(self) -> Tensor:
         """Return the compared elements as they are stored now. Shape: (elements)."""
         stored = self.read().detach()
-        return stored[tuple(each.to(stored.device) for each in self.stored_at)]
+        # Coordinates stay on the device: to send them there makes the host wait for all that the device has to do.
+        self.stored_at = tuple(each.to(stored.device) for each in self.stored_at)
+        return stored[self.stored_at]
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What a step has used: (used, stored) elements of each parameter, and what was stored before and when it began.
+
+    `is_wrong` (1), on the CPU, is whether anything differs, once the device has passed `copied` (None: it is).
+    """
+
+    step: int
+    values: Mapping[str, tuple[Tensor, Tensor]]
+    stored: Mapping[str, tuple[Tensor | None, Tensor | None]]
+    is_wrong: Tensor
+    copied: torch.Event | None
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the result has arrived."""
+        return self.copied is None or self.copied.query()
 
 
 class GatheredWatch(Watch[GatheredReport]):
     """Compares, whenever the forward pass of a module begins, its gathered parameters with what the rank stores.
 
-    The comparison of a step is made when it is over, so that a device is not waited for in each module.
+    What a step has used is compared when it is over, and read when the device has come so far: nothing waits for it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,21 +142,26 @@ class GatheredWatch(Watch[GatheredReport]):
         ]
         self._places: dict[tuple[str, str], tuple[Tensor, ...] | None] = {}
         self._looked: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unread: deque[_Looked] = deque()
         self._seen: set[str] = set()
         self._differences: dict[str, Difference] = {}
         self._unmoved: set[str] = set()
         self._step = -1
 
     def begin_step(self, step: int) -> None:
-        """Judge the step before, and keep what is stored now; see `Watch`."""
-        self._finish()
+        """Compare what the step before has used, and keep what is stored now; see `Watch`."""
+        self._compare()
+        while self._unread and self._unread[0].is_known:
+            self._judge(self._unread.popleft())
         self._step = step
         for weight in self._weights.values():
             weight.before, weight.now = weight.now, weight.sample()
 
     def close(self) -> None:
-        """Judge the last step, and let go of the model; see `Watch`."""
-        self._finish()
+        """Judge the last steps, and let go of the model; see `Watch`."""
+        self._compare()
+        while self._unread:
+            self._judge(self._unread.popleft())
         for handle in self._handles:
             handle.remove()
         self._handles, self._slots, self._weights = [], {}, {}
@@ -180,40 +207,81 @@ class GatheredWatch(Watch[GatheredReport]):
             )
         self._looked[name] = (actual, expected)
 
-    def _finish(self) -> None:
+    def _compare(self) -> None:
+        """Compare what this step has used, on the device, and let the result come to the CPU."""
         looked, self._looked = self._looked, {}
+        if not looked:
+            return
+        is_wrong = _find_any_wrong(list(looked.values()))
+        on_gpu = is_wrong.device.type == "cuda"
+        is_wrong, copied = is_wrong.to("cpu", non_blocking=True), None
+        if on_gpu:
+            copied = torch.Event(device="cuda")
+            copied.record()
+        stored = {each.name: (each.before, each.now) for each in self._weights.values()}
+        self._unread.append(_Looked(self._step, looked, stored, is_wrong, copied))
+
+    def _judge(self, looked: _Looked) -> None:
+        if looked.copied is not None:
+            looked.copied.synchronize()
+        if not bool(looked.is_wrong):
+            return
         weights = {weight.name: weight for weight in self._weights.values()}
         num_known = len(self._differences)
-        for name, (actual, expected) in looked.items():
+        for name, (actual, expected) in looked.values.items():
             wrong = _bits(actual) != _bits(expected)
-            if bool(wrong.any()):
-                self._differences[name] = self._describe(weights[name], actual, expected, wrong)
+            if name not in self._differences and bool(wrong.any()):
+                before, _ = looked.stored[name]
+                self._differences[name] = _describe(
+                    weights[name], looked.step, before, (actual, expected), wrong
+                )
         if len(self._differences) > num_known:
-            self._unmoved |= {name for name in looked if _is_unmoved(weights[name], looked[name][1].dtype)}
-
-    def _describe(self, weight: _Weight, actual: Tensor, expected: Tensor, wrong: Tensor) -> Difference:
-        before = None if weight.before is None else weight.before.to(actual.device, actual.dtype)
-        first = int(wrong.nonzero()[0])
-        return Difference(
-            step=self._step,
-            parameter=weight.name,
-            dtype=name_dtype(actual.dtype),
-            num_wrong=int(wrong.sum()),
-            num_compared=wrong.numel(),
-            index=tuple(int(each[first]) for each in weight.logical_at),
-            expected=float(expected[first]),
-            actual=float(actual[first]),
-            is_stale=before is not None and bool((_bits(actual) == _bits(before)).all()),
-            used=int(fingerprint_bits(actual)),
-            stored=int(fingerprint_bits(expected)),
-        )
+            self._unmoved |= {
+                name
+                for name, (_, expected) in looked.values.items()
+                if _is_unmoved(*looked.stored[name], expected.dtype)
+            }
 
 
-def _is_unmoved(weight: _Weight, dtype: torch.dtype) -> bool:
-    """Return whether the last step changed nothing of a weight that is left of it in a dtype."""
-    if weight.now is None or weight.before is None:
+def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return whether the bits of any pair differ, (), in few launches for all pairs of one dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for pair in values:
+        groups.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+    found = []
+    for pairs in groups.values():
+        used, stored = (_bits(torch.cat(side)) for side in zip(*pairs, strict=True))
+        found.append((used != stored).any())
+    return torch.stack([each.to(found[0].device) for each in found]).any()
+
+
+def _describe(
+    weight: _Weight, step: int, before: Tensor | None, values: tuple[Tensor, Tensor], wrong: Tensor
+) -> Difference:
+    """Return what a weight was used with, and where that was wrong: `values` are (used, stored)."""
+    actual, expected = values
+    stale = None if before is None else before.to(actual.device, actual.dtype)
+    first = int(wrong.nonzero()[0])
+    return Difference(
+        step=step,
+        parameter=weight.name,
+        dtype=name_dtype(actual.dtype),
+        num_wrong=int(wrong.sum()),
+        num_compared=wrong.numel(),
+        index=tuple(int(each[first]) for each in weight.logical_at),
+        expected=float(expected[first]),
+        actual=float(actual[first]),
+        is_stale=stale is not None and bool((_bits(actual) == _bits(stale)).all()),
+        used=int(fingerprint_bits(actual)),
+        stored=int(fingerprint_bits(expected)),
+    )
+
+
+def _is_unmoved(before: Tensor | None, now: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether a step changed nothing of a weight that is left of it in a dtype."""
+    if now is None or before is None:
         return False
-    return torch.equal(_bits(weight.now.to(dtype)), _bits(weight.before.to(dtype)))
+    return torch.equal(_bits(now.to(dtype)), _bits(before.to(dtype)))
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -83,13 +84,10 @@ class Formulas:
         sizes: Sequence[int],
     ) -> Formulas:
         """Return a smaller sample of shards of these `sizes`, without a wait for the device."""
-        ends = list(accumulate(sizes))
-        bounds = zip([0, *ends], ends, sizes, strict=False)
-        places = [torch.arange(start, end, -(-size // MOST_OF_VARIANTS)) for start, end, size in bounds]
-        chosen = torch.cat(places).to(actual.device, non_blocking=True)
+        chosen, few = _choose(tuple(sizes), actual.device)
         start = values.weight if recomputed.name == WEIGHT else torch.zeros_like(actual)
         whole = cls(kind, spec, values, recomputed, actual, start, dtypes, sizes)
-        return whole.take(chosen, [len(each) for each in places])
+        return whole.take(chosen, few)
 
     def take(self, places: Tensor, sizes: Sequence[int]) -> Formulas:
         """Return the same of some elements."""
@@ -230,6 +228,15 @@ class Formulas:
         errors = (expected - self.actual[places.flatten()]).abs().view(-1, *places.shape).sum(dim=-1)
         errors[self.values.number - 1] = torch.inf
         yield from errors.argsort(dim=0)[:_NEAR_STEPS] + 1
+
+
+@lru_cache(maxsize=64)  # each step has shards of the same sizes
+def _choose(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the places of a smaller sample of shards of these sizes, and how many of each it takes."""
+    ends = list(accumulate(sizes))
+    bounds = zip([0, *ends], ends, sizes, strict=False)
+    places = [torch.arange(start, end, -(-size // MOST_OF_VARIANTS)) for start, end, size in bounds]
+    return torch.cat(places).to(device, non_blocking=True), tuple(len(each) for each in places)
 
 
 def _is_other(number: float | None, usual: float | None) -> bool:

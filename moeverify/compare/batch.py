@@ -7,7 +7,9 @@ other and measured together; large ones are measured alone, where they are. Both
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,15 +17,20 @@ from torch import Tensor
 from moeverify.compare.difference import (
     LARGEST,
     NUM_STATISTICS,
-    as_words,
     find_worst,
     fingerprint_bits,
     hash_words,
     measure,
+    rows_as_words,
 )
 
 # Above this many elements the work outweighs the calls; below it, so many of them fit into a processor's cache.
 _SMALL, _ROOM = 1 << 9, 1 << 15
+
+
+_Each = TypeVar("_Each")
+_Like = tuple[int, torch.dtype, torch.device, object]
+"""Number of elements, dtype and device of a tensor, and what else must be equal to be copied together."""
 
 
 class Differences:
@@ -35,21 +42,28 @@ class Differences:
 
     def add(self, expected: Tensor | None, actual: Tensor) -> None:
         """Take a pair of equal shape; no `expected` stands for zeros. Later changes of either do not matter."""
-        if expected is not None and expected.shape != actual.shape:
-            raise ValueError(f"cannot compare shape {tuple(actual.shape)} with {tuple(expected.shape)}")
-        size = actual.numel()
-        if size == 0 or size > _SMALL:
-            self._rows.put(measure(torch.zeros_like(actual) if expected is None else expected, actual))
-            return
-        room = self._rooms.get(actual.device)
-        if room is None:
-            room = self._rooms[actual.device] = _Room(actual.device, torch.float64, 2, _measure_many)
-        start = room.take(size, self._rows)
-        if expected is None:
-            room.data[0, start : start + size].zero_()
-        else:
-            room.data[0, start : start + size].copy_(expected.reshape(-1))
-        room.data[1, start : start + size].copy_(actual.reshape(-1))
+        self.add_all([(expected, actual)])
+
+    def add_all(self, pairs: Sequence[tuple[Tensor | None, Tensor]]) -> None:
+        """Take pairs as `add` does, those of one small size that follow each other in a few calls."""
+        for some in _divide(pairs, _describe_pair):
+            expected, actual = some[0]
+            if expected is not None and expected.shape != actual.shape:
+                raise ValueError(f"cannot compare shape {tuple(actual.shape)} with {tuple(expected.shape)}")
+            size = actual.numel()
+            if size == 0 or size > _SMALL:
+                self._rows.put(measure(torch.zeros_like(actual) if expected is None else expected, actual))
+                continue
+            room = self._rooms.get(actual.device)
+            if room is None:
+                room = self._rooms[actual.device] = _Room(actual.device, torch.float64, 2, _measure_many)
+            data = room.take(size, len(some), self._rows)
+            values = [one for one, _ in some if one is not None]
+            if values:
+                data[0].copy_(_stack(values))
+            else:
+                data[0].zero_()
+            data[1].copy_(_stack([each for _, each in some]))
 
     def rows(self) -> Tensor:
         """Return (N, NUM_STATISTICS) float64 on the CPU, one row for each pair in the order of `add`."""
@@ -65,21 +79,24 @@ class Fingerprints:
 
     def add(self, local: Tensor) -> None:
         """Take a tensor; later changes of it do not matter."""
-        size = local.numel()
-        if size == 0 or size > _SMALL:
-            self._rows.put(fingerprint_bits(local))
-            return
-        room = self._rooms.get(local.device)
-        if room is None:
-            room = self._rooms[local.device] = _Room(local.device, torch.int64, 1, _hash_many)
-        words, rest = as_words(local)
-        num_words = words.numel()
-        size = num_words + rest.numel()
-        start = room.take(size, self._rows)
-        if num_words:
-            room.data[0, start : start + num_words].copy_(words)
-        if size > num_words:
-            room.data[0, start + num_words : start + size].copy_(rest)
+        self.add_all([local])
+
+    def add_all(self, shards: Sequence[Tensor]) -> None:
+        """Take tensors as `add` does, those of one small size that follow each other in a few calls."""
+        for some in _divide(shards, _describe):
+            local = some[0]
+            size = local.numel()
+            if size == 0 or size > _SMALL:
+                self._rows.put(fingerprint_bits(local))
+                continue
+            room = self._rooms.get(local.device)
+            if room is None:
+                room = self._rooms[local.device] = _Room(local.device, torch.int64, 1, _hash_many)
+            words, rest = rows_as_words(_stack(some))
+            num_words = words.shape[1]
+            [data] = room.take(num_words + rest.shape[1], len(some), self._rows)
+            data[:, :num_words].copy_(words)
+            data[:, num_words:].copy_(rest)
 
     def values(self) -> Tensor:
         """Return (N,) int64 on the CPU, one hash for each tensor in the order of `add`."""
@@ -130,21 +147,45 @@ class _Room:
         self._sizes: list[int] = []
         self._used = 0
 
-    def take(self, size: int, rows: _Rows) -> int:
-        """Return where `size` elements may be written, for the next of the rows."""
-        if self._used + size > _ROOM:
+    def take(self, size: int, count: int, rows: _Rows) -> Tensor:
+        """Return where `size` elements of each of the next `count` rows may be written: (num_rows, count, size)."""
+        if self._used + size * count > _ROOM:
             self.empty(rows)
         start = self._used
-        self._used += size
-        self._sizes.append(size)
-        self._numbers.append(rows.reserve())
-        return start
+        self._used += size * count
+        self._sizes += [size] * count
+        self._numbers += [rows.reserve() for _ in range(count)]
+        return self.data[:, start : self._used].view(-1, count, size)
 
     def empty(self, rows: _Rows) -> None:
         if self._sizes:
             sizes = torch.tensor(self._sizes, device=self.data.device)
             rows.fill(self._numbers, self._work(self.data[:, : self._used], sizes))
         self._numbers, self._sizes, self._used = [], [], 0
+
+
+def _divide(tensors: Sequence[_Each], describe: Callable[[_Each], _Like]) -> Iterator[list[_Each]]:
+    """Yield those that follow each other and are alike: as many small ones as a room takes, and large ones alone."""
+    for (size, *_), alike in groupby(tensors, describe):
+        most = _ROOM // size if 0 < size <= _SMALL else 1
+        members = list(alike)
+        for start in range(0, len(members), most):
+            yield members[start : start + most]
+
+
+def _describe(local: Tensor) -> _Like:
+    return local.numel(), local.dtype, local.device, None
+
+
+def _describe_pair(pair: tuple[Tensor | None, Tensor]) -> _Like:
+    expected, actual = pair
+    shapes = None if expected is None else (expected.dtype, expected.shape, actual.shape)
+    return actual.numel(), actual.dtype, actual.device, shapes
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one size, a row each."""
+    return torch.stack([each.detach().reshape(-1) for each in tensors])
 
 
 def _measure_many(data: Tensor, sizes: Tensor) -> Tensor:

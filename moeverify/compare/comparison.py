@@ -133,6 +133,9 @@ def _can_compile() -> bool:
     return find_spec("triton") is not None and any(shutil.which(name) for name in ("gcc", "clang"))
 
 
+_TOGETHER = 64  # shards whose expected values are read before they are compared
+
+
 class _AtOnce:
     """Compares each shard when it is added."""
 
@@ -142,12 +145,12 @@ class _AtOnce:
         self._known: list[bool] = []
 
     def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
-        for read, actual in shards:
-            expected = read()
-            self._known.append(expected is not None)
-            self._differences.add(expected, actual)
+        for start in range(0, len(shards), _TOGETHER):
+            pairs = [(read(), actual) for read, actual in shards[start : start + _TOGETHER]]
+            self._known += [expected is not None for expected, _ in pairs]
+            self._differences.add_all(pairs)
             if self._bits is not None:
-                self._bits.add(actual)
+                self._bits.add_all([actual for _, actual in pairs])
 
     def results(self) -> Iterator[Measured]:
         rows = self._differences.rows().tolist()

@@ -226,16 +226,22 @@ def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
 
     The division depends on dtype and shape alone, never on where the values lie in memory.
     """
-    flat = local.detach().contiguous().reshape(-1)
-    if flat.element_size() == 8:
-        return flat.view(torch.int64), flat.new_empty(0, dtype=torch.int64)
-    flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-    per_word = max(8 // flat.element_size(), 1)
-    num_packed = flat.numel() // per_word * per_word
-    packed, rest = flat[:num_packed], flat[num_packed:]
+    words, rest = rows_as_words(local.detach().contiguous().reshape(1, -1))
+    return words[0], rest[0]
+
+
+def rows_as_words(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row as `as_words` returns a tensor. Shapes: (N, M), contiguous; returns (N, W) and (N, R)."""
+    rows = rows.to(torch.uint8) if rows.dtype is torch.bool else rows
+    per_word = max(8 // rows.element_size(), 1)
+    num_packed = rows.shape[1] // per_word * per_word
+    packed, rest = rows[:, :num_packed].reshape(-1), rows[:, num_packed:]
     if packed.storage_offset() % per_word or packed.data_ptr() % 8:
         packed = packed.clone()
-    return packed.view(torch.int64), rest.clone().view(INTEGERS[flat.element_size()]).to(torch.int64)
+    words = packed.view(torch.int64).view(len(rows), -1)
+    if not rest.shape[1]:
+        return words, words.new_empty((len(rows), 0))
+    return words, rest.clone().view(INTEGERS[rows.element_size()]).to(torch.int64)
 
 
 def _scramble(values: Tensor) -> Tensor:

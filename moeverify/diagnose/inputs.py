@@ -69,7 +69,8 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
-    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `own` gives the
+    known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `parameter_formula`
+    gives that of a parameter's gradient, and `searched_parameters` keeps what came of that, by name. `own` gives the
     calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `cross_entropy`
     gives the formula of each token's loss on right logits. `shapes` has, of what has another shape under the layout,
     the golden's and that one. `brought` has by rank what was all-reduced as
@@ -95,6 +96,8 @@ class DiagnosisInputs:
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     formula: Callable[[Origin], NamedFormula | None] = lambda origin: None
+    parameter_formula: Callable[[str], NamedFormula | None] = lambda name: None
+    searched_parameters: dict[str, Found | None] = field(default_factory=dict)
     own: Callable[[Origin], OwnModule | None] = lambda origin: None
     searched_own: dict[int, FoundMistakes | None] = field(default_factory=dict)
     searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
@@ -117,6 +120,14 @@ class DiagnosisInputs:
         around = (*search.around.values(), *search.beside.values()) if search is not None else ()
         known = [*self.origins.values(), *(each for found in around for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
+
+    def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:
+        """Return the other gradients of tokens that began to be wrong with this one."""
+        origin = self.origins.get(BACKWARD)
+        if self.search is None or origin is None or origin.tensor.key != tensor.key:
+            return ()
+        beside = [origin.tensor for origin in self.search.beside.get(BACKWARD, ())]
+        return [other for other in beside if other.expected.ndim >= 3]
 
     def comes_from_loss(self, origin: Origin) -> bool:
         """Return whether what a loss passes back to the model is wrong: no gradient was right before it.

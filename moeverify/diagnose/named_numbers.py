@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moeverify.axes.named_numbers import TWICE_LAYERS
+from moeverify.axes.groups import BRANCHES
 from moeverify.results.factor import Factor, Product
 
 _CHANCE = 0.01
@@ -105,7 +105,7 @@ def _list_candidates(numbers: NamedNumbers, first: Sequence[str]) -> Iterator[_C
                 yield _Candidate(1.0 / root, Product(over=(name,)), power, cost)
     for one, size in numbers.sizes.items():
         for other, divisor in numbers.sizes.items():
-            if one == other or size == divisor or TWICE_LAYERS in (one, other):
+            if one == other or size == divisor or BRANCHES in (one, other):
                 continue
             cost = 2 if one in first and other in first else _OF_QUOTIENTS
             for power in (1, 2):

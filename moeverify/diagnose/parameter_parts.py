@@ -15,6 +15,9 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 _LEAST_BITS = 6.0
 """By how many bits a description is shorter than the affected names: less is chance."""
 
+_MOST_ALTERNATIVES = 1
+"""Other descriptions that are as simple, which are said beside it."""
+
 _INSIDE = ("norm", "bias")
 """What is a part of names as a part of a word, too: `attention_norm`, `up_bias`."""
 
@@ -65,8 +68,13 @@ def find_part(
             found.append((one.cost + other.cost + 3, bits, (one.trait, other.trait)))
     if not found:
         return None
-    _, _, simplest = min(found, key=lambda each: each[:2])
-    return ParameterPart(traits=simplest, count=len(inside), total=total)
+    found.sort(key=lambda each: each[:2])
+    cost, _, simplest = found[0]
+    # Norms are all that has one dim: nobody can say by which of the two they were chosen.
+    as_simple = [traits for other, _, traits in found[1:] if other == cost and len(traits) == len(simplest)]
+    return ParameterPart(
+        traits=simplest, count=len(inside), total=total, alternatives=tuple(as_simple[:_MOST_ALTERNATIVES])
+    )
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
@@ -80,7 +88,7 @@ def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iter
     shapes = {name: next(iter(regions[name].values())).shape for name in names}
     for dims in sorted({len(shape) for shape in shapes.values()}):
         members = frozenset(name for name in names if len(shapes[name]) == dims)
-        yield _Described(Trait(kind="dims", numbers=(dims,)), members, 1, 4)
+        yield _Described(Trait(kind="dims", numbers=(dims,)), members, 0, 4)
     yield from _list_layers(names)
     for at in range(1, len(names)):
         count, after, before = 2 * len(names), frozenset(names[at:]), frozenset(names[:at])

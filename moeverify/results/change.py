@@ -19,3 +19,8 @@ class Change(Record):
     name: str = ""
     factor: Factor | None = None
     is_summed: bool = False
+
+    @property
+    def place(self) -> str:
+        """Return what two changes of one formula may not both be of; of several gradients each is one."""
+        return f"{self.part}:{self.name}" if self.part == "gradient-of" else self.part

@@ -16,6 +16,7 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.known_sum import KnownSum
+from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -160,7 +161,8 @@ class Zeroed(Record):
 class LostElements(Record):
     """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right.
 
-    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`.
+    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`, and
+    `own` those in the part of each rank, where all have the same ones.
     """
 
     kind: Literal["lost-elements"] = "lost-elements"
@@ -171,17 +173,18 @@ class LostElements(Record):
     dim: int | None = None
     slices: tuple[int, ...] = ()
     num_slices: int = 0
+    own: tuple[int, ...] = ()
 
 
 class Moved(Record):
     """The right values stand in other places; with `copies`, some stand in several places and others in none.
 
-    `moves` has the first (to, from) of `num_moves`: slices along `dim`, tokens, or micro-batches; for elements in
-    another order they are not known.
+    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or micro-batches; for elements in another
+    order they are not known.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "token", "element", "micro-batch"]
+    unit: Literal["slice", "element", "micro-batch"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0
@@ -411,12 +414,13 @@ class Reweighted(Record):
 
     `rows` is the module that returns them. `way` says what the weights are: zero for `num_wrong` of `num_rows` rows
     and right for the others; `total` times the right ones; right but for a factor of each token, so that they sum to
-    `total` there; those of other copies of the same token; or none of these. Of gradients the right weights are one.
+    `total` there; those of other copies of the same token; or none of these. With `of-others` the weights
+    are right, and so many rows are others: those of other tokens, or zeros. Of gradients the right weights are one.
     """
 
     kind: Literal["reweighted"] = "reweighted"
     rows: str
-    way: Literal["left-out", "scaled", "normalized", "exchanged", "other"]
+    way: Literal["left-out", "scaled", "normalized", "exchanged", "of-others", "other"]
     num_wrong: int
     num_rows: int
     total: float | None = None
@@ -449,6 +453,9 @@ Operation = Annotated[
     | Zeroed
     | LostElements
     | Moved
+    | Reordered
+    | OtherRows
+    | TokenValues
     | Shifted
     | Replaced
     | Unmoved

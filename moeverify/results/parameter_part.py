@@ -35,8 +35,9 @@ class Trait(Record):
 
 
 class ParameterPart(Record):
-    """All `count` parameters of `total` that have these traits."""
+    """All `count` parameters of `total` that have these traits; `alternatives` are others that the same ones have."""
 
     traits: tuple[Trait, ...]
     count: int
     total: int
+    alternatives: tuple[tuple[Trait, ...], ...] = ()

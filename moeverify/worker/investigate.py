@@ -40,10 +40,11 @@ from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.replay.attention import Chunks
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula
+from moeverify.diagnose.replay.parameter_formulas import make_parameter_formula
 from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
@@ -312,6 +313,9 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         formula=lambda origin: None if (right := find_right()) is None else make_formula(origin, right),
+        parameter_formula=lambda name: (
+            None if (right := find_right()) is None else make_parameter_formula(name, right)
+        ),
         own=lambda origin: find_own_module(case, golden, step, origin, search, device),
         cross_entropy=lambda: None if (right := find_right()) is None else make_cross_entropy(right),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},

@@ -13,6 +13,7 @@ from importlib import import_module
 from moeverify.diagnose.hypotheses.base import Hypothesis
 
 ORDER = (
+    ("reordered", "stale_counts"),
     ("stale_weights", "later_micro_batch"),
     ("unwritten",),
     ("not_loaded", "unmoved"),
@@ -50,8 +51,9 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
-    ("replayed", "reweighted_rows"),
+    ("replayed", "reweighted_rows", "parameter_replayed"),
     ("own_module",),
+    ("returned_rows",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),

@@ -60,6 +60,7 @@ class Lost(Hypothesis):
             dim=dim,
             slices=tuple(slices[:_MOST_SLICES]),
             num_slices=len(slices),
+            own=_find_own(masks, dim)[:_MOST_SLICES],
         )
         return self.accept(explain_by(Cause.DETACHED, operation, tensors, inputs), seen)
 
@@ -91,6 +92,18 @@ def _find_slices(masks: Sequence[tuple[RankShard, Tensor]]) -> tuple[int | None,
         return None, []
     dim = min(found, key=lambda each: len(found[each]))
     return dim, found[dim]
+
+
+def _find_own(masks: Sequence[tuple[RankShard, Tensor]], dim: int | None) -> tuple[int, ...]:
+    """Return which slices of a rank's part these are, where they are not the global ones and are the same on all."""
+    if dim is None:
+        return ()
+    found = {
+        tuple(wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(dim=1).nonzero().flatten().tolist())
+        for _, wrong in masks
+    }
+    is_moved = any(shard.region.dims[dim][0] for shard, _ in masks)
+    return found.pop() if len(found) == 1 and is_moved else ()
 
 
 HYPOTHESIS = Lost()

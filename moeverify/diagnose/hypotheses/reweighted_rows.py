@@ -34,7 +34,7 @@ _NEAR = 1e-6  # of a weight that a fit has found in float64
 
 
 @dataclass(frozen=True)
-class _Copies:
+class Copies:
     """What one module returns of copies of some tokens, or their gradients: `rows` (tokens, copies, width)."""
 
     module: str
@@ -56,15 +56,15 @@ class ReweightedRows(Hypothesis):
         if origin is None or inputs.search is None or tensor.expected.ndim != 3:
             return self.untried(Reason.NOT_COMPARABLE)
         worst: float | None = None
-        for copies in _list_copies(origin, inputs.search):
+        for copies in list_copies(origin, inputs.search):
             wanted, found = (each.flatten(0, 1)[copies.tokens] for each in (tensor.expected, tensor.whole))
             if origin.direction == FORWARD:
-                right, left_of_right = _fit(copies.rows, wanted, wanted)
-                weights, left = _fit(copies.rows, found, found)
+                right, left_of_right = fit_weights(copies.rows, wanted, wanted)
+                weights, left = fit_weights(copies.rows, found, found)
             else:
                 left_of_right = 0.0
                 right = torch.ones(copies.rows.shape[:2], dtype=wanted.dtype)
-                more, left = _fit(copies.rows, found - wanted, wanted)
+                more, left = fit_weights(copies.rows, found - wanted, wanted)
                 weights = right + more
             worst = max(left, left_of_right)
             if worst <= inputs.search.bound:
@@ -77,7 +77,7 @@ class ReweightedRows(Hypothesis):
         return self.refuse(Distance(error=worst))
 
 
-def _list_copies(origin: Origin, search: Search) -> Iterator[_Copies]:
+def list_copies(origin: Origin, search: Search) -> Iterator[Copies]:
     """Yield what modules inside the culprit make of copies of its tokens, where these are right."""
     if origin.input is None or not origin.is_of_culprit:
         return
@@ -101,7 +101,7 @@ def _read(golden: Sequence[Reading], at: tuple[str, str, str]) -> Tensor | None:
     return None
 
 
-def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> Iterator[_Copies]:
+def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> Iterator[Copies]:
     """Yield the copies of the tokens that have equally many, as most have; of tokens with a twin nobody can tell."""
     equal = measure_distances(taken, tokens) == 0.0
     is_single = (measure_distances(tokens, tokens) == 0.0).sum(dim=1) == 1
@@ -113,17 +113,17 @@ def _match_copies(module: str, tokens: Tensor, taken: Tensor, made: Tensor) -> I
     chosen = (is_single & (counts == num_copies)).nonzero().flatten()
     if num_copies + _SPARE <= made.shape[1] and 2 * len(chosen) >= len(tokens):
         rows = torch.stack([made[equal[:, token]] for token in chosen])
-        yield _Copies(module, chosen, rows, num_copies * len(chosen))
+        yield Copies(module, chosen, rows, num_copies * len(chosen))
 
 
-def _fit(rows: Tensor, output: Tensor, scale: Tensor) -> tuple[Tensor, float]:
+def fit_weights(rows: Tensor, output: Tensor, scale: Tensor) -> tuple[Tensor, float]:
     """Return the weights (tokens, copies) of an output, and the most that is left of a token, by `scale`."""
     weights = torch.linalg.lstsq(rows.transpose(1, 2), output[..., None], driver="gelsd").solution[..., 0]
     left = (output - (weights[..., None] * rows).sum(dim=1)).norm(dim=1)
     return weights, float((left / scale_rows(scale)).amax())
 
 
-def _describe(copies: _Copies, right: Tensor, weights: Tensor) -> Reweighted:
+def _describe(copies: Copies, right: Tensor, weights: Tensor) -> Reweighted:
     """Return what the weights (tokens, copies) are where they are not the right ones."""
     scale = right.abs().amax(dim=1, keepdim=True)
     is_wrong = (weights - right).abs() > _NEAR * scale

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from moeverify.axes.named_numbers import FAN_IN, FAN_OUT, LAYER, TWICE_LAYERS
+from moeverify.axes.groups import BOTH_FANS, BRANCHES, LAYERS, WEIGHT_COLUMNS, WEIGHT_ROWS
+from moeverify.axes.named_numbers import LAYER
 from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.families import number_layer
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.named_numbers import NamedNumbers, list_expected, name_factor
+from moeverify.diagnose.named_numbers import list_expected, name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -20,7 +21,6 @@ from moeverify.results.factor import Factor, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 
-_MATRIX, _MOST_OTHERS = 2, 2
 _FEWEST = 4
 """Elements that are not zero: of fewer, a number of times their values is as well some other values."""
 
@@ -49,43 +49,62 @@ class ScaledValues(Hypothesis):
         value = products / squares
         if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
             return self.refuse()
-        factor = _name(value, inputs.sources_of(tensors), unit=_unit_of(tensors[0]))
-        numbers, first = _list_numbers(tensors, inputs)
-        error = max(_error_of(tensors), 1e-9)
-        if not factor.equals:
-            factor = name_factor(value, numbers, error=error, first=first) or factor
-        else:
-            # The size of an axis may be that of a deviation's formula by chance: then both are candidates.
-            others = list_expected(factor, numbers, first, error=error)[:_MOST_OTHERS]
-            factor = factor.model_copy(update={"equals": (*factor.equals, *others)})
+        sources = [*inputs.sources_of(tensors), *_list_sizes(tensors, inputs)]
+        factor = _name_further(_name(value, sources, error=_find_error(tensors)), tensors, inputs)
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
+
+
+def _list_sizes(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
+    """Return the sizes, or their roots, by which initial values are commonly scaled.
+
+    Projections back into the residual stream are divided by the root of its branches, two a layer (GPT-2), other
+    weights by the root of a fan-in or of both fans.
+    """
+    [layers] = [each.size for each in inputs.axes.counts_of(tensors[0].name) if each.name == LAYERS] or [0]
+    sizes = {BRANCHES: 2 * layers, LAYERS: layers}
+    shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
+    if len(shapes) == 1 and len(shape := shapes.pop()) > 1:
+        sizes |= {
+            WEIGHT_ROWS: shape[0],
+            WEIGHT_COLUMNS: shape[1],
+            BOTH_FANS: sum(shape),
+        }
+    return [Source(name=name, size=size) for name, size in sizes.items() if size > 1]
+
+
+def _name_further(factor: Factor, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Factor:
+    """Return the factor with what it is of other numbers of the run, or of quotients of the tensors' own.
+
+    The size of an axis may be such a quotient by chance: then both are candidates.
+    """
+    shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
+    layers = {number_layer(tensor.name) for tensor in tensors}
+    own: dict[str, float] = {}
+    if len(shapes) == 1 and len(shape := shapes.pop()) > 1:
+        own |= {WEIGHT_ROWS: shape[0], WEIGHT_COLUMNS: shape[1]}
+    layer = layers.pop() if len(layers) == 1 else None
+    own |= {LAYER: layer + 1} if layer else {}
+    numbers, error = inputs.named.of(**own), _find_error(tensors)
+    expected = (*own, LAYERS)
+    if not factor.equals:
+        return name_factor(factor.value, numbers, error=error, first=expected) or factor
+    quotients = [
+        product
+        for product in list_expected(factor, numbers, expected, error=error)
+        if product.times and product.over
+    ]
+    return factor.model_copy(update={"equals": (*factor.equals, *quotients[:1])})
 
 
 def _unit_of(tensor: WrongTensor) -> float:
     return float(torch.finfo(tensor.precision).eps)
 
 
-def _error_of(tensors: Sequence[WrongTensor]) -> float:
-    """Return how far a number that was fitted on all elements may be off by the rounding of each, relatively.
-
-    The error of an element is a third of a unit at most, and those of many add up as their root: four times that.
-    """
-    return 4.0 * _unit_of(tensors[0]) / math.sqrt(sum(tensor.expected.numel() for tensor in tensors))
-
-
-def _list_numbers(
-    tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
-) -> tuple[NamedNumbers, tuple[str, ...]]:
-    """Return the numbers of the run with those of these tensors, and which are the simplest of initial values."""
-    shapes = {tuple(tensor.expected.shape[-2:]) for tensor in tensors}
-    layers = {number_layer(tensor.name) for tensor in tensors}
-    own: dict[str, float] = {}
-    if len(shapes) == 1 and len(shape := shapes.pop()) == _MATRIX:
-        own |= {FAN_OUT: shape[0], FAN_IN: shape[1]}
-    layer = layers.pop() if len(layers) == 1 else None
-    own |= {LAYER: layer + 1} if layer else {}
-    return inputs.named.of(**own), (TWICE_LAYERS, "layers", FAN_IN, FAN_OUT, LAYER)
+def _find_error(tensors: Sequence[WrongTensor]) -> float:
+    """Return by how much the fitted number may be off, relatively: rounding of many elements cancels in their sum."""
+    count = sum(int(tensor.expected.count_nonzero()) for tensor in tensors)
+    return max(2.0 * _unit_of(tensors[0]) / math.sqrt(count), 1e-9)
 
 
 def _has_values(tensor: WrongTensor) -> bool:
@@ -108,12 +127,12 @@ def _is_scaled(tensor: WrongTensor, value: float) -> bool:
     return not torch.equal(tensor.whole, tensor.expected)
 
 
-def _name(value: float, sources: Sequence[Source], *, unit: float) -> Factor:
-    """Return the factor with the axes whose size, or its root, it is, to as many digits as rounding leaves."""
+def _name(value: float, sources: Sequence[Source], *, error: float) -> Factor:
+    """Return the factor with the axes whose size, or its root, it is, up to an error."""
     for source in sources:
         for power, size in ((1, source.size), (2, source.size)):
             for wanted in (size ** (1.0 / power), size ** (-1.0 / power)):
-                if source.size > 1 and abs(value / wanted - 1.0) <= max(unit, 1e-9):
+                if source.size > 1 and abs(value / wanted - 1.0) <= error:
                     return find_factor(wanted, sources, power=power)
     return find_root(value, sources)
 

@@ -93,7 +93,7 @@ def _measure(
     row = tuple(tensor.worst_shard.region.dims[0])[:1]
     part = whole.pick(torch.tensor(row), torch.arange(tensor.expected.shape[1]))
     for way in varied.ways:
-        changed = {way.part: way}
+        changed = {way.place: way}
         if measure_weights(_take_row(tensor, row, varied.evaluate(part, changed))) is not None:
             measured = measure_weights(replace(tensor, expected=varied.evaluate(whole, changed)))
             if measured is not None:

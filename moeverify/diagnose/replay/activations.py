@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeverify.diagnose.replay.grammar import weigh_gradient, with_gradient_of
+from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
+from moeverify.diagnose.replay.grammar import with_gradient_of
 from moeverify.results.change import Change
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -89,13 +90,31 @@ def list_derivatives() -> list[Change]:
     """Return the functions whose gradient a right activation may have, or a part of its own."""
     # That of softplus is the sigmoid, as of a silu whose other part is a constant.
     ways = [Change(part="derivative", way=way) for way in ACTIVATIONS if way != "softplus"]
-    return [*ways, Change(part="derivative", way="of-sigmoid-alone"), Change(part="derivative", way="linear")]
+    others = ("of-sigmoid-alone", "linear", "at-output", "at-up", "at-product", "at-bfloat16")
+    return [*ways, *(Change(part="derivative", way=way) for way in others)]
 
 
-def _differentiate(value: Tensor, x: Tensor, change: Change | None) -> Tensor:
-    """Return the value of an activation of x with the gradient of another function."""
+def list_gradients_inside(*edges: str, over_tokens: bool = True) -> list[Change]:
+    """Return how the gradients of gate, up and their activation may come back otherwise."""
+    return list_edge_ways(*edges, operands=("gate", "up", "activation"), over_tokens=over_tokens)
+
+
+def _differentiate(
+    value: Tensor, x: Tensor, change: Change | None, up: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the value of an activation of x with the gradient of another function, or of it at another place."""
     if change is None:
         return value
+    places: Mapping[str, Callable[[], Tensor]] = {
+        "at-output": lambda: value,
+        "at-up": lambda: up,
+        "at-product": lambda: value * up,
+        "at-bfloat16": lambda: x.to(torch.bfloat16).to(x.dtype),
+    }
+    if change.way in places:
+        place = places[change.way]().detach().requires_grad_()
+        (slope,) = torch.autograd.grad(act(place).sum(), place)
+        return with_gradient_of(value, x * slope)
     if change.way == "of-sigmoid-alone":  # of x * sigmoid(x) the part that x itself has none in
         return with_gradient_of(value, x.detach() * x.sigmoid())
     if change.way == "linear":
@@ -105,18 +124,22 @@ def _differentiate(value: Tensor, x: Tensor, change: Change | None) -> Tensor:
 
 def activate(gate: Tensor | None, up: Tensor, changes: Mapping[str, Change]) -> Tensor:
     """Return the activation of gate and up, each (..., F); of up alone where there is no gate."""
+    operands = {"up": up, "gate": up if gate is None else gate}
 
     def act(x: Tensor) -> Tensor:
         change, right = changes.get("activation"), "gelu" if gate is None else "silu"
         if change is not None and change.way in _FITTED:
             return _FITTED[change.way][0](x, float(change.number or 1.0))
-        value = ACTIVATIONS[right if change is None else change.way](x)
-        return weigh_gradient(_differentiate(value, x, changes.get("derivative")), "activation", changes)
+        function = ACTIVATIONS[right if change is None else change.way]
+        value = operands["activation"] = function(x)
+        value = _differentiate(value, x, changes.get("derivative"), up, function)
+        return weigh_gradient(value, "activation", changes, operands)
 
     if gate is None:
-        return act(weigh_gradient(up, "up", changes))
+        return act(weigh_gradient(up, "up", changes, operands))
     way = changes["gate"].way if "gate" in changes else ""
-    one, two = weigh_gradient(gate, "gate", changes), weigh_gradient(up, "up", changes)
+    one = weigh_gradient(gate, "gate", changes, operands)
+    two = weigh_gradient(up, "up", changes, operands)
     if "clamp" in changes:
         clamp = changes["clamp"]
         one, two = _CLAMPS[clamp.way](one, two, float(clamp.number or 1.0))

@@ -7,22 +7,29 @@ value's, R of its part that is rotated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moeverify.axes.split import Positions, split_in_zigzag
+from moeverify.diagnose.replay.chunks import Chunks
+from moeverify.diagnose.replay.gradient_ways import (
+    list_edge_ways,
+    list_group_ways,
+    list_score_ways,
+    weigh_gradient,
+)
 from moeverify.diagnose.replay.grammar import (
     HEAD_FUNCTIONS,
     fit_functions,
     list_functions,
-    list_gradients,
     visit,
-    weigh_gradient,
     with_gradient_of,
 )
-from moeverify.diagnose.replay.language import Cell, Formula
+from moeverify.diagnose.replay.head_layouts import PART as LAYOUT
+from moeverify.diagnose.replay.head_layouts import list_layouts, relay, takes
+from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, Merged, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.replay.raw_heads import RawHeads, read_heads
 from moeverify.diagnose.replay.rotation import Rotation
@@ -35,63 +42,13 @@ _GLOBAL, _IN_CHUNK, _ARRIVED, _OWNER = "position", "place", "arrival", "owner"
 NORMS = ("query-norm", "key-norm", "norms")
 _NORM_WAYS = ("none", "after", "twice", "of-unit-length", "exchanged", "of-head", "of-all")
 _VISITED = ("queries", "keys", "values", "heads")
-EDGES = ("denominator",)
-"""The tensors inside whose gradients may count otherwise; all of a gradient is a factor, which needs no replay."""
-
-
-class Chunks:
-    """How the ranks of a context group divide a row: `positions` of each, in its order, by the group's rank.
-
-    Of the key at each position (S): `owner` is the rank that has it, `place` the number that it has there, `arrival`
-    the number that it has where all ranks' keys stand one after another, and `run` the number of the stretch of
-    neighbouring positions that it is in. `order` has the positions in the order of arrival.
-    """
-
-    def __init__(self, positions: Sequence[Sequence[int]]) -> None:
-        self.positions = positions
-        self.order = torch.tensor([position for part in positions for position in part])
-        owners = torch.tensor([rank for rank, part in enumerate(positions) for _ in part])
-        places = torch.tensor([place for part in positions for place in range(len(part))])
-
-        def by_position(values: Tensor) -> Tensor:
-            return torch.empty_like(values).scatter(0, self.order, values)
-
-        self.owner, self.place = by_position(owners), by_position(places)
-        self.arrival = by_position(torch.arange(len(self.order)))
-        breaks = (self.arrival.diff() != 1) | (self.owner.diff() != 0)
-        self.run = torch.cat([torch.zeros(1, dtype=torch.int64), breaks.cumsum(0)])
-        self.splits = self._split_otherwise()
-
-    def _split_otherwise(self) -> Mapping[str, Tensor]:
-        """Return by name, of splits that would be others, the position (S) that each key would have there.
-
-        That of a split in runs is the order of arrival.
-        """
-        size, length = len(self.positions), len(self.order)
-        found: dict[str, Tensor] = {}
-        cuts: dict[str, Callable[[int, int, int], Positions]] = {
-            "zigzag": split_in_zigzag,
-            "in-turn": lambda length, size, rank: range(rank, length, size),
-        }
-        for name, cut in cuts.items():
-            parts = [torch.tensor(tuple(cut(length, size, rank))) for rank in range(size)]
-            own = [torch.tensor(tuple(part)) for part in self.positions]
-            if length % (2 * size) or any(map(torch.equal, parts, own)):
-                continue
-            found[name] = torch.stack(parts)[self.owner, self.place]
-        return found
-
-    def shift(self, by: int) -> Tensor:
-        """Return for the key of each position (S) that of the same place on the rank `by` ranks further."""
-        size, length = len(self.positions), len(self.positions[0])
-        return self.order[(self.owner + by) % size * length + self.place]
 
 
 class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
     # Pairs with these would be as many as all others.
-    alone = frozenset({"merge", "value-rotation", *NORMS, *(f"{edge}-through" for edge in _VISITED)})
+    alone = frozenset({"merge", "value-rotation", LAYOUT, *NORMS, *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -114,6 +71,7 @@ class AttentionFormula(Formula):
             *(Change(part=part, way=way) for part, way in norms),
             *self._list_others(),
             *self._list_reaches(),
+            *list_layouts(self.v.shape, len(chunks.positions)),
             *(way for edge in _VISITED for way in list_functions(f"{edge}-through", HEAD_FUNCTIONS)),
         ]
         self.fits = [*fit_scores(length), *self.rotation.list_fits()]
@@ -124,7 +82,29 @@ class AttentionFormula(Formula):
             for fit in fit_functions(f"{edge}-through", but=("times", "plus", "minus", "clamped-above"))
         ]
         self.fits += [Change(part="hidden", way=way, number=5.0) for way in ("lowered", "value")]
-        self.backward = [*list_gradients(*EDGES), *self.rotation.list_backward()]
+        self.backward = self._list_backward()
+
+    def _list_backward(self) -> list[Change]:
+        """Return what may be otherwise in the backward pass alone."""
+        group = self.q.shape[2] // self.k.shape[2]
+        is_whole = len(self.chunks.positions) == 1
+        return [
+            *list_score_ways("denominator", of_keys=False),
+            *list_score_ways("scores", "weights", operands=("weights", "scores")),
+            *list_group_ways("key-groups", "value-groups", size=group),
+            *self.rotation.list_backward(),
+            *list_edge_ways("queries", "keys", "values", "heads", over_tokens=is_whole),
+        ]
+
+    def redraw(self) -> Formula | None:
+        """Return attention over heads that are drawn anew; not where norms stand before, whose inputs are others."""
+        if self.norms is not None:
+            return None
+        other = copy(self)
+        other.q, other.k, other.v = (
+            draw_like(each, seed) for seed, each in enumerate((self.q, self.k, self.v))
+        )
+        return other
 
     def _list_masks(self) -> list[Change]:
         found = [Change(part="mask", way=way) for way in ("none", "diagonal", "reversed")]
@@ -197,6 +177,8 @@ class AttentionFormula(Formula):
         k = visit(k, "keys", changes)
         q = visit(q, "queries", changes)
         v = self.v[cell.rows]
+        if LAYOUT in changes:
+            q, k, v = self._relay(q, k, v, cell, changes[LAYOUT], heads)
         k = self._reorder(k, changes.get("keys") or changes.get("keys-and-values"), cell)
         if "values" in changes and changes["values"].way == "of-keys":
             v = k if k.shape == v.shape else v * torch.nan
@@ -206,17 +188,37 @@ class AttentionFormula(Formula):
         v = visit(v, "values", changes)
         sources = self._find_sources(heads, changes.get("heads"))
         scale = self.sizes.find_scale(changes.get("scale"), cell.positions)
-        scores = torch.einsum("bsnd,btnd->bnst", q, k[:, :, sources]) * scale
-        scores = weigh_gradient(scores, "scores", changes)
+        keys = weigh_gradient(k[:, :, sources], "key-groups", changes)
+        scores = torch.einsum("bsnd,btnd->bnst", q, keys) * scale
+        operands = {"scores": scores}
+        scores = weigh_gradient(scores, "scores", changes, operands)
         if "scores" in changes:
             scores = change_scores(scores, cell.positions, heads, self.q.shape[2], changes["scores"])
         visible = self._see(cell, place, changes).unsqueeze(1)
         merged = self._normalize(scores, visible, place, changes)
-        weights = weigh_gradient(merged.weights, "weights", changes)
-        mixed = torch.einsum("bnst,btnd->bsnd", weights, v[:, :, sources])
+        operands["weights"] = merged.weights  # asked for when the gradient comes back
+        weights = weigh_gradient(merged.weights, "weights", changes, operands)
+        values = weigh_gradient(v[:, :, sources], "value-groups", changes)
+        mixed = torch.einsum("bnst,btnd->bsnd", weights, values)
         mixed = mixed + merged.added.transpose(1, 2)
         mixed = torch.where(visible.any(-1).squeeze(1)[..., None, None], mixed, torch.nan)
         return visit(mixed, "heads", changes).flatten(2)
+
+    def _relay(
+        self, q: Tensor, k: Tensor, v: Tensor, cell: Cell, change: Change, heads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values that were read in another layout after their rotation."""
+        rows, parts = torch.arange(len(self.q)), self.chunks.positions
+        everything = Cell(cell.rank, rows, cell.places, cell.positions, cell.dims)
+        at = torch.arange(self.k.shape[1])
+        if takes(change, "queries"):
+            whole = self._prepare("query", everything, at, self._numbers(), {})
+            q = relay(whole, change.way, parts)[cell.rows][:, cell.positions][:, :, heads]
+        if takes(change, "keys"):
+            k = relay(self._prepare("key", everything, at, self._numbers(), {}), change.way, parts)[cell.rows]
+        if takes(change, "values"):
+            v = relay(self.v, change.way, parts)[cell.rows]
+        return q, k, v
 
     def _numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers of the keys of all positions."""
@@ -374,7 +376,8 @@ class AttentionFormula(Formula):
             return merge_softmaxes(masked, place.owner, self.chunks.owner, len(self.chunks.positions), way)
         if way in _UNLIKE:
             return _UNLIKE[way](masked, visible)
-        total = weigh_gradient(share.sum(-1, keepdim=True), "denominator", changes)
+        total = share.sum(-1, keepdim=True)
+        total = weigh_gradient(total, "denominator", changes)
         if way in ("extra-one", "extra"):
             total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
         elif way == "relative":

@@ -13,8 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import EDGES, AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.chunks import Chunks
+from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.grammar import fit_gradients
+from moeverify.diagnose.replay.head_layouts import GRADIENT, list_gradient_layouts, relay
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pull_back
 from moeverify.results.change import Change
@@ -45,11 +48,18 @@ class AttentionGradientFormula(Formula):
             *(heads if size > 1 and is_cut else []),
             *forward.backward,
             *list_ways_back(forward),
+            *list_gradient_layouts(
+                (*gradient.shape[:2], gradient.shape[2] // forward.block, forward.block), size
+            ),
         ]
         self.fits = list_fits_back(forward)
+        # Each is a backward pass, and pairs with these would be as many as all others.
+        self.alone = forward.alone | {GRADIENT_OF}
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
+        if needs_call(changes) and cell.call is not None and len(cell.rows) < len(cell.call[0]):
+            return cell.pick_from_call(self.evaluate(cell.of_call(), changes))
         chunks, rows = self.forward.chunks, cell.rows
         with torch.enable_grad():
             inner = copy(self.forward)
@@ -63,7 +73,7 @@ class AttentionGradientFormula(Formula):
             whole = Cell(cell.rank, torch.arange(len(rows)), chunks.place, positions, (heads,))
             output = inner.evaluate(whole, changes)
             weights = weigh_queries(changes.get("queries"), chunks, cell).to(self.gradient.dtype)
-            found = pull_back(output, leaf, self.gradient[rows] * weights[:, None])
+            found = pull_back(output, leaf, self._read(changes)[rows] * weights[:, None])
         change, at = changes.get("sums"), cell.positions
         if change is not None:
             orders = {"arrival": chunks.order, "position": chunks.arrival}
@@ -75,6 +85,14 @@ class AttentionGradientFormula(Formula):
         for dim, indices in enumerate(cell.dims, 2):
             picked = picked.index_select(dim, indices)
         return picked
+
+    def _read(self, changes: Mapping[str, Change]) -> Tensor:
+        """Return the gradient of the heads' outputs, which may have been read in another layout."""
+        change = changes.get(GRADIENT)
+        if change is None:
+            return self.gradient
+        heads = self.gradient.view(*self.gradient.shape[:2], -1, self.forward.block)
+        return relay(heads, change.way, self.forward.chunks.positions).flatten(2)
 
     def _move_heads(self, found: Tensor, change: Change, cell: Cell) -> Tensor:
         """Return a gradient (b, S, N, D) whose heads came back from the ranks that each computed some of them."""
@@ -104,7 +122,7 @@ def list_ways_back(forward: AttentionFormula) -> list[Change]:
 def list_fits_back(forward: AttentionFormula) -> list[Change]:
     """Return the same of what has a number; each step of a fit is a backward pass."""
     return [
-        *fit_gradients(*EDGES),
+        *fit_gradients("denominator"),  # all of a gradient is a factor, which needs no replay
         *(
             fit
             for fit in forward.fits

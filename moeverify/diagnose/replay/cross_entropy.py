@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
 from moeverify.diagnose.replay.grammar import (
     fit_functions,
     fit_gradients,
     list_gradients,
     pass_through,
-    weigh_gradient,
 )
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
@@ -119,6 +119,7 @@ class CrossEntropyFormula(Formula):
         counts, at = labels != IGNORED, labels.clamp(min=0).unsqueeze(-1)
         logits = pass_through(logits, changes.get("logits-through"))
         logits = logits.softmax(-1) if "softmax-twice" in changes else logits
+        logits = weigh_gradient(logits, "logits", changes)
         below = weigh_gradient(self._sum(logits, at, changes.get("denominator")), "denominator", changes)
         label = weigh_gradient(logits.gather(-1, at).squeeze(-1), "label", changes)
         loss = below - label
@@ -167,6 +168,7 @@ class CrossEntropyGradientFormula(Formula):
         self.forward = forward
         self.num_valid = int((forward.labels != IGNORED).sum())
         self.ways = [*list_gradients(*EDGES), *forward.ways]
+        self.ways += list_edge_ways("logits", over_tokens=False)
         self.fits = [*fit_gradients(*EDGES), *forward.fits]
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.replay import counts
 from moeverify.layout.region import Indices
 from moeverify.results.change import Change
 
 BEFORE, AFTER = ("sent", "arrived", "sorted"), ("computed", "unsorted", "returned")
 """The buffers before the experts, and those after them."""
 
-PARTS = frozenset({*BEFORE, *AFTER, "there", "back", "there-and-back", "counts", "copies", "restored"})
+PARTS = frozenset({*BEFORE, *AFTER, "there", "back", "there-and-back", counts.PART, "copies", "restored"})
 _ORDERS = ("there", "back", "there-and-back")
 _SHIFTED = ("addresses", "blocks")  # rows, or the beginnings of blocks of rows, at other addresses
 _TRANSPOSED = "transposed-"  # with the number of rows
@@ -34,7 +35,10 @@ Call = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Travelled:
-    """For each copy (token * k + choice) of the batch: the copy whose row was computed, and by which expert."""
+    """For each copy (token * k + choice) of the batch: the copy whose row was computed, and by which expert.
+
+    The expert is `counts.NO_EXPERT` where none has computed it.
+    """
 
     copies: Tensor
     experts: Tensor
@@ -97,15 +101,12 @@ class Exchanges:
         for part in _ORDERS:
             ways = ["skipped", "inverse"] if part != "there-and-back" else ["skipped"]
             ways += [*self._list_turns(), "experts-reversed", "experts-rolled"]
+            ways += ["exchanged"] if 1 < self._num_ranks < self.num_experts else []
             found += [Change(part=part, way=way) for way in ways]
             # From other rows in one of the two orders is the same as with its rows rolled.
             shifted = _SHIFTED if part == "there-and-back" else _SHIFTED[1:]
             found += [Change(part=part, way=way, number=n) for way in shifted for n in (1, -1)]
-        ways = ["reversed", "rolled", "late", "early", *(["by-rank"] if self._num_ranks > 1 else [])]
-        found += [Change(part="counts", way=way) for way in ways]
-        found += [
-            Change(part="counts", way="merged", number=n) for n in range(self.num_experts // self._num_ranks)
-        ]
+        found += counts.list_counts(self._num_ranks, self.num_experts // self._num_ranks)
         found += [Change(part="copies", way=way) for way in ("unsorted", "inverse", "by-remainder")]
         return found + [Change(part="restored", way=way) for way in ("order", "skipped")]
 
@@ -253,39 +254,31 @@ class _Walk:
     def _order_by_others(self, came_from: Tensor, expert: Tensor) -> Tensor:
         """Return the order of one rank's rows by counts (n, e) whose rows or columns stand in another order."""
         size, per_rank, way = self.size, self.per_rank, self.change.way
-        counts = torch.bincount(came_from * per_rank + expert, minlength=size * per_rank).view(size, per_rank)
-        turned = {"experts-reversed": lambda: counts.flip(1), "experts-rolled": lambda: counts.roll(1, 1)}
-        counts = turned[way]() if way in turned else counts[self._turn(way)]
-        labels = torch.arange(per_rank).repeat(size).repeat_interleave(counts.flatten())
+        right = torch.bincount(came_from * per_rank + expert, minlength=size * per_rank).view(size, per_rank)
+        turned = {
+            "experts-reversed": lambda: right.flip(1),
+            "experts-rolled": lambda: right.roll(1, 1),
+            "exchanged": lambda: right.T.reshape(size, per_rank),
+        }
+        taken = turned[way]() if way in turned else right[self._turn(way)]
+        labels = torch.arange(per_rank).repeat(size).repeat_interleave(taken.flatten())
         return labels.argsort(stable=True)
 
     def _count(self, expert: Tensor, here: Tensor, came_from: Tensor) -> Tensor:
-        """Return the expert that computes each row, which counts of others may say.
+        """Return the expert that computes each row, which counts of others may say; `NO_EXPERT` where none does.
 
         `expert` is the right one, `came_from` the rank that sent the row, in the order of arrival.
         """
-        change = self.change
-        if change.part != "counts":
+        if self.change.part != counts.PART:
             return expert
-        found = expert.clone()
+        found, num_experts = expert.clone(), self.size * self.per_rank
+        sent = torch.bincount(self.source * num_experts + self.expert, minlength=self.size * num_experts)
         for rank in range(self.size):
             own = (here == rank).nonzero().flatten()
-            if not len(own):
-                continue
-            counts = torch.bincount(expert[own] % self.per_rank, minlength=self.per_rank)
-            if change.way == "merged":
-                local = expert[own] % self.per_rank
-                joined = torch.where(local == int(change.number or 0), (local + 1) % self.per_rank, local)
-                found[own] = rank * self.per_rank + joined
-                continue
-            if change.way in ("late", "early"):
-                found[own] = expert[own].roll(1 if change.way == "late" else -1)
-                continue
-            by_rank = torch.bincount(came_from[own], minlength=self.size)
-            turned = {"reversed": counts.flip(0), "by-rank": by_rank}.get(change.way, counts.roll(1))
-            found[own] = rank * self.per_rank + torch.arange(len(turned)).repeat_interleave(turned)
-        # With more counts than experts the last rows have no expert, and nothing comes out of such code.
-        return torch.minimum(found, (here + 1) * self.per_rank - 1)
+            if len(own):
+                given = counts.serve(self.change, counts.RankCounts(sent.view(self.size, -1), rank))
+                found[own] = torch.where(given == counts.NO_EXPERT, given, rank * self.per_rank + given)
+        return found
 
 
 def _invert(order: Tensor) -> Tensor:

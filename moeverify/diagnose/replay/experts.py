@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.activations import activate, fit_activations, list_activations
-from moeverify.diagnose.replay.exchange import AFTER, PARTS, Call, Exchanges, iterate_parts
+from moeverify.diagnose.replay.counts import NO_EXPERT
+from moeverify.diagnose.replay.exchange import PARTS, Call, Exchanges, iterate_parts
+from moeverify.diagnose.replay.gradient_ways import weigh_gradient
 from moeverify.diagnose.replay.grammar import fit_terms, list_terms, times_of
-from moeverify.diagnose.replay.language import Cell, Formula
-from moeverify.diagnose.replay.tokenwise import Named, TokenFormula, pull_back
+from moeverify.diagnose.replay.language import Cell
+from moeverify.diagnose.replay.tokenwise import Named, TokenFormula
 from moeverify.model.experts import Experts
 from moeverify.model.router import Routing
 from moeverify.results.change import Change
@@ -26,8 +27,6 @@ from moeverify.results.change import Change
 _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
 """The parameters of experts; with `-held` the part of what a rank holds of one."""
-# What changes nothing of a choice's own output, or is nothing that ranks do to weights alone.
-_NOT_OF_WEIGHTS = ("input", "weights", "activation", "gate", "input-through", "output-through")
 _MOST_CAPACITY = 64
 _MOST_EXPERTS = 64
 """Of which it is tried, one by one, whether what they put out is lost."""
@@ -179,17 +178,18 @@ class ExpertsFormula(TokenFormula):
         ids, copies = self._travel(ids, cell, changes)
         if copies is not None:
             rows = self.x.flatten(0, 1)[copies // self.num_choices]
+            weights, ids = weights * (ids != NO_EXPERT), ids.clamp(min=0)
         is_before = "weights" in changes and changes["weights"].way == "before"
         is_apart = "down-bias" in changes and changes["down-bias"].way == "unweighted"
         weight = weights.unsqueeze(-1)
-        rows = rows * weight if is_before else rows
+        rows = weigh_gradient(rows * weight if is_before else rows, "rows", changes)
         if "experts" in changes and changes["experts"].way == "by-units":
             out, last = self._run_by_units(rows, self.ids[cell.rows][:, cell.positions], changes, units)
         else:
-            out, last = self._run(rows, ids, changes, units)
+            out, last = self.run(rows, ids, changes, units)
         last = last * bias
         added = last if is_apart else 0.0
-        out = out if is_apart else out + last
+        out = weigh_gradient(out if is_apart else out + last, "outputs", changes)
         return (out * (weight != 0) if is_before else out * weight) + added
 
     def _travel(self, ids: Tensor, cell: Cell, changes: Mapping[str, Change]) -> tuple[Tensor, Tensor | None]:
@@ -206,14 +206,14 @@ class ExpertsFormula(TokenFormula):
     def _run_by_units(
         self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return what `_run` does where each rank of ep holds a slice of the hidden units of all experts.
+        """Return what `run` does where each rank of ep holds a slice of the hidden units of all experts.
 
         What comes for its own experts it gives to the first ones of all.
         """
         owner = ids // max(self.count // self.num_ranks, 1)
         first = ids % max(self.count // self.num_ranks, 1)
         parts = [
-            self._run(x, first, changes, units * self._slice(rank, self.num_ranks))
+            self.run(x, first, changes, units * self._slice(rank, self.num_ranks))
             for rank in range(self.num_ranks)
         ]
         out, last = (
@@ -240,7 +240,7 @@ class ExpertsFormula(TokenFormula):
         times = size if change.way in ("own-times", "of") else 1
         return units * times, bias * times
 
-    def _run(
+    def run(
         self, x: Tensor, ids: Tensor, changes: Mapping[str, Change], units: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of experts (b, s, k, H) without their last bias, and that bias.
@@ -374,87 +374,13 @@ class ExpertsFormula(TokenFormula):
         }
         return ways[change.way]()
 
-    def list_outputs(self) -> Tensor:
-        """Return the output of each choice (B, S, k, H), not weighted."""
+    def list_outputs(self, ids: Tensor | None = None) -> Tensor:
+        """Return the output of each choice (B, S, k, H), not weighted; of others than the right ones, by `ids`."""
+        ids = self.ids if ids is None else ids
         ones = torch.ones(self.held.gate.shape[1], dtype=self.x.dtype)
-        rows = self.x.unsqueeze(2).expand(*self.ids.shape, self.x.shape[-1])
-        out, bias = self._run(rows, self.ids, {}, ones)
+        rows = self.x.unsqueeze(2).expand(*ids.shape, self.x.shape[-1])
+        out, bias = self.run(rows, ids, {}, ones)
         return out + bias
-
-
-class ExpertsGradientFormula(Formula):
-    """What the routed experts pass back to their tokens (b, s, H), from the gradient (B, S, H) of their sum.
-
-    In the backward pass alone a step of the way may be otherwise: of those after the experts it is what comes in, of
-    those before them what goes out.
-    """
-
-    has_pairs = False  # each is a backward pass
-
-    def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
-        self.forward, self.gradient = forward, gradient
-        self.ways = [way for way in forward.ways if not way.part.startswith("input")]
-        self.ways = [way for way in self.ways if way.part != "output-through"]
-        self.fits = [fit for fit in forward.fits if not fit.part.endswith("-through")]
-        self.places, self.alone = forward.places, forward.alone
-
-    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
-        """Return the gradient at a cell."""
-        step = next(iterate_parts(changes), None)
-        if step is not None:
-            whole = self._travel_back(step)[cell.rows][:, cell.positions]
-            return whole[..., cell.dims[-1]]
-        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
-        with torch.enable_grad():
-            leaf = x.clone().requires_grad_()
-            output = self.forward.compute(leaf, cell, changes)
-            found = pull_back(output, leaf, given)
-        return found[..., cell.dims[-1]]
-
-    def _travel_back(self, step: Change) -> Tensor:
-        """Return the gradient of all tokens (B, S, H) where rows of gradients stand in the places of others."""
-        forward = self.forward
-        found = forward.exchanges.travel(step)
-        given = forward.weights.unsqueeze(-1) * self.gradient.unsqueeze(2)
-        flat = given.flatten(0, 2)
-        is_after = step.part in (*AFTER, "back", "restored")
-        if is_after:
-            flat = torch.zeros_like(flat).index_add(0, found.copies, flat)
-        ones = torch.ones(forward.held.gate.shape[1], dtype=forward.x.dtype)
-        with torch.enable_grad():
-            rows = forward.x.unsqueeze(2).expand(*forward.ids.shape, forward.x.shape[-1])
-            leaf = rows.clone().requires_grad_()
-            output, _ = forward._run(leaf, forward.ids, {}, ones)
-            (passed,) = torch.autograd.grad(output, leaf, flat.view_as(output))
-        tokens = torch.arange(forward.ids.numel()) if is_after else found.copies
-        whole = torch.zeros_like(forward.x).flatten(0, 1)
-        return whole.index_add(0, tokens // forward.num_choices, passed.flatten(0, 2)).view_as(forward.x)
-
-
-class CombineGradientFormula(Formula):
-    """What the routed experts pass back to their weights (b, s, k): the gradient times each choice's output."""
-
-    has_pairs = False
-
-    def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
-        self.forward, self.gradient = forward, gradient
-        self.ways = [way for way in forward.ways if way.part not in _NOT_OF_WEIGHTS]
-        self.ways.append(Change(part="weights", way="reversed"))
-        self.fits = [Change(part="all", way="times", number=number) for number in (0.5, 2.0)]
-        self.places, self.alone = forward.places, forward.alone
-
-    def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
-        """Return the gradient at a cell."""
-        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
-        with torch.enable_grad():
-            inner = copy(self.forward)
-            inner.weights = self.forward.weights.detach().clone().requires_grad_()
-            forward = {part: change for part, change in changes.items() if part not in ("weights", "all")}
-            output = inner.compute(x, cell, forward)
-            found = pull_back(output, inner.weights, given)
-        weights = found.flip(-1) if "weights" in changes else found
-        whole = weights * (changes["all"].number or 1.0) if "all" in changes else weights
-        return whole[cell.rows][:, cell.positions][..., cell.dims[-1]]
 
 
 def _multiply(

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.embedding import EmbeddingFormula
-from moeverify.diagnose.replay.experts import (
-    ONE_DEVICE,
-    CombineGradientFormula,
-    ExpertLayout,
-    ExpertsFormula,
-    ExpertsGradientFormula,
-)
+from moeverify.diagnose.replay.experts import ONE_DEVICE, ExpertLayout, ExpertsFormula
+from moeverify.diagnose.replay.experts_gradient import CombineGradientFormula, ExpertsGradientFormula
 from moeverify.diagnose.replay.language import NamedFormula
 from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
+from moeverify.diagnose.replay.norms import NormFormula
 from moeverify.diagnose.replay.passed_back import list_block_gradients, list_moe_gradients
 from moeverify.diagnose.replay.routed import RouterFormula
 from moeverify.diagnose.replay.tokenwise import (
@@ -30,7 +27,6 @@ from moeverify.diagnose.replay.tokenwise import (
     GatedGradientFormula,
     HandedFormula,
     LinearFormula,
-    NormFormula,
     SumFormula,
     TokenFormula,
     TokenGradientFormula,
@@ -151,7 +147,7 @@ def _make_forward(origin: Origin, culprit: nn.Module, block: str, right: RightMo
     if isinstance(culprit, Block | MoE):
         others = _list_gated(culprit, block, right) if isinstance(culprit, MoE) else {}
         return _make_sum(_list_branches(culprit, block, right), others)
-    return _make_tokenwise(culprit, block, x, right)
+    return make_tokenwise(culprit, block, x, right)
 
 
 def _make_gradient_inside(
@@ -169,7 +165,7 @@ def _make_gradient_inside(
     elif isinstance(culprit, MLP) and inner in _GATED and origin.end == "output":
         found = _make_gated_gradient(name, _GATED[inner], right)
     elif isinstance(culprit, MoE) and block == name and inner == "router":
-        found = _make_combine_gradient(culprit, name, right)
+        found = _make_combine_gradient(name, right)
     elif isinstance(culprit, Block) and (inner == "ffn_norm" or origin.end == "input"):
         branches = list_block_gradients(culprit, name, right.read, is_middle=inner == "ffn_norm")
         found = _make_sum(branches, name="gradient:branches")
@@ -189,7 +185,7 @@ def _make_gradient(
     if isinstance(culprit, MoE) and block != name:
         named = _make_experts(culprit, block, x, right)
     else:
-        named = None if isinstance(culprit, Router) else _make_tokenwise(culprit, name, x, right)
+        named = None if isinstance(culprit, Router) else make_tokenwise(culprit, name, x, right)
     return None if named is None else _turn_back(named, gradient)
 
 
@@ -226,7 +222,7 @@ def _make_latent_gradient(
     return NamedFormula("gradient:latent-attention", formula)
 
 
-def _make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
+def make_tokenwise(culprit: nn.Module, name: str, x: Tensor, right: RightModules) -> NamedFormula | None:
     """Return the formula of a module that computes each token of its output from its input."""
     others = right.list_like(x, name)
     if isinstance(culprit, Router):
@@ -364,14 +360,26 @@ def _make_experts(block: MoE, name: str, x: Tensor, right: RightModules) -> Name
     return NamedFormula("routed-experts", formula)
 
 
-def _make_combine_gradient(block: MoE, name: str, right: RightModules) -> NamedFormula | None:
-    """Return the formula of what comes back to a router's combine weights."""
+def list_dispatched(experts: str, right: RightModules) -> tuple[ExpertsFormula, Tensor] | None:
+    """Return the formula of the routed experts of a name, and the gradient of their sum; None if unknown."""
+    name = experts.rpartition(".")[0]
+    block = right.find(name)
     x = right.read(f"{name}.{_DISPATCHER}", "input")
     gradient = right.read(f"{name}.{_DISPATCHER}", "output", BACKWARD)
-    experts = None if x is None else _make_experts(block, name, x, right)
-    if gradient is None or experts is None or not isinstance(experts.formula, ExpertsFormula):
+    if x is None or gradient is None or not isinstance(block, MoE):
         return None
-    return NamedFormula("gradient:combine-weights", CombineGradientFormula(experts.formula, gradient))
+    named = _make_experts(block, name, x, right)
+    return (
+        None if named is None or not isinstance(named.formula, ExpertsFormula) else (named.formula, gradient)
+    )
+
+
+def _make_combine_gradient(name: str, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what comes back to a router's combine weights."""
+    dispatched = list_dispatched(f"{name}.experts", right)
+    if dispatched is None:
+        return None
+    return NamedFormula("gradient:combine-weights", CombineGradientFormula(*dispatched))
 
 
 def _list_weights(module: nn.Module, name: str, model: nn.Module) -> dict[str, Tensor]:

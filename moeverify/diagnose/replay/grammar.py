@@ -5,7 +5,8 @@ A formula says what it is made of, and its variants follow:
 - a *term* of a sum may be missing, be there twice, be subtracted, or count a number of times that is fitted;
 - a *tensor* may have passed through one function more on its way in or out: a cap, a clamp, a norm, an activation, a
   constant that is added;
-- a *gradient*, of any tensor inside, may be missing, count twice, with the other sign, or a number of times;
+- a *gradient*, of any tensor inside, may come back otherwise in the ways of
+  `moeverify.diagnose.replay.gradient_ways`;
 - a *function* may have the right value and the gradient of another one.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, weigh_gradient
 from moeverify.results.change import Change
 
 _TIMES: Mapping[str, float] = {"none": 0.0, "opposite": -1.0, "twice": 2.0}
@@ -102,21 +104,13 @@ def pass_through(x: Tensor, change: Change | None) -> Tensor:
 
 
 def list_gradients(*edges: str) -> list[Change]:
-    """Return how the gradient of each of some tensors inside of a formula may count otherwise."""
-    return [change for edge in edges for change in list_terms("gradient-of", edge)]
+    """Return how often the gradient of each of some tensors inside of a formula may count otherwise."""
+    return [change for edge in edges for change in list_terms(GRADIENT_OF, edge)]
 
 
 def fit_gradients(*edges: str) -> list[Change]:
     """Return the starts from which the number is fitted by which such a gradient is multiplied."""
-    return [change for edge in edges for change in fit_terms("gradient-of", edge)]
-
-
-def weigh_gradient(x: Tensor, edge: str, changes: Mapping[str, Change]) -> Tensor:
-    """Return a tensor inside of a formula, whose gradient counts otherwise where a change says so."""
-    change = changes.get("gradient-of")
-    if change is None or change.name != edge or not x.requires_grad:
-        return x
-    return x.detach() + times_of(change) * (x - x.detach())
+    return [change for edge in edges for change in fit_terms(GRADIENT_OF, edge)]
 
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ SHARE = 1e-3
 NO_EFFECT = 1e-6
 """Share of the error under which two outputs are one: a way that changes nothing here explains nothing."""
 
+EQUAL = 1e-10
+"""Relative difference up to which two variants of random numbers are one, spelled in other words."""
+
 MOST_TOKENS = 24  # that are looked at first: a way that fails there is not evaluated any further
 MOST_ELEMENTS = 1 << 24  # of all that a variant is confirmed on
 MOST_PAIRED = 4  # ways of a part that are tried together with those of others
@@ -44,7 +47,8 @@ class Cell:
     """Some tokens of what one rank has of a module's output, in one micro-batch.
 
     `rows` are those of the batch, `places` of the tokens in what the rank has and `positions` in the sequence; `dims`
-    are the indices of the other dims. Shapes: rows (b), places and positions (s), int64.
+    are the indices of the other dims. `call` has the rows and the positions of all tokens that the rank has there,
+    which its module took in one call. Shapes: rows (b), places and positions (s), int64.
     """
 
     rank: int
@@ -52,12 +56,26 @@ class Cell:
     places: Tensor
     positions: Tensor
     dims: tuple[Tensor, ...]
+    call: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, shard: RankShard) -> Cell:
         """Return all tokens of a shard (rows, positions, ...)."""
         rows, positions, *dims = (torch.tensor(tuple(each)) for each in shard.region.dims)
-        return cls(shard.rank, rows, torch.arange(len(positions)), positions, tuple(dims))
+        places = torch.arange(len(positions))
+        return cls(shard.rank, rows, places, positions, tuple(dims), (rows, positions))
+
+    def of_call(self) -> Cell:
+        """Return the cell of all tokens of the call."""
+        rows, positions = self.call or (self.rows, self.positions)
+        return replace(self, rows=rows, places=torch.arange(len(positions)), positions=positions)
+
+    def pick_from_call(self, values: Tensor) -> Tensor:
+        """Return of values for all tokens of the call those of this cell."""
+        if self.call is None:
+            return values
+        rows = (self.call[0] == self.rows.unsqueeze(1)).int().argmax(1)
+        return values[rows][:, self.places]
 
     def pick(self, rows: Tensor, places: Tensor) -> Cell:
         """Return a part of it, by the numbers of its rows and of its tokens."""
@@ -90,6 +108,19 @@ class Formula(ABC):
 
         What has no value under a change, such as the output of a query that sees no key, is not a number.
         """
+
+    def redraw(self) -> Formula | None:
+        """Return the same formula of numbers that are drawn anew; None where this is not known.
+
+        Variants that are equal by algebra are equal there too, and others are not.
+        """
+        return None
+
+
+def draw_like(x: Tensor, seed: int = 0) -> Tensor:
+    """Return numbers of the shape of x that have no mean of zero and no order, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return 0.3 + torch.randn(x.shape, dtype=torch.float64, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -181,20 +212,38 @@ class _Search:
         if not found and tokens[0] < tokens[1]:
             self._keep_wrong_tokens()
             found = self._confirm_all([(way,) for way in group] for group in self._group_ways())
+        confirmed = {changes: how for group in found for changes, how in group.items()}
         if not found or len(found) > MOST_RIVALS:
             return Found(num_tried=self.num_tried)
-        confirmed = {changes: how for group in found for changes, how in group.items()}
         # What holds on all ranks needs no restriction to some: it is simpler than what does.
         spared = {changes: how for changes, how in confirmed.items() if not how[1]}
         confirmed = spared or confirmed
         # A function that anything may pass through says less than a part of the formula that does the same here.
         own = {changes: how for changes, how in confirmed.items() if not any(map(_is_general, changes))}
         confirmed = own or confirmed
+        confirmed = {changes: confirmed[changes] for changes in self._drop_equal(list(confirmed))}
         residual, ranks = next(iter(confirmed.values()))
         blocks = self._list_spared_by(next(iter(confirmed)))
         return Found(
             tuple(confirmed), residual, ranks, blocks, self.num_tried, tokens if self.of_some else None
         )
+
+    def _drop_equal(self, variants: Sequence[tuple[Change, ...]]) -> list[tuple[Change, ...]]:
+        """Return the first of those variants that are equal by algebra, which is the simplest, and all others.
+
+        They give the same of any numbers. What gives the same of the numbers of this run alone is another cause.
+        """
+        other = self.formula.redraw() if len(variants) > 1 else None
+        if other is None:
+            return list(variants)
+        kept: list[tuple[tuple[Change, ...], Tensor]] = []
+        for changes in sorted(variants, key=len):
+            with torch.no_grad():
+                value = other.evaluate(self.cell, {change.place: change for change in changes}).nan_to_num()
+            size = EQUAL * float(value.norm())
+            if not any(float((value - before).norm()) <= size for _, before in kept):
+                kept.append((changes, value))
+        return [changes for changes, _ in kept]
 
     def _find_wrong_tokens(self, shard: RankShard) -> Tensor:
         """Return which tokens (b, s) of a shard are wrong."""
@@ -224,11 +273,11 @@ class _Search:
         parts: dict[str, list[Sequence[Change]]] = {}
         for group in groups:
             if group[0].part not in self.formula.alone:
-                parts.setdefault(group[0].part, []).append(group)
+                parts.setdefault(group[0].place, []).append(group)
         simple = [group for members in parts.values() for group in members[: self.formula.most_paired]]
         for first, second in combinations(simple, 2):
-            if first[0].part != second[0].part:
-                pairs = (pair for pair in product(first, second) if pair[0].part != pair[1].part)
+            if first[0].place != second[0].place:
+                pairs = (pair for pair in product(first, second) if pair[0].place != pair[1].place)
                 yield list(islice(pairs, MOST_TWINS))
 
     def _list_spared_by(self, changes: Sequence[Change]) -> tuple[int, ...]:
@@ -236,7 +285,7 @@ class _Search:
         if self.blocks is None:
             return ()
         with torch.no_grad():
-            value = self.formula.evaluate(self.cell, {change.part: change for change in changes})
+            value = self.formula.evaluate(self.cell, {change.place: change for change in changes})
             base = self.formula.evaluate(self.cell, {})
         right = ~torch.isin(self.cell.dims[-1] // self.formula.block, self.blocks)
         moved = float((value - base)[..., right].nan_to_num().norm())
@@ -341,7 +390,7 @@ class _Search:
 
     def _evaluate(self, cell: Cell, changes: Sequence[Change]) -> Tensor:
         with torch.no_grad():
-            return self._mask(cell, self.formula.evaluate(cell, {change.part: change for change in changes}))
+            return self._mask(cell, self.formula.evaluate(cell, {change.place: change for change in changes}))
 
     def _compare(self, value: Tensor, actual: Tensor, base: Tensor) -> float:
         """Return the share of the error that is left, where the variant has a value; infinite where it has few."""

@@ -20,6 +20,7 @@ from moeverify.diagnose.replay.attention_gradient import (
     list_ways_back,
     weigh_queries,
 )
+from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.language import Cell, Formula
 from moeverify.diagnose.replay.tokenwise import pick_dims, pull_back
 from moeverify.model.mla import LatentAttention
@@ -59,9 +60,12 @@ class LatentGradientFormula(Formula):
             *list_ways_back(forward),
         ]
         self.fits = list_fits_back(forward)
+        self.alone = forward.alone | {GRADIENT_OF}
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
+        if needs_call(changes) and cell.call is not None and len(cell.rows) < len(cell.call[0]):
+            return cell.pick_from_call(self.evaluate(cell.of_call(), changes))
         rows, chunks = cell.rows, self.forward.chunks
         with torch.enable_grad():
             leaf = self.given[rows].clone().requires_grad_()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Literal
 
 import torch
@@ -17,46 +18,44 @@ from moeverify.diagnose.replay.activations import (
     fit_activations,
     list_activations,
     list_derivatives,
+    list_gradients_inside,
 )
+from moeverify.diagnose.replay.gradient_ways import list_edge_ways, needs_call, weigh_gradient
 from moeverify.diagnose.replay.grammar import (
     fit_functions,
     fit_gradients,
     fit_terms,
     list_functions,
-    list_gradients,
     list_terms,
     pass_through,
     times_of,
-    weigh_gradient,
 )
-from moeverify.diagnose.replay.language import Cell, Formula
-from moeverify.model.norm import LayerNorm, RMSNorm
+from moeverify.diagnose.replay.language import Cell, Formula, draw_like
 from moeverify.results.change import Change
 
 Named = Mapping[str, Tensor]
 
-# Other orders of what ranks hold slices of, by what stands at each of so many places: (width), number of slices.
-_ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+ORDERS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "next-slice": lambda at, size: at.view(size, -1).roll(-1, 0).flatten(),
     "slices-reversed": lambda at, size: at.view(size, -1).flip(0).flatten(),
     "first-slice": lambda at, size: at.view(size, -1)[:1].expand(size, -1).flatten(),
     "in-turn": lambda at, size: at.view(-1, size).T.flatten(),
 }
-_MOST_PARTS = 16
-_MEANS = ("sum", "unbiased", "absolute", "deviation", "unbiased-deviation", "over-tokens", "none")
-_WEIGHTS = ("none", "plus-one", "minus-one", "twice", "before", "exponential")
+"""Other orders of what ranks hold slices of, by what stands at each of so many places: (width), number of slices."""
+
+MOST_PARTS = 16
 
 
-def _list_orders(size: int) -> list[str]:
+def list_orders(size: int) -> list[str]:
     """Return the orders of so many slices that differ: of two the next one is the other."""
-    return [way for way in _ORDERS if size > 2 or way != "next-slice"]
+    return [way for way in ORDERS if size > 2 or way != "next-slice"]
 
 
 class TokenFormula(Formula):
     """What a module makes of each token of its input (B, S, H). `others` are tensors of that shape, by module.
 
     `edges` are the tensors inside whose gradients may count otherwise where a module passes back (`weigh_gradient`),
-    and `backward` are other ways of the backward pass alone.
+    and `backward` are all ways of the backward pass alone.
     """
 
     alone = frozenset({"input-through", "output-through"})
@@ -91,6 +90,13 @@ class TokenFormula(Formula):
         came_in = pass_through(x[rows][:, positions], changes.get("input-through"))
         return pick_dims(self.finish(self.compute(came_in, cell, changes), changes), cell)
 
+    def redraw(self) -> Formula | None:
+        """Return the same formula of other tokens."""
+        other = copy(self)
+        other.x = draw_like(self.x)
+        other.others = {name: draw_like(value, 2 + n) for n, (name, value) in enumerate(self.others.items())}
+        return other
+
     def finish(self, output: Tensor, changes: Mapping[str, Change]) -> Tensor:
         """Return an output (b, s, F) as it comes out of what it has passed through besides."""
         return pass_through(output, changes.get("output-through"))
@@ -101,127 +107,6 @@ def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
     for dim, indices in enumerate(cell.dims, 2):
         whole = whole if whole.shape[dim] == len(indices) else whole.index_select(dim, indices)
     return whole
-
-
-class NormFormula(TokenFormula):
-    """(x - mean) / sqrt(mean of squares + eps) * weight + bias; an RMSNorm has no mean and no bias."""
-
-    edges = ("numerator", "mean")
-    most_paired = 10
-
-    def __init__(self, module: RMSNorm | LayerNorm, x: Tensor, others: Named, weights: Named) -> None:
-        super().__init__(x, others)
-        self.is_centred = isinstance(module, LayerNorm)
-        self.eps, self.weight, self.weights = module.eps, module.weight.detach(), weights
-        self.bias = module.bias.detach() if isinstance(module, LayerNorm) else None
-        width = x.shape[-1]
-        ways = [Change(part="eps", way=way) for way in ("none", "outside")]
-        ways += [Change(part="weight", way=way) for way in _WEIGHTS]
-        ways += [Change(part="weight", way="of-module", name=name) for name in weights]
-        ways += [*list_terms("bias"), Change(part="bias", way="scaled")] if self.bias is not None else []
-        ways += [Change(part="centre", way="kept" if self.is_centred else "removed")]
-        ways += [Change(part="statistics", way="detached"), Change(part="all", way="identity")]
-        ways += [Change(part="mean", way=way) for way in _MEANS]
-        sizes = [n for n in range(2, width + 1) if width % n == 0]
-        ways += [Change(part="mean", way="parts", number=n) for n in sizes]
-        sizes = [n for n in sizes if n <= _MOST_PARTS]
-        ways += [Change(part="mean", way=way, number=n) for n in sizes for way in ("first-part", "last-part")]
-        ways += [Change(part="statistics", way="own-part", number=n) for n in sizes]
-        ways += [Change(part="weight", way=way, number=n) for n in sizes for way in _list_orders(n)]
-        self.ways = [*ways, *self.ways]
-        numbers = [Change(part="eps", way="value", number=number) for number in (1e-8, 1e-5, 1e-2)]
-        numbers.append(Change(part="eps", way="outside-value", number=1e-3))
-        numbers.append(Change(part="root", way="power", number=0.8))
-        numbers += [
-            Change(part=part, way="times", number=number)
-            for part in ("mean", "statistics", "weight")
-            for number in (2.0, 0.5)
-        ]
-        numbers.append(Change(part="weight", way="plus", number=1.0))
-        numbers += fit_terms("bias") if self.bias is not None else []
-        # A norm of a multiple is the norm with another eps.
-        self.fits = [
-            *numbers,
-            *(fit for fit in self.fits if (fit.part, fit.way) != ("input-through", "times")),
-        ]
-
-    def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
-        """Return the normalized tokens."""
-        del cell
-        if "all" in changes:
-            return x
-        eps, weight, mean = (changes.get(part) for part in ("eps", "weight", "mean"))
-        scale = self._find_weight(weight)
-        x = x * scale if weight is not None and weight.way == "before" else x
-        is_centred = self.is_centred != ("centre" in changes)
-        x = x - weigh_gradient(x.mean(-1, keepdim=True), "mean", changes) if is_centred else x
-        add = self.eps if eps is None else float(eps.number or 0.0)
-        root = self._average(x, mean)
-        root = root if "statistics" not in changes else self._detach(x, root, mean, changes["statistics"])
-        add = self.eps if eps is not None and eps.way == "outside" else add
-        power = 0.5 if "root" not in changes else float(changes["root"].number or 0.0)
-        is_outside = eps is not None and eps.way.startswith("outside")
-        root = root.sqrt() + add if is_outside else (root + add) ** power
-        normed = weigh_gradient(x, "numerator", changes) / root
-        bias = changes.get("bias")
-        if self.bias is not None and bias is not None and bias.way == "scaled":
-            return (normed + self.bias) * scale
-        normed = normed if weight is not None and weight.way == "before" else normed * scale
-        return normed if self.bias is None else normed + self.bias * times_of(bias)
-
-    def _detach(self, x: Tensor, root: Tensor, mean: Change | None, change: Change) -> Tensor:
-        """Return the mean of squares with a part of its gradient, or a multiple of it."""
-        if change.way == "own-part":
-            size = int(change.number or 1)
-            parts = x.view(*x.shape[:-1], size, -1)
-            # Of what divides a part, that part alone has a gradient.
-            found = [
-                self._average(torch.where(own, parts, parts.detach()).flatten(-2), mean).expand_as(x)
-                for own in torch.eye(size, dtype=torch.bool).unsqueeze(-1)
-            ]
-            width = x.shape[-1] // size
-            return torch.cat([each[..., n * width : (n + 1) * width] for n, each in enumerate(found)], dim=-1)
-        times = float(change.number or 0.0)
-        return root.detach() + times * (root - root.detach())
-
-    def _find_weight(self, change: Change | None) -> Tensor:
-        if change is not None and change.way == "of-module":
-            return self.weights[change.name]
-        if change is not None and change.way in _ORDERS:
-            return self.weight[_ORDERS[change.way](torch.arange(len(self.weight)), int(change.number or 1))]
-        ways = {
-            "none": torch.ones_like(self.weight),
-            "plus-one": self.weight + 1.0,
-            "twice": self.weight.square(),
-            "times": self.weight * times_of(change),
-            "plus": self.weight + times_of(change),
-            "exponential": self.weight.exp(),
-            "minus-one": self.weight - 1.0,
-        }
-        return self.weight if change is None else ways.get(change.way, self.weight)
-
-    def _average(self, x: Tensor, change: Change | None) -> Tensor:
-        """Return the mean of squares, broadcast to x (b, s, H)."""
-        square, way = x.square(), "" if change is None else change.way
-        width = x.shape[-1]
-        if way == "parts" and change is not None:
-            parts = square.view(*square.shape[:-1], int(change.number or 1), -1)
-            return parts.mean(-1, keepdim=True).expand_as(parts).flatten(-2)
-        whole = square.mean(-1, keepdim=True)
-        count = width // int(change.number or 1) if way.endswith("-part") and change is not None else width
-        ways = {
-            "times": lambda: whole * (1.0 if change is None else float(change.number or 1.0)),
-            "first-part": lambda: square[..., :count].mean(-1, keepdim=True),
-            "last-part": lambda: square[..., -count:].mean(-1, keepdim=True),
-            "sum": lambda: whole * width,
-            "unbiased": lambda: whole * width / max(width - 1, 1),
-            "absolute": lambda: x.abs().mean(-1, keepdim=True).square(),
-            "over-tokens": lambda: self.x.square().mean((0, 1)).expand_as(x),
-            "deviation": lambda: x.var(-1, correction=0, keepdim=True),
-            "unbiased-deviation": lambda: x.var(-1, correction=1, keepdim=True),
-            "none": lambda: torch.ones_like(whole),
-        }
-        return ways[way]() if way in ways else whole
 
 
 class LinearFormula(TokenFormula):
@@ -239,8 +124,8 @@ class LinearFormula(TokenFormula):
             ways.append(Change(part="weight", way="transposed"))
         ways += [Change(part="weight", way="of-module", name=name) for name in weights]
         for part, width in zip(("rows", "columns"), self.weight.shape, strict=True):
-            sizes = [n for n in range(2, _MOST_PARTS + 1) if width % n == 0]
-            ways += [Change(part=part, way=way, number=n) for n in sizes for way in _list_orders(n)]
+            sizes = [n for n in range(2, MOST_PARTS + 1) if width % n == 0]
+            ways += [Change(part=part, way=way, number=n) for n in sizes for way in list_orders(n)]
         self.ways = [*ways, *self.ways]
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
@@ -251,7 +136,7 @@ class LinearFormula(TokenFormula):
             weight = self.weights[change.name] if change.name else weight.T
         for dim, part in enumerate(("rows", "columns")):
             if part in changes:
-                order = _ORDERS[changes[part].way](
+                order = ORDERS[changes[part].way](
                     torch.arange(weight.shape[dim]), int(changes[part].number or 1)
                 )
                 weight = weight.index_select(dim, order)
@@ -294,22 +179,34 @@ class GatedGradientFormula(Formula):
         # To up comes the value of the activation, to the gate its derivative.
         other = "derivative" if of == "up" and has_gate else "activation"
         self.ways = [way for way in (*list_derivatives(), *ways) if way.part != other]
-        self.fits = fit_activations(has_gate=has_gate)
+        edges = ("up",) if of == "up" else ("gate", "activation")
+        self.ways += list_gradients_inside(*edges)
+        self.fits = [*fit_activations(has_gate=has_gate), *fit_gradients(*edges)]
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
-        given = self.gradient[cell.rows][:, cell.positions]
+        asked = cell.of_call() if needs_call(changes) else cell
+        given = self.gradient[asked.rows][:, asked.positions]
         parts = {"gate": self.forward.gate, "up": self.forward.up}
         leaves = {
-            name: None if part is None else part[cell.rows][:, cell.positions].clone().requires_grad_()
+            name: None if part is None else part[asked.rows][:, asked.positions].clone().requires_grad_()
             for name, part in parts.items()
         }
         up, leaf = leaves["up"], leaves[self.of]
         assert up is not None
         assert leaf is not None
         with torch.enable_grad():
-            inside = activate(leaves["gate"], up, changes)
-            return pick_dims(pull_back(inside, leaf, given), cell)
+            found = pull_back(activate(leaves["gate"], up, changes), leaf, given)
+        return pick_dims(found if asked is cell else cell.pick_from_call(found), cell)
+
+    def redraw(self) -> Formula | None:
+        """Return the same of numbers that are drawn anew."""
+        forward = copy(self.forward)
+        forward.gate = None if self.forward.gate is None else draw_like(self.forward.gate, 2)
+        forward.x = forward.up = draw_like(self.forward.up, 3)
+        other = copy(self)
+        other.forward, other.gradient = forward, draw_like(self.gradient, 4)
+        return other
 
 
 class SumFormula(TokenFormula):
@@ -362,18 +259,31 @@ class TokenGradientFormula(Formula):
 
     def __init__(self, forward: TokenFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
-        self.ways = [*list_gradients(*forward.edges), *forward.backward]
-        self.ways += [way for way in forward.ways if way.part != "input"]
+        self.ways = [*forward.backward, *(way for way in forward.ways if way.part != "input")]
+        self.ways += list_edge_ways("output", width=gradient.shape[-1], operands=("output",))
+        self.ways += list_edge_ways("input", width=forward.x.shape[-1], operands=("input",))
         self.fits = [*fit_gradients(*forward.edges), *forward.fits]
+        self.most_paired, self.alone = forward.most_paired, forward.alone
 
     def evaluate(self, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the gradient at a cell."""
-        x, given = (each[cell.rows][:, cell.positions] for each in (self.forward.x, self.gradient))
+        asked = cell.of_call() if needs_call(changes) else cell
+        x, given = (each[asked.rows][:, asked.positions] for each in (self.forward.x, self.gradient))
         with torch.enable_grad():
             leaf = x.clone().requires_grad_()
             came_in = pass_through(leaf, changes.get("input-through"))
-            output = self.forward.finish(self.forward.compute(came_in, cell, changes), changes)
-            return pick_dims(pull_back(output, leaf, given), cell)
+            came_in = weigh_gradient(came_in, "input", changes, {"input": came_in})
+            output = self.forward.finish(self.forward.compute(came_in, asked, changes), changes)
+            output = weigh_gradient(output, "output", changes, {"output": output})
+            found = pull_back(output, leaf, given)
+        return pick_dims(found if asked is cell else cell.pick_from_call(found), cell)
+
+    def redraw(self) -> Formula | None:
+        """Return the same of numbers that are drawn anew."""
+        forward = self.forward.redraw()
+        if not isinstance(forward, TokenFormula):
+            return None
+        return TokenGradientFormula(forward, draw_like(self.gradient, 1))
 
 
 def pull_back(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:

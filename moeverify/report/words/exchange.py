@@ -42,6 +42,7 @@ _COUNTS: Mapping[str, str] = {
     "transposed": "{what} sorted by counts of the ranks in turn, as if two axes of ranks were exchanged",
     "experts-reversed": "{what} sorted by counts of the experts in reverse order",
     "experts-rolled": "{what} sorted by counts of the experts that are off by one expert",
+    "exchanged": "{what} sorted by counts whose rows and columns, ranks and experts, are exchanged",
 }
 _OTHERS: Mapping[tuple[str, str], str] = {
     ("counts", "reversed"): "with the experts' counts of rows in reverse order",
@@ -49,6 +50,37 @@ _OTHERS: Mapping[tuple[str, str], str] = {
     ("counts", "late"): "with each expert's rows beginning one row too late",
     ("counts", "early"): "with each expert's rows beginning one row too early",
     ("counts", "by-rank"): "with the rows that come from each rank for the rows of each expert",
+    (
+        "counts",
+        "starts",
+    ): "with the rows of each expert ending where they should begin",
+    ("counts", "running"): "with running sums of the experts' counts of rows for the counts",
+    ("counts", "equal"): "with equal counts of rows for all experts of a rank",
+    ("counts", "first-rank"): "with the counts of rows of the first rank's experts on all ranks",
+    (
+        "counts",
+        "sent-first",
+    ): "with counts of the rows that a rank sends to the first experts, not of those that come in",
+    ("counts", "own-alone"): "with the counts of the rows alone that a rank sends to its own experts",
+    ("counts", "as-next"): "with the next expert's count of rows for each rank's expert {number}",
+    (
+        "counts",
+        "as-before",
+    ): "with the count of rows of the expert before for each rank's expert {number}",
+    ("counts", "one-more"): "with one row more counted for each rank's expert {number}",
+    ("counts", "one-less"): "with one row less counted for each rank's expert {number}",
+    ("counts", "none"): "with no rows counted for each rank's expert {number}",
+    (
+        "counts",
+        "padded",
+    ): "with counts of rows that are rounded up to multiples of {number}, and no rows added",
+    ("counts", "floored"): "with counts of rows that are rounded down to multiples of {number}",
+    (
+        "counts",
+        "at-most",
+    ): "with counts of rows that are {number} at most, and no rows left out",
+    ("counts", "of-rank"): "with the counts of rows of the rank {number} further on",
+    ("counts", "from-rank"): "with the counts of the rows alone that rank {number} sends",
     ("counts", "merged"): "with the rows of each rank's expert {number} counted as those of the next expert",
     ("copies", "unsorted"): "with token copies that are sent without having been sorted by expert",
     ("copies", "inverse"): "with token copies that are sorted by the inverse of the order of experts",

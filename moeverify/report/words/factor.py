@@ -14,9 +14,10 @@ _LARGEST_ROOT = 1 << 14  # no chance to the digits below: a width, or a number o
 _KNOWN = 1e-9
 
 _OF_RECIPE = (
-    "twice the layers",
-    "fan-in",
-    "fan-out",
+    "residual branches (2 a layer)",
+    "rows of the weight",
+    "columns of the weight",
+    "rows and columns of the weight",
     "place of its layer, from 1 on",
     "hidden",
     "head_dim",

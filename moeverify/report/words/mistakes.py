@@ -39,31 +39,14 @@ _ENDS = {
     "values-through": "the values",
     "heads-through": "the output of each head",
 }
-_GRADIENTS: Mapping[str, str] = {
-    "none": "without the gradient that comes through {what}",
-    "twice": "with the gradient that comes through {what} twice",
-    "opposite": "with the gradient that comes through {what} subtracted",
-    "times": "with {number} times the gradient that comes through {what}",
-}
-_EDGES: Mapping[str, str] = {
-    "gate": "the gate",
-    "up": "up",
-    "activation": "the activation",
-    "numerator": "what the norm divides",
-    "queries": "the queries",
-    "keys": "the keys",
-    "values": "the values",
-    "scores": "the scores",
-    "heads": "the outputs of heads",
-    "mean": "the mean",
-    "weights": "the softmax",
-    "denominator": "the softmax's denominator",
-    "label": "the label's logit",
-}
 _DERIVATIVES = {
     "of-sigmoid-alone": "with the gradient of the activation's sigmoid alone",
     "linear": "with the gradient of an activation whose sigmoid is taken for a constant",
     "none": "with the gradient of the activation left out, as if it changed nothing",
+    "at-output": "with the slope of the activation at its output, not at its input",
+    "at-up": "with the slope of the activation at up, not at the gate",
+    "at-product": "with the slope of the activation at the product with up, not at the gate",
+    "at-bfloat16": "with the slope of the activation at its input rounded to bfloat16",
 }
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -152,11 +135,8 @@ def describe_mistake(change: Change, number: str) -> str:
     """Return a change of the grammar in words; nothing for one that is a formula's own."""
     key = change.part, change.way
     words = _EMBEDDINGS.get(key) or _LOSSES.get(key, "")
-    what = ""
     if change.part in _ENDS:
         words = f"with {_ENDS[change.part]} {_FUNCTIONS[change.way]}"
-    elif change.part == "gradient-of":
-        words, what = _GRADIENTS[change.way], _EDGES[change.name]
     elif change.part == "derivative":
         known = _DERIVATIVES.get(change.way)
         words = known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
@@ -166,4 +146,4 @@ def describe_mistake(change: Change, number: str) -> str:
         words = f"with {{number}} times {_ADDED[change.name]} {change.way}"
     elif change.part == "clamp":
         words = _CLAMPS[change.way]
-    return words.format(what=what, number=number)
+    return words.format(number=number)

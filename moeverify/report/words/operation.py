@@ -18,6 +18,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.known_sum import describe_known_sum
+from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -234,8 +235,6 @@ def _(operation: Moved, explanation: Explanation) -> str:
     have = subject.pick("has", "have")
     if operation.unit == "element":
         return f"{subject} {have} exactly the expected values, in another order"
-    if operation.unit == "token":
-        return f"{operation.num_moves} tokens of {subject} hold the values of other tokens"
     if operation.unit == "micro-batch":
         to, origin = operation.moves[0]
         names = ", ".join(explanation.subject.tensors)
@@ -343,6 +342,9 @@ for _describe in (
     describe_moved_otherwise,
     describe_reclipped,
     describe_norm_of_order,
+    describe_reordered,
+    describe_other_rows,
+    describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation
 

@@ -8,8 +8,8 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 
 def describe_part(part: ParameterPart) -> str:
     """Return which parameters something is true of, and of no others."""
-    traits = " ".join(_describe(each) for each in part.traits)
-    return f"it is so of all {part.count} parameters {traits}, and of no others of {part.total}"
+    ways = [" ".join(map(_describe, traits)) for traits in (part.traits, *part.alternatives)]
+    return f"it is so of all {part.count} parameters {', or '.join(ways)}, and of no others of {part.total}"
 
 
 def _describe(trait: Trait) -> str:

@@ -17,6 +17,8 @@ def describe_reweighted(operation: Reweighted, explanation: Explanation) -> str:
         return f"{module} does not pass back the gradients of {count} {rows} (its output gradient matches)"
     if operation.way == "left-out":
         return f"{module} leaves out {count} {rows} (inputs match)"
+    if operation.way == "of-others":
+        return f"{module} sums rows of other tokens, or none, in the place of {count} {rows} (inputs match)"
     total = f"{operation.total or 0.0:.6g}"
     ways = {
         "scaled": f"{total} times the right weights",
@@ -36,7 +38,8 @@ def describe_lost(operation: LostElements, subject: str) -> str:
         listed = ", ".join(map(str, operation.slices)) + (f" and {num_more} more" if num_more else "")
         noun, verb = ("slice", "is") if operation.num_slices == 1 else ("slices", "are")
         which = f"{noun} {listed} along dim {operation.dim} of {subject}"
-        return f"{which} {verb} zero on {format_ranks(operation.ranks)}"
+        own = f", {', '.join(map(str, operation.own))} of its own part" if operation.own else ""
+        return f"{which} {verb} zero on {format_ranks(operation.ranks)}{own}"
     which = (
         f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
     )

@@ -14,6 +14,8 @@ from moeverify.report.words.factor import (
     format_factor,
     name_product,
 )
+from moeverify.report.words.gradients import describe_gradient
+from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.mistakes import describe_mistake
 from moeverify.results.change import Change
 
@@ -25,6 +27,14 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("root", "power"): "divided by the power {number} of the mean square, not by its root",
     ("all", "identity"): "nothing: it puts out its input",
     ("eps", "outside"): "with eps outside of the root",
+    (
+        "eps",
+        "of",
+    ): "with an eps that is multiplied by the square of {size}: it is added after a division by that",
+    ("eps", "outside-of"): "with eps outside of the root and multiplied by {size}",
+    ("eps", "over-width"): "with eps divided by the width, as if it were added to the sum of squares",
+    ("eps", "times-width"): "with eps multiplied by the width",
+    ("eps", "root"): "with the root of eps in the place of eps",
     ("eps", "value"): "with an eps of {number}",
     ("eps", "outside-value"): "with an eps of {number} outside of the root",
     ("weight", "none"): "without its weight",
@@ -44,13 +54,26 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("bias", "scaled"): "with its bias added before the weight multiplies",
     ("centre", "kept"): "without subtracting the mean",
     ("centre", "removed"): "after subtracting the mean",
+    ("centre", "in-numerator"): "with the mean treated otherwise in what is divided, and not in the squares",
+    ("centre", "in-statistics"): "with the mean treated otherwise in the squares, and not in what is divided",
+    ("rounded", "bfloat16"): "with {tensor} rounded to bfloat16",
+    ("rounded", "float16"): "with {tensor} rounded to float16",
     ("statistics", "detached"): "with statistics that are taken for constants",
     ("mean", "sum"): "with the sum of squares in place of their mean",
     ("mean", "unbiased"): "with squares divided by the width less one",
     ("mean", "absolute"): "with the mean of absolute values in place of the root of the mean square",
     ("mean", "deviation"): "with the variance in place of the mean of squares",
     ("mean", "unbiased-deviation"): "with the variance by the width less one in place of the mean of squares",
+    ("mean", "largest"): "with the largest square in place of their mean",
+    ("mean", "median"): "with the median of squares in place of their mean",
     ("mean", "over-tokens"): "with the mean over tokens in place of that over the width",
+    ("mean", "over-positions"): "with the mean over positions in place of that over the width",
+    ("mean", "over-rows"): "with the mean over the rows of the batch in place of that over the width",
+    ("mean", "over-all"): "with the mean over tokens and width in place of that over the width",
+    ("mean", "of-position"): "with the mean of squares of the position {number} further in the place of each",
+    ("mean", "of-row"): "with the mean of squares of the row {number} further in the place of each",
+    ("mean", "every"): "with the mean of every {number}th square for that of all",
+    ("mean", "next-part"): "with the mean over the next of {number} parts of the width for each",
     ("mean", "none"): "without dividing by the root of the mean square",
     ("mean", "times"): "with {number} times the mean of squares",
     (
@@ -65,7 +88,6 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
         "statistics",
         "own-part",
     ): "with statistics whose gradient comes from each of {number} parts of the width alone",
-    ("statistics", "times"): "with statistics whose gradient counts {number} times",
     (
         "normalization",
         "over-tokens",
@@ -224,6 +246,9 @@ def describe_variant(formula: str, changes: Sequence[Change]) -> str:
     """Return what a module does, with its verb: `attends without a causal mask`."""
     made = f"makes the {name_formula(formula)}"
     verbs = {"attention": "attends", "input": made, "output": made, "cross-entropy": "is the cross entropy"}
+    if formula.startswith("parameter:"):
+        made = f"makes the gradient of its {formula.partition(':')[2]}"
+        return f"{made} {', and '.join(_describe_change(each) for each in changes)}"
     passed = f"passes back the {name_formula(formula)}"
     verb = passed if formula.startswith("gradient:") else verbs.get(formula.partition(":")[0], "computes")
     return f"{verb} {', and '.join(_describe_change(each) for each in changes)}"
@@ -263,15 +288,32 @@ def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
     if attended := describe_attention(change, number):
         return attended
+    if read := describe_head_layout(change):
+        return read
     if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
         what = f"the {_BIASES.get(change.part, change.name)}"
         return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)
-    if step := describe_step(change.part, change.way, number):
-        return step
-    if mistake := describe_mistake(change, number):
-        return mistake
+    step = describe_step(change.part, change.way, number) or describe_gradient(change, number)
+    if told := step or describe_mistake(change, number):
+        return told
     words = _TOKENWISE[change.part, change.way]
-    return words.format(number=number, name=_name(change.name))
+    size, tensor = _SIZES.get(change.name, ""), _TENSORS.get(change.name, "")
+    return words.format(number=number, name=_name(change.name), size=size, tensor=tensor)
+
+
+_SIZES = {
+    "largest": "the row's largest element",
+    "length": "the row's length",
+    "mean-size": "the row's mean absolute value",
+    "deviation": "the row's deviation",
+    "first-element": "the row's first element",
+}
+_TENSORS = {
+    "squares": "the mean of squares",
+    "root": "its root",
+    "normed": "the normalized values",
+    "weight": "its weight",
+}
 
 
 _MADE_OF = {

@@ -11,7 +11,23 @@ from moeverify.compare.batch import Differences, Fingerprints
 from moeverify.compare.difference import Difference, fingerprint_bits, measure
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
-SIZES = [1, 3, 64, 0, 9, 2048, 2049, 7, 1]
+SIZES = [
+    1,
+    3,
+    3,
+    3,
+    64,
+    0,
+    0,
+    9,
+    2048,
+    2049,
+    7,
+    7,
+    1,
+    1,
+    1,
+]  # those that follow each other are taken together
 
 
 @pytest.fixture(params=[None, 16, 70], ids=["one room", "room of 16", "room of 70"])
@@ -33,16 +49,14 @@ def make_tensors(dtype: torch.dtype) -> list[Tensor]:
 def test_hashes_are_those_of_each_tensor_alone(dtype: torch.dtype, room: int | None) -> None:
     tensors = make_tensors(dtype)
     together = Fingerprints()
-    for tensor in tensors:
-        together.add(tensor)
+    together.add_all(tensors)
     assert together.values().tolist() == [int(fingerprint_bits(tensor)) for tensor in tensors]
 
 
 def test_differences_are_those_of_each_pair_alone(room: int | None) -> None:
     pairs = [(tensor, tensor.roll(1) + 0.5) for tensor in make_tensors(torch.float64)]
     together = Differences()
-    for expected, actual in pairs:
-        together.add(expected, actual)
+    together.add_all(pairs)
     rows = together.rows()
     assert rows.dtype is torch.float64
     for row, (expected, actual) in zip(rows.tolist(), pairs, strict=True):

@@ -14,8 +14,9 @@ from moeverify.case.presets import PRESETS
 from moeverify.case.schema import ReferenceModel
 from moeverify.diagnose.first_divergence import Origin, find_origins
 from moeverify.diagnose.rank_readings import RankReadings
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules
 from moeverify.diagnose.replay.language import Found, find_variant

@@ -257,6 +257,7 @@ def test_whole_slices_that_are_zero_are_named_by_their_global_index(
     assert (found.operation.dim, found.operation.slices) == (dim, known)
     assert found.operation.num_slices == len(lost)
     assert found.operation.ranks == ((1,) if dim == 0 else (0, 1))
+    assert found.operation.own == ((1,) if dim == 0 else ())  # the second row of rank 1's part
 
 
 def test_zeros_beside_other_errors_are_no_lost_elements() -> None:

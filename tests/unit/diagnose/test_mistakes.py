@@ -235,7 +235,7 @@ def test_a_gradient_inside_of_attention_that_counts_otherwise_is_named(times: fl
 
 def test_a_gradient_counts_otherwise_and_a_value_does_not() -> None:
     leaf = _draw(0).requires_grad_()
-    change = {"gradient-of": Change(part="gradient-of", way="times", number=0.25, name="up")}
+    change = {"gradient-of:up": Change(part="gradient-of", way="times", number=0.25, name="up")}
     value = weigh_gradient(leaf * 1.0, "up", change)
     assert torch.equal(value, leaf)
     (gradient,) = torch.autograd.grad(value.sum(), leaf)

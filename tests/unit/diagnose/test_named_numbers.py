@@ -10,14 +10,15 @@ import pytest
 import torch
 from wrong_tensors import draw, examine, make_inputs, make_tensor
 
-from moeverify.axes.named_numbers import FAN_IN, FAN_OUT, TWICE_LAYERS, list_options, list_sizes
+from moeverify.axes.groups import BRANCHES, WEIGHT_COLUMNS, WEIGHT_ROWS
+from moeverify.axes.named_numbers import list_options, list_sizes
 from moeverify.diagnose.named_numbers import NamedNumbers, name_factor
 from moeverify.faults.setting import make_case
 from moeverify.report.words.factor import describe_factor
 from moeverify.results.factor import Product
 
 SIZES = {
-    TWICE_LAYERS: 6,
+    BRANCHES: 6,
     "layers": 3,
     "hidden": 32,
     "head_dim": 8,
@@ -26,23 +27,23 @@ SIZES = {
     "vocab_size": 96,
     "experts": 10,
     "expert_hidden": 24,
-    FAN_IN: 40,
-    FAN_OUT: 56,
+    WEIGHT_COLUMNS: 40,
+    WEIGHT_ROWS: 56,
 }
 OPTIONS = {"lr": 0.01, "the first beta": 0.9, "weight_decay": 0.3, "clip_norm": 1.7, "route_scale": 2.5}
 NUMBERS = NamedNumbers(SIZES, OPTIONS)
-FIRST = (TWICE_LAYERS, FAN_IN, FAN_OUT)
+FIRST = (BRANCHES, WEIGHT_COLUMNS, WEIGHT_ROWS)
 
 
 @pytest.mark.parametrize(
     ("value", "power", "product"),
     [
-        (1.0 / math.sqrt(6), 2, Product(over=(TWICE_LAYERS,))),
+        (1.0 / math.sqrt(6), 2, Product(over=(BRANCHES,))),
         (math.sqrt(32), 2, Product(times=("hidden",))),
-        (math.sqrt(40 / 56), 2, Product(times=(FAN_IN,), over=(FAN_OUT,))),
+        (math.sqrt(40 / 56), 2, Product(times=(WEIGHT_COLUMNS,), over=(WEIGHT_ROWS,))),
         (96.0, 1, Product(times=("vocab_size",))),
         (24 / 32, 1, None),
-        (96 / 56, 1, Product(times=("vocab_size",), over=(FAN_OUT,))),
+        (96 / 56, 1, Product(times=("vocab_size",), over=(WEIGHT_ROWS,))),
         (2.5, 1, Product(times=("route_scale",))),
         (1.0 / 1.7, 1, Product(over=("clip_norm",))),
         (0.1, 1, None),
@@ -79,15 +80,15 @@ def test_initial_values_of_another_deviation_are_named(dtype: torch.dtype) -> No
     wrong = (expected / math.sqrt(6)).to(dtype).double()
     name = "layers.0.mlp.up_proj.weight"
     tensor = make_tensor(expected, wrong, name=name, kind="initial_weight", precision=dtype)
-    inputs = replace(make_inputs(tensor), named=NamedNumbers({TWICE_LAYERS: 6, "layers": 3}))
+    inputs = replace(make_inputs(tensor), named=NamedNumbers({BRANCHES: 6, "layers": 3}))
     explanation = examine("scaled_values", tensor, inputs).explanation
     assert explanation is not None
-    assert "1/twice the layers" in describe_factor(explanation.factors[0])
+    assert "1/residual branches (2 a layer)" in describe_factor(explanation.factors[0])
 
 
 def test_sizes_and_options_are_those_of_the_case() -> None:
     case = make_case("numbers")
     sizes, options = list_sizes(case), list_options(case)
     assert case.recipe.model.reference is not None
-    assert sizes[TWICE_LAYERS] == 2 * case.recipe.model.reference.num_layers
+    assert sizes[BRANCHES] == 2 * case.recipe.model.reference.num_layers
     assert options["lr"] == case.recipe.optimizer.lr

@@ -1,88 +1,98 @@
-"""Which part of the parameters is affected: named where it is simple and exact, and not by chance."""
+"""Which part of the parameters is affected: simple traits that all of them have, and no others, or nothing."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from moeverify.diagnose.parameter_parts import find_part
 from moeverify.layout.region import Region
 from moeverify.report.words.parameter_part import describe_part
-from moeverify.results.parameter_part import ParameterPart
+
+_SHAPES = {
+    "attention_norm": (8,),
+    "q_proj": (8, 8),
+    "o_proj": (8, 8),
+    "mlp_norm": (8,),
+    "up": (32, 8),
+    "down": (8, 32),
+}
+NAMES = [
+    "embed.weight",
+    *(f"layers.{layer}.{part}.weight" for layer in range(4) for part in _SHAPES),
+    "norm.weight",
+    "head.weight",
+]
+GROUPS = {"tp": [[0, 1]]}
 
 
 def make_regions() -> dict[str, dict[int, Region]]:
-    """Return four layers on two ranks: matrices are sharded by rows, vectors are replicated."""
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (32, 8)}
-    for layer in range(4):
-        block = f"layers.{layer}"
-        shapes |= {f"{block}.attention_norm.weight": (8,), f"{block}.attention.q_proj.weight": (8, 8)}
-        shapes |= {f"{block}.attention.q_proj.bias": (8,), f"{block}.attention.o_proj.weight": (8, 8)}
-        shapes |= {f"{block}.ffn_norm.weight": (8,), f"{block}.moe.router.weight": (4, 8)}
-        shapes |= {f"{block}.moe.experts.up_proj": (4, 8, 8), f"{block}.moe.experts.down_proj": (4, 8, 8)}
-    shapes |= {"norm.weight": (8,), "lm_head.weight": (32, 8)}
-    return {name: _place(shape) for name, shape in shapes.items()}
-
-
-def _place(shape: tuple[int, ...]) -> dict[int, Region]:
-    if len(shape) == 1:
-        return dict.fromkeys((0, 1), Region.whole(shape))
-    half, rest = shape[0] // 2, [range(size) for size in shape[1:]]
-    rows = (range(half), range(half, shape[0]))
-    return {rank: Region.box(shape, (rows[rank], *rest)) for rank in (0, 1)}
+    """Return the regions of a model whose `up` is sharded over tp, and whose last half is on rank 1 alone."""
+    found = {}
+    for name in NAMES:
+        shape = _SHAPES.get(name.split(".")[-2], (64, 8) if "norm" not in name else (8,))
+        whole = Region.whole(shape)
+        if ".up." in name:
+            halves = [Region.box(shape, [range(16 * rank, 16 * rank + 16), range(8)]) for rank in range(2)]
+            found[name] = dict(enumerate(halves))
+        else:
+            found[name] = {0: whole, 1: whole}
+    return found
 
 
 REGIONS = make_regions()
-NAMES = list(REGIONS)
-GROUPS = {"dp_shard": [[0, 1]]}
 
 
-def look(is_affected: Callable[[str], bool]) -> ParameterPart | None:
-    affected = [name for name in NAMES if is_affected(name)]
-    return find_part(affected, [name for name in NAMES if name not in affected], REGIONS, GROUPS)
+def describe(affected: list[str], unaffected: list[str] | None = None) -> str:
+    others = [name for name in NAMES if name not in affected] if unaffected is None else unaffected
+    part = find_part(affected, others, REGIONS, GROUPS)
+    return "" if part is None else describe_part(part)
 
 
 @pytest.mark.parametrize(
-    ("is_affected", "said"),
+    ("affected", "words"),
     [
-        (lambda name: "experts" in name, "all 8 parameters with experts in their names"),
-        (lambda name: "norm" in name, "all 9 parameters with norm in their names"),
-        (lambda name: len(REGIONS[name][0].shape) == 1, "all 13 parameters of 1 dim"),
-        (lambda name: len(REGIONS[name][0].shape) == 3, "all 8 parameters with experts in their names"),
-        (lambda name: len(REGIONS[name][0].shape) > 1, "all 22 parameters sharded over dp_shard"),
-        (lambda name: "layers.2" in name or "layers.3" in name, "all 16 parameters in layers 2, 3"),
         (
-            lambda name: NAMES.index(name) >= 17,
-            f"all 18 parameters from {NAMES[17]} on in the order of the model",
+            [name for name in NAMES if "norm" in name],
+            "parameters of 1 dim, or with norm in their names, and of no others of 27",
         ),
-        (lambda name: NAMES.index(name) < 9, f"all 9 parameters before {NAMES[9]} in the order of the model"),
+        ([name for name in NAMES if "up" in name.split(".")], "with up in their names"),
+        ([name for name in NAMES if name.startswith(("layers.1.", "layers.2."))], "in layers 1, 2"),
+        (NAMES[13:], "from layers.2.attention_norm.weight on in the order of the model"),
+        (NAMES[:13], "before layers.2.attention_norm.weight in the order of the model"),
+        (NAMES[1::2], "at odd places in the order of the model"),
         (
-            lambda name: NAMES.index(name) >= 17 and "experts" not in name,
-            f"without experts in their names from {NAMES[17]} on in the order of the model",
+            [name for name in NAMES if "norm" not in name and name.startswith("layers.3.")],
+            "of 2 dims in layer 3",
         ),
-        (
-            lambda name: "q_proj" in name and "layers.0" not in name,
-            "with q_proj in their names in layers 1-3",
-        ),
-        (lambda name: NAMES.index(name) % 2 == 1, "at odd places in the order of the model"),
     ],
 )
-def test_the_simplest_exact_part_is_named(is_affected: Callable[[str], bool], said: str) -> None:
-    part = look(is_affected)
+def test_the_simplest_traits_of_exactly_these_are_said(affected: list[str], words: str) -> None:
+    assert words in describe(affected)
+
+
+def test_a_part_that_is_cut_over_an_axis_is_said_where_no_name_tells_it() -> None:
+    regions = {f"p{n}": REGIONS["layers.0.up.weight" if n % 3 else "head.weight"] for n in range(24)}
+    affected = [name for name, held in regions.items() if held is REGIONS["layers.0.up.weight"]]
+    part = find_part(affected, [name for name in regions if name not in affected], regions, GROUPS)
     assert part is not None
-    assert said in describe_part(part)
+    assert [trait.kind for trait in part.traits] in (["sharded"], ["smaller"])
 
 
-def test_one_unaffected_tensor_more_is_no_part() -> None:
-    assert look(lambda name: "experts" in name and name != "layers.2.moe.experts.up_proj") is None
+def test_what_is_not_known_of_others_does_not_matter() -> None:
+    norms = [name for name in NAMES if "norm" in name]
+    others = [name for name in NAMES if "norm" not in name]
+    assert "with norm in their names" in describe(norms[:-1], others)
 
 
-def test_parts_of_chance_are_not_named() -> None:
-    """Any set has some description if that may be long enough."""
-    generator, named = random.Random(0), 0
-    for _ in range(300):
-        chosen = set(generator.sample(NAMES, generator.randint(1, len(NAMES) - 1)))
-        named += look(chosen.__contains__) is not None
-    assert named <= 3
+def test_all_parameters_and_single_ones_are_no_part() -> None:
+    assert describe(NAMES) == ""
+    assert describe([NAMES[3]]) == ""
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9, 13])
+def test_of_parameters_that_are_drawn_by_lot_hardly_any_are_said_to_be_a_part(count: int) -> None:
+    draw = random.Random(count)
+    told = sum(bool(describe(draw.sample(NAMES, count))) for _ in range(200))
+    assert told <= 4

@@ -48,7 +48,7 @@ def exchange(
         owners = [rows[place][1] for place in order]
         given = [x[rows[place][0] // k] for place in there(order)]
         computed = [
-            run_expert(value, serve(rank, place, owner))
+            run_expert(value, taker) if (taker := serve(rank, place, owner)) >= 0 else torch.zeros_like(value)
             for place, (value, owner) in enumerate(zip(given, owners, strict=True))
         ]
         for (copy, _), place in zip(rows, back(inverse), strict=True):
@@ -81,6 +81,70 @@ def test_rows_by_rank_that_are_taken_for_rows_by_expert() -> None:
     counts = [[int((owner[tokens] == rank).sum()) for tokens in CALL] for rank in range(2)]
     wrong = exchange(serve=lambda rank, place, expert: rank * half + int(place >= counts[rank][0]))
     assert name_changes(explain(experts, exchange(), wrong)) == [[("counts", "by-rank")]]
+
+
+def list_counts() -> Tensor:
+    """Return how many rows each rank sends to each expert, (2, experts)."""
+    experts = make_experts()
+    ids = experts.ids.flatten(0, 1)
+    return torch.stack([torch.bincount(ids[tokens].flatten(), minlength=experts.count) for tokens in CALL])
+
+
+COUNTS: list[tuple[str, int, Callable[[Tensor, int], list[int]]]] = [
+    ("as-next", 0, lambda sent, rank: [own(sent, rank)[1], *own(sent, rank)[1:]]),
+    ("as-before", 1, lambda sent, rank: [own(sent, rank)[0], own(sent, rank)[0], *own(sent, rank)[2:]]),
+    ("starts", 0, lambda sent, rank: [0, *own(sent, rank)[:-1]]),
+    ("running", 0, lambda sent, rank: torch.tensor(own(sent, rank)).cumsum(0).tolist()),
+    ("equal", 0, lambda sent, rank: [sum(own(sent, rank)) // len(own(sent, rank))] * len(own(sent, rank))),
+    ("padded", 4, lambda sent, rank: [-(-count // 4) * 4 for count in own(sent, rank)]),
+    ("floored", 4, lambda sent, rank: [count // 4 * 4 for count in own(sent, rank)]),
+    ("of-rank", 1, lambda sent, rank: own(sent, 1 - rank)),
+    ("first-rank", 0, lambda sent, rank: own(sent, 0)),
+    ("own-alone", 0, lambda sent, rank: sent[rank].view(2, -1)[rank].tolist()),
+    ("from-rank", 1, lambda sent, rank: sent[1].view(2, -1)[rank].tolist()),
+    ("sent-first", 0, lambda sent, rank: sent[rank].view(2, -1)[0].tolist()),
+    ("none", 1, lambda sent, rank: [n * (at != 1) for at, n in enumerate(own(sent, rank))]),
+]
+
+
+def own(sent: Tensor, rank: int) -> list[int]:
+    """Return the rows of each expert of a rank."""
+    return sent.sum(0).view(2, -1)[rank].tolist()  # type: ignore[no-any-return]
+
+
+def misserve(taken: Callable[[Tensor, int], list[int]]) -> Tensor:
+    """Return what two ranks combine whose experts take other counts of rows, and zeros for rows that none takes."""
+    sent, half = list_counts(), make_experts().count // 2
+
+    def serve(rank: int, place: int, expert: int) -> int:
+        del expert
+        ends = torch.tensor(taken(sent, rank)).cumsum(0)
+        local = int((ends <= place).sum())
+        return rank * half + local if local < half else -1
+
+    return exchange(serve=serve)
+
+
+@pytest.mark.parametrize(("way", "number", "taken"), COUNTS, ids=[way for way, _, _ in COUNTS])
+def test_rows_by_other_counts(way: str, number: int, taken: Callable[[Tensor, int], list[int]]) -> None:
+    right, wrong = exchange(), misserve(taken)
+    assert not torch.allclose(right, wrong)
+    found = explain(make_experts(), right, wrong)
+    assert found is not None
+    named = [(change.way, int(change.number or 0)) for changes in found.variants for change in changes]
+    assert (way, number) in named
+    assert len(found.variants) <= 3
+
+
+def test_counts_that_are_none_of_the_grammars_are_not_named() -> None:
+    """Each rank's second expert gets three rows of the first one's, and the last one loses two."""
+    right = exchange()
+    wrong = misserve(
+        lambda sent, rank: [own(sent, rank)[0] - 3, own(sent, rank)[1] + 1, *own(sent, rank)[2:]]
+    )
+    found = explain(make_experts(), right, wrong)
+    assert not torch.allclose(right, wrong)
+    assert found is None or not found.variants
 
 
 def compute(run: Callable[[Tensor, int], Tensor]) -> Tensor:

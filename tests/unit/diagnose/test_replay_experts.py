@@ -12,12 +12,9 @@ from torch import Tensor
 from wrong_tensors import make_tensor
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.replay.attention import Chunks
-from moeverify.diagnose.replay.experts import (
-    CombineGradientFormula,
-    ExpertsFormula,
-    ExpertsGradientFormula,
-)
+from moeverify.diagnose.replay.chunks import Chunks
+from moeverify.diagnose.replay.experts import ExpertsFormula
+from moeverify.diagnose.replay.experts_gradient import CombineGradientFormula, ExpertsGradientFormula
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import Formula, Found, find_variant
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor

@@ -10,7 +10,8 @@ import torch
 from replays import LENGTH, ROWS, ZIGZAG, make_model, name_changes
 from torch import Tensor
 
-from moeverify.diagnose.replay.attention import AttentionFormula, Chunks
+from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.language import Found, find_variant
 from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor

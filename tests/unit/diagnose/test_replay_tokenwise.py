@@ -13,8 +13,9 @@ from torch.nn import functional
 from wrong_tensors import make_tensor
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.replay.attention import Chunks
-from moeverify.diagnose.replay.experts import ExpertsFormula, ExpertsGradientFormula
+from moeverify.diagnose.replay.chunks import Chunks
+from moeverify.diagnose.replay.experts import ExpertsFormula
+from moeverify.diagnose.replay.experts_gradient import ExpertsGradientFormula
 from moeverify.diagnose.replay.formulas import RightModules, make_formula
 from moeverify.diagnose.replay.language import Cell, find_variant
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor

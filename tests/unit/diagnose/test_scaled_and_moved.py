@@ -14,6 +14,7 @@ from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInput
 from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Source
 from moeverify.results.formula_names import BiasWay
 from moeverify.results.operation import MovedOtherwise, Scaled
 
@@ -41,6 +42,43 @@ def test_values_of_another_deviation_have_the_root_of_an_axis(
     assert whole.factor.value == pytest.approx(value, rel=2 * torch.finfo(dtype).eps)
     assert whole.factor.power == power
     assert whole.factor.equals
+
+
+SIZED = replace(AXES, module_counts=[Source(name="layers", size=3)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (6**-0.5, "residual branches (2 a layer)"),
+        (3**0.5, "layers"),
+        (24**-0.5, "rows of the weight"),
+        (40**0.5, "columns of the weight"),
+        (64**-0.5, "rows and columns of the weight"),
+    ],
+)
+def test_values_that_are_scaled_by_depth_or_width_name_it(
+    value: float, name: str, dtype: torch.dtype
+) -> None:
+    expected = store(draw(24, 40), dtype)
+    tensor = make_tensor(expected, store(value * expected, dtype), kind="initial_weight", precision=dtype)
+    explanation = examine("scaled_values", tensor, make_inputs(tensor, axes=SIZED)).explanation
+    (whole,) = explanation.operation.contributions
+    assert [product.sources for product in whole.factor.equals] == [(name,)]
+    assert whole.factor.power == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hardly_any_number_that_is_drawn_by_lot_gets_a_name(dtype: torch.dtype) -> None:
+    expected = store(draw(24, 40), dtype)
+    values = (torch.rand(100, generator=torch.Generator().manual_seed(0)).double() * 4.0 - 2.0).exp()
+    named = 0
+    for value in values.tolist():
+        tensor = make_tensor(expected, store(value * expected, dtype), kind="initial_weight", precision=dtype)
+        explanation = examine("scaled_values", tensor, make_inputs(tensor, axes=SIZED)).explanation
+        named += explanation is not None and bool(explanation.operation.contributions[0].factor.equals)
+    assert named <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -308,6 +308,17 @@ OPERATIONS = [
         explain(
             Cause.FORWARD,
             OUTPUT,
+            Reweighted(rows="moe.experts", way="of-others", num_wrong=7, num_rows=8),
+            module="moe",
+        ),
+        "moe sums rows of other tokens, or none, in the place of 7 of the 8 rows that moe.experts returns "
+        "(inputs match)",
+        "moe",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
             Reweighted(rows="moe.experts", way="other", num_wrong=8, num_rows=8),
             module="moe",
         ),

@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 from factor_sentences import FACTORS
+from layout_sentences import LAYOUTS
+from loss_sentences import LOSSES
 from operation_sentences import OPERATIONS
 from value_sentences import VALUES
 
@@ -14,7 +16,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

@@ -171,6 +171,10 @@ LINES = [
         KeptElements(num_kept=3, num_elements=12),
         "3 of 12 elements are wrong and as they were before the load",
     ),
+    (
+        WeightsOfTokens(least=2.5, most=5.0, num_tokens=9),
+        "the gradients of 9 tokens from the loss are 2.5 to 5 times the right ones",
+    ),
     (WrongElements(num_wrong=3, num_elements=8), "3 of 8 elements differ"),
     (
         HiddenByRounding(precision="bfloat16"),

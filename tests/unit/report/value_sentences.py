@@ -57,10 +57,17 @@ VALUES = [
             Cause.DETACHED,
             GRADIENT,
             LostElements(
-                num_lost=8, num_elements=64, at_end=False, ranks=(1,), dim=0, slices=(53,), num_slices=1
+                num_lost=8,
+                num_elements=64,
+                at_end=False,
+                ranks=(1,),
+                dim=0,
+                slices=(53,),
+                num_slices=1,
+                own=(5,),
             ),
         ),
-        "slice 53 along dim 0 of the gradient is zero on rank 1",
+        "slice 53 along dim 0 of the gradient is zero on rank 1, 5 of its own part",
         "",
     ),
     (
@@ -109,11 +116,6 @@ VALUES = [
         "the initial values of 2 tensors have slices along dim 1 that are copies of others: 8 holds 0, 9 holds 1, "
         "10 holds 2, 11 holds 3, and 4 more",
         "dim 1",
-    ),
-    (
-        explain(Cause.PERMUTATION, OUTPUT, Moved(unit="token", num_moves=112), module="layers.1.moe"),
-        "112 tokens of the output of layers.1.moe hold the values of other tokens",
-        "layers.1.moe",
     ),
     (
         explain(Cause.PERMUTATION, GRADIENT, Moved(unit="element")),

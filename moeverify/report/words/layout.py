@@ -1,0 +1,271 @@
+"""Words for values that stand in the order of another layout, and for tokens that have the values of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.words.subject import Phrase, name_subject
+from moeverify.results.change import Change
+from moeverify.results.explanation import Explanation
+from moeverify.results.layout import (
+    Dim,
+    Order,
+    OtherRows,
+    Reordered,
+    Run,
+    Span,
+    TakenCounts,
+    TokenPlaces,
+    TokenValues,
+)
+
+_PLURALS = {"batch": "batch rows", "sequence": "positions"}
+_NUMBERED = ("ranks", "chunks", "parts", "groups", "heads", "key-value heads", "experts")
+_MOST_LISTED, _FEW = 8, 4
+_MOST_RUNS = 2
+
+
+def describe_reordered(operation: Reordered, explanation: Explanation) -> str:
+    """Return which layout right values were read in, or in which order parts of them stand."""
+    subject = name_subject(explanation.subject)
+    texts = [_describe_order(order, subject) for order in operation.orders]
+    text = f"{subject} {texts[0]}"
+    if len(texts) > 1:
+        text += "".join(f", or {each}" for each in texts[1:]) + ": the values are the same here"
+    text += f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
+    numbers = ", ".join(map(str, operation.micro_batches))
+    return text + (f", in micro-batch {numbers} alone" if numbers else "")
+
+
+def _describe_order(order: Order, subject: Phrase) -> str:
+    have, be = subject.pick("has", "have"), subject.be
+    if order.way in ("stored", "read"):
+        dims, right = _leave_out_fixed(order.dims, order.right)
+        if order.way == "stored" and _is_interleaved(dims, right):
+            parts = _name_blocks(right[0])
+            return f"{have} {parts} interleaved, one by one, that should come one after the other"
+        if order.way == "read" and _is_interleaved(dims, right):
+            what = _PLURALS.get(right[1].name, right[1].name)
+            parts = (
+                f"{have} {'elements' if what == 'width' else what} dealt in turn to {_name_blocks(right[0])}"
+            )
+            return f"{parts}, where each should have its own one after the other"
+        stored, read = (dims, right) if order.way == "stored" else (right, dims)
+        return f"{be} stored as {_name_dims(stored)} and read as {_name_dims(read)}"
+    return f"{have} {_describe_turn(order)}"
+
+
+def _describe_turn(order: Order) -> str:
+    """Return the order in which the parts along one dim stand."""
+    (dim,) = order.dims
+    at = order.right.index(dim) if dim in order.right else 0
+    outer = order.right[at - 1] if at else None
+    if outer is not None and outer.of is not None and dim.name in (outer.of, "width"):
+        one = "elements" if dim.name == "width" else dim.name
+        return f"within each of {outer.size} {_name_parts(outer)} {_describe_parts(order, one)}"
+    return _describe_parts(order, _name_parts(dim))
+
+
+def _describe_parts(order: Order, what: str) -> str:
+    (dim,) = order.dims
+    what = _PLURALS.get(what, what)
+    size, number = dim.size, order.number
+    if order.way == "same":
+        return f"in all {size} {what} what belongs to {_name_one(dim, number)}"
+    if order.way == "before":
+        return "in each micro-batch after the first what belongs into the one before"
+    if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
+        places = list(range(size))
+        half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]
+        listed = {
+            "reversed": places[::-1],
+            "rolled": places[-number:] + places[:-number],
+            "zigzag": half,
+            "out-of-zigzag": sorted(range(len(half)), key=half.__getitem__),
+        }[order.way]
+        return f"the {size} {what} in the order {', '.join(map(str, listed))}"
+    if order.way == "reversed":
+        return f"the {size} {what} in reverse order"
+    if order.way == "rolled":
+        moved = number if 2 * number <= size else number - size
+        late = "late" if moved > 0 else "early"
+        plural = "" if abs(moved) == 1 else "s"
+        return f"the {size} {what} {abs(moved)} place{plural} too {late}, around the end"
+    zigzag = "a zigzag" if order.way == "zigzag" else "what undoes a zigzag"
+    return f"the {size} {what} in the order of {zigzag}"
+
+
+def _leave_out_fixed(dims: Sequence[Dim], right: Sequence[Dim]) -> tuple[Sequence[Dim], Sequence[Dim]]:
+    """Return two orders of dims without what is first, or last, in both."""
+    start, stop = 0, len(dims)
+    while dims[start] == right[start]:
+        start += 1
+    while dims[stop - 1] == right[stop - 1]:
+        stop -= 1
+    return dims[start:stop], right[start:stop]
+
+
+def _is_interleaved(dims: Sequence[Dim], right: Sequence[Dim]) -> bool:
+    """Return whether the two dims that change places are parts of one dim and what is in each of them."""
+    return len(dims) == 2 and right[0].of is not None and right[1].name in (right[0].of, "width")
+
+
+def _name_blocks(dim: Dim) -> str:
+    return f"{dim.size} {_name_parts(dim)}"
+
+
+def _name_dims(dims: Sequence[Dim]) -> str:
+    return f"[{', '.join(f'{_name_parts(dim)} {dim.size}' for dim in dims)}]"
+
+
+def _name_parts(dim: Dim) -> str:
+    """Return what runs along a dim: `ranks of cp`, `chunks of the sequence`, `heads`."""
+    if dim.name == "ranks":
+        return f"ranks of {dim.axis}"
+    if dim.name in ("chunks", "parts", "groups"):
+        return f"{dim.name} of the {dim.of}"
+    return dim.name
+
+
+def _name_one(dim: Dim, number: int) -> str:
+    """Return one part along a dim, by its number."""
+    if dim.name == "ranks":
+        return f"rank {number} of {dim.axis}"
+    return f"number {number}"
+
+
+def describe_token_values(operation: TokenValues, explanation: Explanation) -> str:
+    """Return which tokens have which other values."""
+    subject = name_subject(explanation.subject)
+    one = operation.num_tokens == 1
+    which = f"{format_count(operation.num_tokens, 'token')} of {subject}{_name_places(operation.places)}"
+    if operation.way == "zero":
+        return f"{which} {'is' if one else 'are'} zero"
+    if operation.way == "twice":
+        return f"{which} {'counts' if one else 'count'} twice"
+    what = f"{'holds' if one else 'hold'} the values of other tokens"
+    if operation.way == "added":
+        what = f"{'has' if one else 'have'} the values of other tokens added to their own"
+    if operation.of_ranks:
+        pairs = ", ".join(
+            f"rank {each.rank} what belongs to rank {each.source}" for each in operation.of_ranks
+        )
+        return f"{which} {what}: {pairs}"
+    if operation.offset is not None and operation.num_runs > 1:
+        return f"{which} {what}: those {_describe_offset(*operation.offset)}"
+    listed = ", ".join(_describe_run(run) for run in operation.runs[:_MOST_RUNS])
+    num_more = operation.num_runs - _MOST_RUNS
+    more = f", and {num_more} more runs" if num_more > 0 else ""
+    return f"{which} {what}: {listed}{more}"
+
+
+def _describe_offset(rows: int, positions: int) -> str:
+    """Return `1 position before them`, `2 rows after them`."""
+    words = [
+        f"{format_count(abs(number), noun)} {'after' if number > 0 else 'before'} them"
+        for number, noun in ((rows, "row"), (positions, "position"))
+        if number
+    ]
+    return f"{' and '.join(words)} on the same rank, around the end"
+
+
+def _describe_run(run: Run) -> str:
+    row, start = run.source
+    count = run.stop - run.start
+    if run.step == 0 and count > 1:
+        source = f"{start}"
+    else:
+        source = _name_span(start, start + count) if run.step >= 0 else f"{start} down to {start - count + 1}"
+    places = _name_spans("position", [Span(start=run.start, stop=run.stop)])
+    return f"{places} of row {run.row} {'that' if count == 1 else 'those'} of {source} of row {row}"
+
+
+def _name_places(places: TokenPlaces | None) -> str:
+    """Return where tokens are: `, at positions 6-7 of the 8 of each rank`."""
+    if places is None:
+        return ""
+    words = []
+    if places.flat:
+        size = places.size[0] * places.size[1]
+        words.append(f"{_name_spans('token', places.flat)} of the {size} of each rank")
+    of = "the batch" if places.in_batch else "each rank"
+    if places.rows:
+        words.append(f"{_name_spans('row', places.rows)} of the {places.size[0]} of {of}")
+    if places.positions:
+        words.append(f"{_name_spans('position', places.positions)} of the {places.size[1]} of {of}")
+    text = f", at {' and '.join(words)}," if words else ""
+    if places.micro_batches:
+        text += f" in micro-batch {', '.join(map(str, places.micro_batches))}"
+    return text + (f" on {format_ranks(places.ranks)}" if places.ranks else "")
+
+
+def _name_spans(noun: str, spans: Sequence[Span]) -> str:
+    """Return `row 3`, `positions 0-3, 8-11`."""
+    is_one = len(spans) == 1 and spans[0].stop == spans[0].start + 1
+    return f"{noun}{'' if is_one else 's'} {', '.join(_name_span(each.start, each.stop) for each in spans)}"
+
+
+def _name_span(start: int, stop: int) -> str:
+    return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
+    """Return which rows come back from experts in the place of the right ones."""
+    module = explanation.subject.module
+    which = f"{operation.num_wrong} of the {operation.num_rows} token copies of {module} come back with other rows"
+    if operation.counts is not None:
+        return f"{which} (inputs match): {_describe_counts(operation.counts)}"
+    if operation.offset is not None:
+        places = format_count(operation.offset, "place")
+        return (
+            f"{which} (inputs match): with the row that stands {places} before theirs among those of the rank"
+        )
+    kinds = []
+    for each in operation.served:
+        of = f"{each.num_rows} of the {each.num_all} of expert {each.expert}"
+        if each.by < 0:
+            kinds.append(f"{of} as zeros")
+        elif each.of_others:
+            kinds.append(f"{of} with those of other tokens, by expert {each.by}")
+        else:
+            kinds.append(f"{of} by expert {each.by}")
+    more = f", and {operation.num_more} more" if operation.num_more else ""
+    return f"{which} (inputs match): {', '.join(kinds)}{more}"
+
+
+def _describe_counts(counts: TakenCounts) -> str:
+    """Return by which counts experts take the rows of their rank."""
+    rows = f"the rows of rank {counts.rank}'s expert {counts.expert} end at {counts.end}"
+    whose = f"{rows} where its count says"
+    text = f"{whose} {counts.right_end}"
+    if counts.order:
+        pairs = [f"{at} that of {source}" for at, source in enumerate(counts.order) if at != source]
+        return f"experts take each other's counts of rows, {', '.join(pairs)}: {text}"
+    if counts.micro_batch is not None:
+        return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
+    return f"experts take other counts of rows: {text}"
+
+
+_HEADS: Mapping[str, tuple[str, str]] = {  # in which order they are stored, and read
+    "sequence-first": ("sequence, batch", "batch, sequence"),
+    "batch-first": ("batch, sequence", "sequence, batch"),
+    "heads-first": ("heads, sequence", "sequence, heads"),
+    "heads-last": ("sequence, heads", "heads, sequence"),
+    "width-first": ("width, heads", "heads, width"),
+    "width-last": ("heads, width", "width, heads"),
+    "ranks-first": ("ranks, batch", "batch, ranks"),
+    "ranks-last": ("batch, ranks", "ranks, batch"),
+}
+
+
+def describe_head_layout(change: Change) -> str:
+    """Return in which layout heads, or the gradient of what they put out, are read; nothing for other changes."""
+    if change.part not in ("layout", "gradient-layout"):
+        return ""
+    what = "queries, keys and values" if change.name == "all" else change.name
+    what = what or "the gradient of what the heads put out"
+    if change.way == "ranks-reversed":
+        return f"with {what} in the reverse order of ranks"
+    stored, read = _HEADS[change.way]
+    return f"with {what} stored as [{stored}] and read as [{read}]"

@@ -1,0 +1,88 @@
+"""Rows that experts return in the place of others, told from the sums of tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_replay_experts import make_experts, run_expert
+from torch import Tensor
+
+from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows, RowFinder
+
+Rows = dict[tuple[int, int], tuple[int, int]]  # (token, choice): (token, expert)
+
+
+@torch.no_grad()
+def combine(other: Rows) -> tuple[Tensor, Tensor]:
+    """Return what tokens should be, and what they are with the rows of others."""
+    experts = make_experts()
+    x, ids, weights = (each.flatten(0, 1) for each in (experts.x, experts.ids, experts.weights))
+
+    def run(changed: Rows) -> Tensor:
+        out = torch.zeros_like(x)
+        for token, choice in [(t, c) for t in range(len(x)) for c in range(ids.shape[1])]:
+            source, expert = changed.get((token, choice), (token, int(ids[token, choice])))
+            if source != LOST:
+                out[token] += weights[token, choice] * run_expert(x[source], expert)
+        return out
+
+    return run({}), run(other)
+
+
+def find(other: Rows) -> Rows | None:
+    experts = make_experts()
+    expected, actual = combine(other)
+    found = ExpertRows(experts).find(actual, expected, 1e-9)
+    if found is None:
+        return None
+    ids = experts.ids.flatten(0, 1)
+    return {
+        (t, c): (int(found.tokens[t, c]), int(found.experts[t, c]))
+        for t in range(len(ids))
+        for c in range(ids.shape[1])
+        if (int(found.tokens[t, c]), int(found.experts[t, c])) != (t, int(ids[t, c]))
+    }
+
+
+def other_expert(token: int, choice: int) -> int:
+    ids = make_experts().ids.flatten(0, 1)
+    return next(expert for expert in range(make_experts().count) if expert not in ids[token].tolist())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {(0, 1): (LOST, LOST)},
+        {(0, 1): (0, other_expert(0, 1)), (3, 0): (3, other_expert(3, 0))},
+        {(2, 0): (5, 1)},
+        {(2, 0): (5, 1), (2, 1): (7, 0)},
+        {(4, 0): (LOST, LOST), (4, 1): (6, 1)},
+    ],
+)
+def test_rows_of_other_tokens_and_experts_are_found(rows: Rows) -> None:
+    assert find(rows) == rows
+
+
+def test_outputs_that_are_no_sum_of_rows_are_not_explained() -> None:
+    expected, actual = combine({(0, 1): (LOST, LOST)})
+    actual[3] *= 1.001
+    assert ExpertRows(make_experts()).find(actual, expected, 1e-9) is None
+    assert ExpertRows(make_experts()).find(expected, expected, 1e-9) is None
+
+
+def test_all_three_choices_of_a_token_may_be_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(30, 8, dtype=torch.float64, generator=generator)
+    weights = torch.rand(10, 3, dtype=torch.float64, generator=generator) + 0.1
+    own = torch.arange(30).view(10, 3)
+    taken = own.clone()
+    taken[4] = torch.tensor([20, 7, 1])
+
+    def combine_all(which: Tensor) -> Tensor:
+        return (rows[which] * weights.unsqueeze(-1)).sum(1)
+
+    finder = RowFinder(rows, own, weights, lambda token, choice: torch.arange(30))
+    found = finder.find(combine_all(taken), combine_all(own), 1e-9)
+    assert found is not None
+    assert torch.equal(found, taken)
+    assert RowFinder(rows, own, weights).find(combine_all(taken), combine_all(own), 1e-9) is None

@@ -1,0 +1,283 @@
+"""Explanations with their sentences: values in the order of another layout, and tokens with the values of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explanations import BACK, OUTPUT, explain
+
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Quantity
+from moeverify.results.layout import (
+    Dim,
+    Order,
+    OtherRows,
+    RankSource,
+    Reordered,
+    Run,
+    Served,
+    Span,
+    TakenCounts,
+    TokenPlaces,
+    TokenValues,
+)
+from moeverify.results.operation import Change, Varied
+
+BATCH, SEQUENCE, FEATURES = (
+    Dim(name="batch", size=16),
+    Dim(name="sequence", size=8),
+    Dim(name="features", size=64),
+)
+TOKENS = (BATCH, SEQUENCE, FEATURES)
+CHUNKS = Dim(name="chunks", size=4, of="sequence")
+INNER = SEQUENCE.model_copy(update={"size": 2})
+HEADS, WIDTH = Dim(name="heads", size=8, of="features"), Dim(name="width", size=8)
+RANKS = Dim(name="ranks", size=2, axis="cp")
+ROWS, COLUMNS = Dim(name="rows", size=32), Dim(name="columns", size=16)
+BATCH_PARTS = Dim(name="parts", size=4, of="batch")
+HALVES = Dim(name="parts", size=2, of="rows")
+
+
+def reorder(
+    way: Any, *dims: Dim, right: tuple[Dim, ...] = TOKENS, number: int = 0, **fields: Any
+) -> Reordered:
+    order = Order(way=way, dims=dims, right=right, number=number)
+    return Reordered(scope="rank", orders=(order,), **fields)
+
+
+def say(operation: Any, sentence: str, quantity: Quantity = OUTPUT) -> tuple[Any, str, str]:
+    return explain(Cause.PERMUTATION, quantity, operation, module="attention"), sentence, "attention"
+
+
+SEQUENCE_FIRST = reorder("stored", SEQUENCE, BATCH, FEATURES)
+LAYOUTS = [
+    say(
+        SEQUENCE_FIRST,
+        "the output of attention is stored as [sequence 8, batch 16] and read as [batch 16, sequence 8]",
+    ),
+    say(
+        reorder("read", SEQUENCE, BATCH, FEATURES, ranks=(1,)),
+        "the gradient that attention passes back is stored as [batch 16, sequence 8] and read as [sequence "
+        "8, batch 16], "
+        "on rank 1 alone",
+        BACK,
+    ),
+    say(
+        reorder("stored", BATCH, WIDTH, HEADS, right=(BATCH, HEADS, WIDTH)),
+        "the output of attention has 8 heads interleaved, one by one, that should come one after the other",
+    ),
+    say(
+        reorder("read", INNER, CHUNKS, FEATURES, right=(CHUNKS, INNER, FEATURES)),
+        "the output of attention has positions dealt in turn to 4 chunks of the sequence, where each should "
+        "have its own "
+        "one after the other",
+    ),
+    say(
+        reorder("read", BATCH, RANKS, SEQUENCE, right=(RANKS, BATCH, SEQUENCE)),
+        "the output of attention is stored as [ranks of cp 2, batch 16] and read as [batch 16, ranks of cp 2]",
+    ),
+    say(
+        reorder("rolled", RANKS, right=(RANKS, *TOKENS), number=1),
+        "the output of attention has the 2 ranks of cp in the order 1, 0",
+    ),
+    say(
+        reorder("zigzag", CHUNKS, right=(CHUNKS, INNER)),
+        "the output of attention has the 4 chunks of the sequence in the order 0, 3, 1, 2",
+    ),
+    say(
+        reorder("out-of-zigzag", CHUNKS, right=(CHUNKS, INNER)),
+        "the output of attention has the 4 chunks of the sequence in the order 0, 2, 3, 1",
+    ),
+    say(reorder("reversed", BATCH), "the output of attention has the 16 batch rows in reverse order"),
+    say(
+        reorder("rolled", BATCH, number=15),
+        "the output of attention has the 16 batch rows 1 place too early, around the end",
+    ),
+    say(
+        reorder("same", RANKS, right=(RANKS, *TOKENS), number=1),
+        "the output of attention has in all 2 ranks of cp what belongs to rank 1 of cp",
+    ),
+    say(
+        reorder("before", Dim(name="micro-batches", size=2)),
+        "the output of attention has in each micro-batch after the first what belongs into the one before",
+    ),
+    (
+        explain(
+            Cause.PERMUTATION,
+            Quantity.INITIAL_VALUE,
+            reorder("rolled", HALVES, right=(HALVES, ROWS, COLUMNS), number=1),
+        ),
+        "the initial values have the 2 parts of the rows in the order 1, 0",
+        "",
+    ),
+    (
+        explain(
+            Cause.PERMUTATION,
+            Quantity.GRADIENT,
+            Reordered(
+                scope="whole",
+                orders=(
+                    Order(way="stored", dims=(COLUMNS, ROWS), right=(ROWS, COLUMNS)),
+                    Order(way="reversed", dims=(ROWS,), right=(ROWS, COLUMNS)),
+                ),
+            ),
+        ),
+        "the gradient is stored as [columns 16, rows 32] and read as [rows 32, columns 16], or has the 32 "
+        "rows in reverse "
+        "order: the values are the same here",
+        "",
+    ),
+    say(
+        TokenValues(
+            way="moved", num_tokens=112, runs=(Run(row=0, start=4, stop=8, source=(2, 0)),), num_runs=1
+        ),
+        "112 tokens of the output of attention hold the values of other tokens: positions 4-7 of row 0 those "
+        "of 0-3 of "
+        "row 2",
+    ),
+    say(
+        TokenValues(
+            way="moved",
+            num_tokens=5,
+            runs=(
+                Run(row=0, start=4, stop=8, source=(2, 3), step=-1),
+                Run(row=1, start=4, stop=6, source=(1, 3), step=0),
+                Run(row=3, start=1, stop=2, source=(1, 3)),
+            ),
+            num_runs=7,
+        ),
+        "5 tokens of the output of attention hold the values of other tokens: positions 4-7 of row 0 those "
+        "of 3 down to "
+        "0 of row 2, positions 4-5 of row 1 those of 3 of row 1, and 5 more runs",
+    ),
+    say(
+        TokenValues(
+            way="moved",
+            num_tokens=8,
+            places=TokenPlaces(ranks=(1,), micro_batches=(1,), rows=(Span(start=0, stop=1),), size=(4, 8)),
+            of_ranks=(RankSource(rank=1, source=0),),
+        ),
+        "8 tokens of the output of attention, at row 0 of the 4 of each rank, in micro-batch 1 on rank 1 "
+        "hold the values "
+        "of other tokens: rank 1 what belongs to rank 0",
+    ),
+    say(
+        TokenValues(
+            way="zero", num_tokens=1, places=TokenPlaces(flat=(Span(start=31, stop=32),), size=(4, 8))
+        ),
+        "1 token of the output of attention, at token 31 of the 32 of each rank, is zero",
+    ),
+    say(
+        TokenValues(
+            way="twice",
+            num_tokens=4,
+            places=TokenPlaces(positions=(Span(start=6, stop=8),), size=(4, 8), in_batch=True),
+        ),
+        "4 tokens of the output of attention, at positions 6-7 of the 8 of the batch, count twice",
+    ),
+    say(
+        TokenValues(
+            way="added", num_tokens=4, runs=(Run(row=0, start=4, stop=8, source=(2, 0)),), num_runs=1
+        ),
+        "4 tokens of the output of attention have the values of other tokens added to their own: positions "
+        "4-7 of row 0 "
+        "those of 0-3 of row 2",
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            OtherRows(
+                num_wrong=12,
+                num_rows=512,
+                served=(
+                    Served(expert=1, by=2, of_others=False, num_rows=5, num_all=60),
+                    Served(expert=3, by=-1, of_others=False, num_rows=3, num_all=61),
+                    Served(expert=4, by=4, of_others=True, num_rows=2, num_all=62),
+                ),
+                num_more=2,
+            ),
+            module="moe.dispatcher",
+        ),
+        "12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): 5 of the 60 "
+        "of expert 1 "
+        "by expert 2, 3 of the 61 of expert 3 as zeros, 2 of the 62 of expert 4 with those of other tokens, "
+        "by expert 4, "
+        "and 2 more",
+        "moe.dispatcher",
+    ),
+    *(
+        (
+            explain(
+                Cause.FORWARD,
+                OUTPUT,
+                OtherRows(num_wrong=12, num_rows=512, served=(), counts=counts, offset=offset),
+                module="moe.dispatcher",
+            ),
+            f"12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): {text}",
+            "moe.dispatcher",
+        )
+        for counts, offset, text in [
+            (
+                TakenCounts(rank=1, expert=0, end=45, right_end=57, order=(1, 0, 2)),
+                None,
+                "experts take each other's counts of rows, 0 that of 1, 1 that of 0: the rows of rank 1's "
+                "expert 0 end "
+                "at 45 where its count says 57",
+            ),
+            (
+                TakenCounts(rank=0, expert=2, end=45, right_end=57, micro_batch=0),
+                None,
+                "experts take the counts of rows of micro-batch 0: the rows of rank 0's expert 2 end at 45 where its "
+                "count says 57",
+            ),
+            (
+                TakenCounts(rank=0, expert=2, end=45, right_end=57),
+                None,
+                "experts take other counts of rows: the rows of rank 0's expert 2 end at 45 where its count says 57",
+            ),
+            (None, 1, "with the row that stands 1 place before theirs among those of the rank"),
+        ]
+    ),
+    say(
+        TokenValues(
+            way="added",
+            num_tokens=32,
+            places=TokenPlaces(positions=(Span(start=0, stop=1),), size=(4, 8)),
+            offset=(0, 1),
+            num_runs=32,
+        ),
+        "32 tokens of the output of attention, at position 0 of the 8 of each rank, have the values of other tokens "
+        "added to their own: those 1 position after them on the same rank, around the end",
+    ),
+    say(
+        reorder("same", Dim(name="batch", size=2), right=(BATCH_PARTS, Dim(name="batch", size=2)), number=0),
+        "the output of attention has within each of 4 parts of the batch in all 2 batch rows what "
+        "belongs to number 0",
+    ),
+    say(
+        reorder("rolled", SEQUENCE, number=1, micro_batches=(1,)),
+        "the output of attention has the 8 positions 1 place too late, around the end, in micro-batch 1 alone",
+    ),
+    *(
+        say(
+            Varied(formula="attention", variants=((Change(part=part, way=way, name=name),),)),
+            f"attention attends with {text}",
+        )
+        for part, way, name, text in [
+            (
+                "layout",
+                "ranks-first",
+                "all",
+                "queries, keys and values stored as [ranks, batch] and read as [batch, ranks]",
+            ),
+            ("layout", "ranks-reversed", "keys", "keys in the reverse order of ranks"),
+            (
+                "gradient-layout",
+                "heads-first",
+                "",
+                "the gradient of what the heads put out stored as [heads, sequence] and read as [sequence, heads]",
+            ),
+        ]
+    ),
+]
