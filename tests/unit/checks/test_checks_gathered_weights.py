@@ -269,33 +269,3 @@ def test_values_that_no_rank_stores_have_no_source(judge: Judge) -> None:
     for reports in ([exchange("b", "a"), exchange("x", "b")], [exchange("x", "a"), exchange("x", "b")]):
         (finding,) = judge(reports)
         assert (finding.code, finding.facts.sources) == ("", ())
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_nothing_waits_for_a_gpu_while_it_trains() -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = shard(init_device_mesh("cuda", (1,)))
-        watch = GatheredWatch(model)
-        ids = torch.arange(8, device="cuda").view(2, 4)
-        for step in range(4):
-            # The first step finds where the compared elements are.
-            torch.cuda.set_sync_debug_mode("default" if step == 0 else "error")
-            watch.begin_step(step)
-            if step == 2:
-                model.blocks[0].linear.register_forward_pre_hook(_spoil)
-            model(ids)
-        torch.cuda.set_sync_debug_mode("default")
-        watch.close()
-        assert [(each.parameter, each.step) for each in list_differences(watch)] == [
-            ("blocks.0.linear.weight", 2)
-        ]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        dist.destroy_process_group()
-
-
-def _spoil(module: nn.Module, inputs: object) -> None:
-    module.weight.data.mul_(2.0)
