@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
+from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts, TermFacts
 
 _AGREE = 1e-3
 """How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
@@ -14,6 +14,9 @@ _AGREE = 1e-3
 
 _NOISE = 4.0
 """Standard errors by which two coefficients of one option may be apart besides."""
+
+_STEP = "step"
+"""The term of an update that is no decay."""
 
 
 def keep_agreeing(findings: Sequence[Finding]) -> list[Finding]:
@@ -28,21 +31,58 @@ def _keep_common_corrections(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings without corrections of moments, where those of two tensors have none in common.
 
     A correction multiplies all of a step by one number. In 16 bits one of a dozen is near to many a number, so that a
-    rate of its own in each layer looks like another correction in each.
+    rate of its own in each layer looks like another correction in each. Corrections depend on the step, too: one that
+    does not give a later step, which is off by the same number, is that number by chance.
     """
-    found: dict[tuple[str, int], list[set[Changes]]] = {}
+    by_step: dict[int, list[Finding]] = {}
+    by_tensor: dict[str, list[Finding]] = {}
     for finding in findings:
-        tried = _list_corrections(finding)
-        if tried:
-            found.setdefault((_name_result(finding), finding.step), []).append(tried)
-    apart = {key for key, tried in found.items() if not set.intersection(*tried)}
-    kept = []
-    for finding in findings:
-        facts, is_apart = finding.facts, (_name_result(finding), finding.step) in apart
-        if is_apart and _list_corrections(finding) and isinstance(facts, RecomputedFacts):
-            facts = facts.model_copy(update={"variants": ()})
-        kept.append(finding.model_copy(update={"facts": facts}))
+        if finding.kind == Kind.UPDATE:
+            by_tensor.setdefault(finding.tensor, []).append(finding)
+        if _list_corrections(finding):
+            by_step.setdefault(finding.step, []).append(finding)
+    kept = {step: _list_kept(of_step, by_tensor) for step, of_step in by_step.items()}
+    return [
+        _keep_forms(finding, kept[finding.step]) if _list_corrections(finding) else finding
+        for finding in findings
+    ]
+
+
+def _list_kept(findings: Sequence[Finding], by_tensor: Mapping[str, Sequence[Finding]]) -> set[Changes]:
+    """Return the corrections of a step's updates that other tensors, and other steps, do not speak against."""
+    tried = [_list_corrections(finding) for finding in findings]
+    kept = set()
+    for changes in set.union(*tried) if set.intersection(*tried) else ():
+        having = [finding for finding, forms in zip(findings, tried, strict=True) if changes in forms]
+        against = [each for each in having if _is_contradicted(changes, each, by_tensor[each.tensor])]
+        if 2 * len(against) <= len(having):
+            kept.add(changes)
     return kept
+
+
+def _keep_forms(finding: Finding, kept: set[Changes]) -> Finding:
+    facts = finding.facts
+    assert isinstance(facts, RecomputedFacts)
+    variants = tuple(form for form in facts.variants if form.changes in kept)
+    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
+
+
+def _is_contradicted(changes: Changes, finding: Finding, others: Sequence[Finding]) -> bool:
+    """Return whether the update of another step is off by the same number, and not by this correction."""
+    found = _find_step(finding)
+    for other in others:
+        if not isinstance(other.facts, RecomputedFacts) or changes in other.facts.tried:
+            continue
+        number = _find_step(other)
+        if found is not None and number is not None and abs(found - number) <= NEAR * abs(found):
+            return True
+    return False
+
+
+def _find_step(finding: Finding) -> float | None:
+    """Return by which factor the step of an update is there, where it is a wrong one."""
+    terms = finding.facts.wrong_terms if isinstance(finding.facts, RecomputedFacts) else ()
+    return next((term.factor for term in terms if term.name == _STEP), None)
 
 
 def _list_corrections(finding: Finding) -> set[Changes]:
