@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeverify.axes.groups import BRANCHES, LAYERS
 from moeverify.case.schema import Case
 
+INIT_STD = "init_std"
 LAYER = "place of its layer, from 1 on"
 
 
@@ -44,7 +45,7 @@ def list_options(case: Case) -> dict[str, float]:
         "clip_norm": recipe.optimizer.clip_norm or 0.0,
     }
     if model is not None:
-        options["init_std"] = model.init_std
+        options[INIT_STD] = model.init_std
     if model is not None and model.moe is not None:
         options |= {"route_scale": model.moe.route_scale, "balance_coef": model.moe.balance_coef}
         options["z_coef"] = model.moe.z_coef

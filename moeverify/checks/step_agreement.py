@@ -68,13 +68,14 @@ def _keep_forms(finding: Finding, kept: set[Changes]) -> Finding:
 
 
 def _is_contradicted(changes: Changes, finding: Finding, others: Sequence[Finding]) -> bool:
-    """Return whether the update of another step is off by the same number, and not by this correction."""
+    """Return whether another step is off by the same number, or by other corrections, and not by this one."""
     found = _find_step(finding)
     for other in others:
         if not isinstance(other.facts, RecomputedFacts) or changes in other.facts.tried:
             continue
         number = _find_step(other)
-        if found is not None and number is not None and abs(found - number) <= NEAR * abs(found):
+        is_same = found is not None and number is not None and abs(found - number) <= NEAR * abs(found)
+        if is_same or _list_corrections(other):
             return True
     return False
 

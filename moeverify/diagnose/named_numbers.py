@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moeverify.axes.groups import BRANCHES
+from moeverify.axes.groups import BRANCHES, LAYERS
+from moeverify.axes.named_numbers import LAYER
 from moeverify.results.factor import Factor, Product
 
 _CHANCE = 0.01
@@ -21,6 +22,9 @@ _WINDOW = 1.0
 """Logarithm of by how much candidates may differ to be counted as those around a factor, in both directions."""
 
 _OF_QUOTIENTS = 3
+_OF_DEPTH = (LAYERS, LAYER)
+"""What no quotient with a width means anything of."""
+
 _MOST_ALIKE = 2
 """More names for one number say nothing."""
 
@@ -66,7 +70,7 @@ def name_factor(
     }
     simplest = [each for each in hits if each.cost == cost]
     digits = 2 if cost == _OF_QUOTIENTS else 1
-    if cost > 0 and any(_is_short(value if each.product.times else 1.0 / value, digits) for each in simplest):
+    if cost > 0 and any(is_short(value if each.product.times else 1.0 / value, digits) for each in simplest):
         return None
     if len(near) * 2.0 * error / (2.0 * _WINDOW) > _CHANCE or len(simplest) > _MOST_ALIKE:
         return None
@@ -88,7 +92,7 @@ def list_expected(
     )
 
 
-def _is_short(value: float, digits: int) -> bool:
+def is_short(value: float, digits: int = 1) -> bool:
     """Return whether a number has so many digits at most."""
     return abs(value / float(f"{value:.{digits}g}") - 1.0) <= _SHORT
 
@@ -106,6 +110,8 @@ def _list_candidates(numbers: NamedNumbers, first: Sequence[str]) -> Iterator[_C
     for one, size in numbers.sizes.items():
         for other, divisor in numbers.sizes.items():
             if one == other or size == divisor or BRANCHES in (one, other):
+                continue
+            if (one in _OF_DEPTH) != (other in _OF_DEPTH):
                 continue
             cost = 2 if one in first and other in first else _OF_QUOTIENTS
             for power in (1, 2):

@@ -7,7 +7,7 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 
 
 def describe_part(part: ParameterPart) -> str:
-    """Return which parameters something is true of, and that it was seen in no others: narrow dtypes may hide it there."""
+    """Return which parameters something is true of; narrow dtypes may hide it in others."""
     ways = [" ".join(map(_describe, traits)) for traits in (part.traits, *part.alternatives)]
     return (
         f"it is so of all {part.count} parameters {', or '.join(ways)}, and seen in no others of {part.total}"

@@ -86,3 +86,8 @@ def test_one_tensor_of_three_does_not_speak_against_a_correction() -> None:
     form = "no-first-correction"
     findings = [make_update(name, 0, 0.1, form) for name in ("up", "down", "gate")]
     assert read_forms([*findings, make_update("up", 1, 0.1)]) == [[form], [form], [form], []]
+
+
+def test_a_correction_is_not_said_where_another_step_is_off_by_another_one() -> None:
+    one, other = "no-first-correction", "multiplied-by-corrections"
+    assert read_forms([make_update("up", 0, 0.19, other), make_update("up", 1, 0.09, one)]) == [[], []]
