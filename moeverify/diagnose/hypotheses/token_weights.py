@@ -14,12 +14,7 @@ from moeverify.diagnose.inputs import LM, DiagnosisInputs
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.language import Cell
 from moeverify.diagnose.token_groups import Fields, TokenMap
-from moeverify.diagnose.token_weights import (
-    SAME,
-    Explainer,
-    list_sources,
-    measure_weights,
-)
+from moeverify.diagnose.token_weights import SAME, Explainer, list_sources, measure_weights
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
