@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts, TermFacts
+from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
 
 _AGREE = 1e-3
 """How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
@@ -14,6 +14,9 @@ _AGREE = 1e-3
 
 _NOISE = 4.0
 """Standard errors by which two coefficients of one option may be apart besides."""
+
+_ALIKE = 0.25
+"""How far, relatively, the factors of two steps may be apart that are one rate: what 16 bits leave of an update."""
 
 _STEP = "step"
 """The term of an update that is no decay."""
@@ -32,7 +35,7 @@ def _keep_common_corrections(findings: Sequence[Finding]) -> list[Finding]:
 
     A correction multiplies all of a step by one number. In 16 bits one of a dozen is near to many a number, so that a
     rate of its own in each layer looks like another correction in each. Corrections depend on the step, too: one that
-    does not give a later step, which is off by the same number, is that number by chance.
+    does not give a later step, which is off by about the same number, is that number by chance.
     """
     by_step: dict[int, list[Finding]] = {}
     by_tensor: dict[str, list[Finding]] = {}
@@ -68,13 +71,13 @@ def _keep_forms(finding: Finding, kept: set[Changes]) -> Finding:
 
 
 def _is_contradicted(changes: Changes, finding: Finding, others: Sequence[Finding]) -> bool:
-    """Return whether another step is off by the same number, or by other corrections, and not by this one."""
+    """Return whether another step is off by about the same number, or by other corrections, and not by this one."""
     found = _find_step(finding)
     for other in others:
         if not isinstance(other.facts, RecomputedFacts) or changes in other.facts.tried:
             continue
         number = _find_step(other)
-        is_same = found is not None and number is not None and abs(found - number) <= NEAR * abs(found)
+        is_same = found is not None and number is not None and abs(found - number) <= _ALIKE * abs(found)
         if is_same or _list_corrections(other):
             return True
     return False

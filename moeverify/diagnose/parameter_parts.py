@@ -38,43 +38,70 @@ class _Described:
     end: str | None = None
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """One trait, or two: what has them, and how long it is to say so."""
+
+    traits: tuple[Trait, ...]
+    members: frozenset[str]
+    cost: int
+    bits: float
+
+
 def find_part(
     affected: Collection[str], unaffected: Collection[str], regions: Regions, groups: Groups
 ) -> ParameterPart | None:
     """Return what all affected parameters have in common, and no unaffected one; None where nothing simple is.
 
-    Of others, such as those of which it is not known, nothing is asked. `regions` are in the order of registration.
+    Others, in which it could not be seen, may have it in common too, if they are fewer. `regions` are in the order of
+    registration.
     """
     inside, outside = frozenset(affected), frozenset(unaffected)
-    total = len(inside) + len(outside)
     if len(inside) < 2 or not outside or not inside <= set(regions):
         return None
-    known = [name for name in regions if name in inside or name in outside]
-    traits = [each for each in _list_traits(known, regions, groups) if inside <= each.members]
+    traits = [each for each in _list_traits(list(regions), regions, groups) if inside <= each.members]
     # Of ranges that differ by parameters of neither kind one begins, or ends, with an affected one.
     traits = [each for each in traits if each.end is None or each.end in inside]
-    information = math.log2(math.comb(total, len(inside)))
-    found: list[tuple[int, float, tuple[Trait, ...]]] = []
-    for each in traits:
-        bits = math.log2(each.num_alike)
-        if not each.members & outside and bits + _LEAST_BITS <= information:
-            found.append((each.cost, bits, (each.trait,)))
-    for one, other in combinations(traits, 2):
-        bits = math.log2(one.num_alike) + math.log2(other.num_alike)
-        is_exact = not one.members & other.members & outside
-        are_sizes = {one.trait.kind, other.trait.kind} <= {"larger", "smaller"}
-        is_exact = is_exact and not are_sizes
-        if one.trait.kind != other.trait.kind and is_exact and bits + _LEAST_BITS <= information:
-            found.append((one.cost + other.cost + 3, bits, (one.trait, other.trait)))
+    found = [each for each in _list_choices(traits) if not each.members & outside]
+    found = [each for each in found if each.bits + _LEAST_BITS <= _count_bits(each.members, outside, inside)]
     if not found:
         return None
-    found.sort(key=lambda each: each[:2])
-    cost, _, simplest = found[0]
+    found.sort(key=lambda each: (each.cost, each.bits))
+    simplest = found[0]
     # Norms are all that has one dim: nobody can say by which of the two they were chosen.
-    as_simple = [traits for other, _, traits in found[1:] if other == cost and len(traits) == len(simplest)]
+    as_simple = [
+        each.traits
+        for each in found[1:]
+        if each.cost == simplest.cost
+        and len(each.traits) == len(simplest.traits)
+        and each.members == simplest.members
+    ]
     return ParameterPart(
-        traits=simplest, count=len(inside), total=total, alternatives=tuple(as_simple[:_MOST_ALTERNATIVES])
+        traits=simplest.traits,
+        count=len(inside),
+        total=len(simplest.members | outside),
+        unseen=len(simplest.members - inside),
+        alternatives=tuple(as_simple[:_MOST_ALTERNATIVES]),
     )
+
+
+def _count_bits(members: frozenset[str], outside: frozenset[str], inside: frozenset[str]) -> float:
+    """Return how long a list of the affected names is; nothing where a part has more of which nothing is known."""
+    if len(members) >= 2 * len(inside):
+        return 0.0
+    return math.log2(math.comb(len(inside) + len(outside), len(inside)))
+
+
+def _list_choices(traits: Sequence[_Described]) -> Iterator[_Choice]:
+    """Yield each trait alone, and any two of different kinds."""
+    for each in traits:
+        yield _Choice((each.trait,), each.members, each.cost, math.log2(each.num_alike))
+    for one, other in combinations(traits, 2):
+        are_sizes = {one.trait.kind, other.trait.kind} <= {"larger", "smaller"}
+        if one.trait.kind != other.trait.kind and not are_sizes:
+            bits = math.log2(one.num_alike) + math.log2(other.num_alike)
+            cost = one.cost + other.cost + 3
+            yield _Choice((one.trait, other.trait), one.members & other.members, cost, bits)
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:

@@ -78,6 +78,8 @@ def test_a_correction_that_is_the_same_number_in_a_later_step_is_not_said() -> N
     # 1 less the first beta is the first step's correction, and a rate that is a tenth.
     form = "no-first-correction"
     assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.1004)]) == [[], []]
+    # Small updates in bfloat16 leave one digit.
+    assert read_forms([make_update("up", 0, 0.11, form), make_update("up", 1, 0.092)]) == [[], []]
     assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.19)]) == [[form], []]
     assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.1, form)]) == [[form], [form]]
 

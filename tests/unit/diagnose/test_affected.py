@@ -60,3 +60,28 @@ def test_what_no_cause_is_known_of_may_be_affected_too() -> None:
     unknown = [each.model_copy(update={"facts": RecomputedFacts(terms=())}) for each in list_layer(1, 0.9)]
     (said, _) = describe([*list_layer(0, 0.81), *unknown])
     assert "of 14" in said
+
+
+def hide(findings: list[Finding], count: int) -> list[Finding]:
+    """Return a layer's findings, the last of them wrong in a way that nobody knows."""
+    unknown = [each.model_copy(update={"facts": RecomputedFacts(terms=())}) for each in findings[-count:]]
+    return [*findings[:-count], *(each.model_copy(update={"follows": ""}) for each in unknown)]
+
+
+def test_parameters_of_a_part_in_which_it_could_not_be_seen_are_counted() -> None:
+    said = describe(hide(list_layer(1, 0.9), 2))[0]
+    assert said == (
+        "it is so of 4 of the 6 parameters in layer 1, could not be seen in the other 2, "
+        "and is seen in no others of 20"
+    )
+
+
+def test_half_of_a_part_is_none() -> None:
+    assert describe(hide(list_layer(1, 0.9), 3))[0] == ""
+
+
+def test_what_is_wrong_in_another_way_is_in_no_part() -> None:
+    """Two of the layer have another factor: the others are not all of it."""
+    layer = list_layer(1, 0.9)
+    apart = [make_update(layer[-1].tensor, 0.5), make_update(layer[-2].tensor, 0.5, layer[-1].tensor)]
+    assert "6 parameters" not in describe([*layer[:-2], *apart])[0]
