@@ -43,6 +43,7 @@ ORDER = (
         "misreduced",
     ),
     ("token_weights",),
+    ("scaled_by_shape",),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),

@@ -46,17 +46,23 @@ class ScaledValues(Hypothesis):
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit one number on all elements, and look at each."""
-        products = sum(float((tensor.expected * tensor.whole).sum()) for tensor in tensors)
-        squares = sum(float(tensor.expected.square().sum()) for tensor in tensors)
-        if not squares or not all(_has_values(tensor) for tensor in tensors):
-            return self.refuse()
-        value = products / squares
-        if not value > 0.0 or not all(_is_scaled(tensor, value) for tensor in tensors):
+        value = measure_scale(tensors)
+        if value is None:
             return self.refuse()
         sources = [*inputs.sources_of(tensors), *_list_sizes(tensors, inputs)]
-        factor = _name_further(_name(value, sources, error=_find_error(tensors)), tensors, inputs)
+        factor = _name_further(_name(value, sources, error=find_error(tensors)), tensors, inputs)
         operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
         return self.accept(explain_by(Cause.SCALE, operation, tensors, inputs))
+
+
+def measure_scale(tensors: Sequence[WrongTensor]) -> float | None:
+    """Return the number of times that all elements are there, None where they are not or too few tell it."""
+    products = sum(float((tensor.expected * tensor.whole).sum()) for tensor in tensors)
+    squares = sum(float(tensor.expected.square().sum()) for tensor in tensors)
+    if not squares or not all(_has_values(tensor) for tensor in tensors):
+        return None
+    value = products / squares
+    return value if value > 0.0 and all(_is_scaled(tensor, value) for tensor in tensors) else None
 
 
 def _list_sizes(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
@@ -89,7 +95,7 @@ def _name_further(factor: Factor, tensors: Sequence[WrongTensor], inputs: Diagno
         own |= {WEIGHT_ROWS: shape[0], WEIGHT_COLUMNS: shape[1]}
     layer = layers.pop() if len(layers) == 1 else None
     own |= {LAYER: layer + 1} if layer else {}
-    numbers, error = inputs.named.of(**own), _find_error(tensors)
+    numbers, error = inputs.named.of(**own), find_error(tensors)
     expected = (*own, LAYERS)
     if not factor.equals:
         named = name_factor(factor.value, numbers, error=error, first=expected)
@@ -118,7 +124,7 @@ def _name_deviation(factor: Factor, tensors: Sequence[WrongTensor], inputs: Diag
     is_square = sizes.get(WEIGHT_ROWS, 0) == sizes.get(WEIGHT_COLUMNS)
     sizes |= {HALVES[name]: size / 2 for name, size in sizes.items() if name != BOTH_FANS or not is_square}
     value = factor.value * deviation
-    named = name_factor(value, NamedNumbers(sizes), error=_find_error(tensors), first=tuple(sizes))
+    named = name_factor(value, NamedNumbers(sizes), error=find_error(tensors), first=tuple(sizes))
     if named is None or any(product.times for product in named.equals):
         return None
     over = (INIT_STD,) * named.power
@@ -130,7 +136,7 @@ def _unit_of(tensor: WrongTensor) -> float:
     return float(torch.finfo(tensor.precision).eps)
 
 
-def _find_error(tensors: Sequence[WrongTensor]) -> float:
+def find_error(tensors: Sequence[WrongTensor]) -> float:
     """Return by how much the fitted number may be off, relatively: rounding of many elements cancels in their sum."""
     count = sum(int(tensor.expected.count_nonzero()) for tensor in tensors)
     return max(2.0 * _unit_of(tensors[0]) / math.sqrt(count), 1e-9)
