@@ -15,7 +15,7 @@ from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
-from moeverify.results.initial_values import ScaledByShape
+from moeverify.results.initial_values import Drawn, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.own_module import Mistaken
@@ -446,6 +446,7 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | ScaledByShape
+    | Drawn
     | Unreduced
     | Misreduced
     | Misplaced

@@ -61,6 +61,7 @@ ORDER = (
     ("loss_value",),
     ("rounding",),
     ("repeated_shard", "counted_padding", "counted_others"),
+    ("drawn",),
     ("own_values", "altered"),
 )
 

@@ -17,7 +17,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.initial_values import describe_scaled_by_shape
+from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape
 from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
@@ -49,7 +49,7 @@ from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.initial_values import ScaledByShape
+from moeverify.results.initial_values import Drawn, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.operation import (
     Altered,
@@ -376,6 +376,11 @@ def _(operation: RepeatedShard, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: ScaledByShape, explanation: Explanation) -> str:
     return describe_scaled_by_shape(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: Drawn, explanation: Explanation) -> str:
+    return describe_drawn(operation, explanation)
 
 
 @describe_operation.register

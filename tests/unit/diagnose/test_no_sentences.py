@@ -28,6 +28,7 @@ OF_NAMES = {
     "diagnose/step_forms.py",  # likewise
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/parameter_parts.py",  # likewise
+    "diagnose/draws.py",  # the name of a bias's weight
     "diagnose/first_divergence.py",
     "diagnose/own/found.py",  # the module around one
     "diagnose/own/step_mistakes.py",  # numbers in the names of modules

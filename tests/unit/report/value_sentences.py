@@ -15,8 +15,7 @@ from explanations import (
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor, Product, RoundedNumber
-from moeverify.results.initial_values import ScaledByShape
+from moeverify.results.factor import Factor, RoundedNumber
 from moeverify.results.operation import (
     Altered,
     LostElements,
@@ -400,22 +399,6 @@ VALUES = [
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
         "ranks 0 and 1 hold the same values in parts that should differ",
         "ranks 0, 1",
-    ),
-    (
-        explain(
-            Cause.SCALE,
-            Quantity.INITIAL_VALUE,
-            ScaledByShape(
-                products=(Product(times=("columns of the weight",), over=("rows of the weight",)),),
-                power=2,
-                least=0.5773502691,
-                largest=1.414213562,
-            ),
-            tensors=("a", "b", "c"),
-        ),
-        "the initial values of 3 tensors are the root of columns of the weight/rows of the weight times the expected "
-        "values, each by the shape of its own weight: from 0.57735 to 1.41421 times",
-        "",
     ),
     (
         explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,))),
