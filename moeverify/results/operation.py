@@ -18,6 +18,7 @@ from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.initial_values import Drawn, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
+from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -467,6 +468,7 @@ Operation = Annotated[
     | MovedOtherwise
     | NormOfPartials
     | NormOfOrder
+    | NormOfPowers
     | Reclipped
     | Unclipped
     | Rounded

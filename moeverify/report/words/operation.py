@@ -25,6 +25,7 @@ from moeverify.report.words.norms import (
     describe_norm_of_norms,
     describe_norm_of_order,
     describe_norm_of_partials,
+    describe_norm_of_powers,
     describe_norm_of_slices,
     describe_reclipped,
 )
@@ -344,6 +345,7 @@ for _describe in (
     describe_moved_otherwise,
     describe_reclipped,
     describe_norm_of_order,
+    describe_norm_of_powers,
     describe_reordered,
     describe_other_rows,
     describe_token_values,

@@ -15,6 +15,7 @@ from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.known_sum import KnownSum, Term
+from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.operation import (
     Misplaced,
     Misreduced,
@@ -149,6 +150,69 @@ OPERATIONS = [
         "the balance loss is made either of the counts of each token's first choice alone, or of counts in which "
         "tokens of padding take part: the gradients are equal here",
         "balance loss",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="parameter", number="norm", power=4.0, root=2.0),
+        ),
+        "the gradients match, and the gradient norm is the root of the sum of the fourth powers of the norms "
+        "of all parameters, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="layer", number="mean-square", power=1.0, root=1.0, is_mean=True),
+        ),
+        "the gradients match, and the gradient norm is the mean of the roots of the mean squares of each layer "
+        "and of all else, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="module", number="absolute", power=1.0, root=1.0, is_largest=True),
+        ),
+        "the gradients match, and the gradient norm is the largest of the sums of absolute gradients of all "
+        "modules, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM, Quantity.GRADIENT_NORM, NormOfPowers(part="all", number="norm", power=1.0, root=0.25)
+        ),
+        "the gradients match, and the gradient norm is the fourth power of the right one, and not the root "
+        "of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="all", number="mean-square", power=1.0, root=0.5),
+        ),
+        "the gradients match, and the gradient norm is the square of the root of the mean square of all "
+        "elements, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(
+                part="all",
+                number="norm",
+                power=1.0,
+                root=1.0,
+                factor=Factor(value=2.0, equals=(Product(times=("dp_shard",)),)),
+            ),
+        ),
+        "the gradients match, and the gradient norm is 2 times the right one; 2 = dp_shard",
+        "gradient norm, axis dp_shard",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfOrder(order="largest")),
