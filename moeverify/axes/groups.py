@@ -20,6 +20,7 @@ ROWS = "rows of the batch"
 BRANCHES = "residual branches (2 a layer)"
 WEIGHT_ROWS, WEIGHT_COLUMNS = "rows of the weight", "columns of the weight"
 BOTH_FANS = "rows and columns of the weight"
+HALVES = {size: f"half of the {size}" for size in (WEIGHT_ROWS, WEIGHT_COLUMNS, BOTH_FANS)}
 
 # Integers that are no axes, and of which tensors they can be a factor.
 LAYERS = "layers"

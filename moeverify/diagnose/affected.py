@@ -51,7 +51,9 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
             known = [name for name in known if _is_matrix(name, inputs)]
     else:
         return None
-    wrong = set(_list_wrong(findings, finding.step, kinds))
+    # What a step makes of the rank's own values says nothing of what was wrong before it.
+    same = findings if explanation is not None else [each for each in findings if each.check == finding.check]
+    wrong = set(_list_wrong(same, finding.step, kinds)) - set(_list_otherwise(finding, same, kinds))
     unaffected = [name for name in known if name not in wrong and name not in affected]
     return find_part(affected, unaffected, inputs.regions, inputs.axes.groups)
 
@@ -63,6 +65,29 @@ def _list_wrong(findings: Iterable[Finding], step: int, kinds: Sequence[str]) ->
             yield _name_parameter(each.tensor, kinds)
             if isinstance(each.facts, RecomputedFacts):
                 yield from (_name_parameter(name, kinds) for name in each.facts.others)
+
+
+def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequence[str]) -> Iterable[str]:
+    """Yield the parameters of which the same step says something else than of these: they are unaffected by this."""
+    heads = {each.tensor for each in findings if _is_told_beside(each, finding)}
+    for each in findings:
+        if each.step == finding.step and each.kind in kinds and (each.follows or each.tensor) in heads:
+            names = [*(each.explanation.subject.tensors if each.explanation is not None else ()), each.tensor]
+            names += each.facts.others if isinstance(each.facts, RecomputedFacts) else ()
+            yield from (_name_parameter(name, kinds) for name in names)
+
+
+def _is_told_beside(each: Finding, finding: Finding) -> bool:
+    """Return whether a finding has another cause than one of the same check and step, and a known one."""
+    if each.follows or each.tensor == finding.tensor:
+        return False
+    if (each.check, each.step, each.kind) != (finding.check, finding.step, finding.kind):
+        return False
+    facts = each.facts
+    is_made = isinstance(facts, RecomputedFacts) and bool(
+        facts.wrong_terms or facts.forms or facts.is_of_rate
+    )
+    return is_made or each.explanation is not None
 
 
 def _name_parameter(name: str, kinds: Sequence[str]) -> str:

@@ -17,9 +17,11 @@ from moeverify.diagnose.families import family_of, split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
+from moeverify.diagnose.initial_values import explain_initial_values
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
+from moeverify.diagnose.named_rates import name_rates
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import (
     RECOMPUTED,
@@ -60,7 +62,7 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    return name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
+    return name_rates(name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs), inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -219,7 +221,7 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
     if inputs.shapes:
         return explain_shapes(inputs.shapes, inputs.axes)
     if Quantity.INITIAL_VALUE in failed:
-        return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
+        return explain_initial_values(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
     if FORWARD in inputs.origins:
         return [_explain_origin(inputs.origins[FORWARD], inputs.of_quantity(Quantity.LOSS), inputs)]
     if failed.intersection(_ROUTING):

@@ -22,6 +22,12 @@ def name_family(names: Sequence[str]) -> str:
     return ""
 
 
+def number_layer(name: str) -> int | None:
+    """Return the number of the layer that a parameter or a module is in, from 0 on."""
+    found = re.search(r"\.(\d+)\.", name)
+    return None if found is None else int(found.group(1))
+
+
 def module_of(parameter: str) -> str:
     """Return the module that has a parameter."""
     return parameter.rpartition(".")[0]

@@ -11,6 +11,7 @@ from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
 from moeverify.diagnose.graph.found import Graphs
+from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.own.module import OwnModule
 from moeverify.diagnose.own.search import Found as FoundMistakes
 from moeverify.diagnose.reductions import Brought
@@ -76,7 +77,8 @@ class DiagnosisInputs:
     on right logits. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought`
     has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
     `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the recipe, and of the step,
-    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written.
+    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written. `named` are the
+    sizes of the model and the options of the recipe that a factor may come from.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class DiagnosisInputs:
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
+    named: NamedNumbers = field(default_factory=NamedNumbers)
 
     @property
     def origins(self) -> Mapping[str, Origin]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from moeverify.diagnose.axes import Groups
+from moeverify.diagnose.families import number_layer
 from moeverify.layout.region import Region
 from moeverify.results.parameter_part import ParameterPart, Trait
 
@@ -18,19 +18,34 @@ _LEAST_BITS = 6.0
 _MOST_ALTERNATIVES = 1
 """Other descriptions that are as simple, which are said beside it."""
 
-_LAYER = re.compile(r"\.(\d+)\.")
+_INSIDE = ("norm", "bias")
+"""What is a part of names as a part of a word, too: `attention_norm`, `up_bias`."""
 
 Regions = Mapping[str, Mapping[int, Region]]
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A trait, the parameters that have it, and how many others of its kind could have been named."""
+    """A trait, the parameters that have it, and how many others of its kind could have been named.
+
+    `end` is the parameter with which a range begins or ends.
+    """
 
     trait: Trait
     members: frozenset[str]
     cost: int
     num_alike: int
+    end: str | None = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One trait, or two: what has them, and how long it is to say so."""
+
+    traits: tuple[Trait, ...]
+    members: frozenset[str]
+    cost: int
+    bits: float
 
 
 def find_part(
@@ -38,76 +53,98 @@ def find_part(
 ) -> ParameterPart | None:
     """Return what all affected parameters have in common, and no unaffected one; None where nothing simple is.
 
-    Of others, such as those of which it is not known, nothing is asked. `regions` are in the order of registration.
+    Others, in which it could not be seen, may have it in common too, if they are fewer. `regions` are in the order of
+    registration.
     """
     inside, outside = frozenset(affected), frozenset(unaffected)
-    total = len(inside) + len(outside)
     if len(inside) < 2 or not outside or not inside <= set(regions):
         return None
-    known = [name for name in regions if name in inside or name in outside]
-    traits = [each for each in _list_traits(known, regions, groups) if inside <= each.members]
-    information = math.log2(math.comb(total, len(inside)))
-    found: list[tuple[int, float, tuple[Trait, ...]]] = []
-    for each in traits:
-        bits = math.log2(each.num_alike)
-        if not each.members & outside and bits + _LEAST_BITS <= information:
-            found.append((each.cost, bits, (each.trait,)))
-    for one, other in combinations(traits, 2):
-        bits = math.log2(one.num_alike) + math.log2(other.num_alike)
-        is_exact = not one.members & other.members & outside
-        if one.trait.kind != other.trait.kind and is_exact and bits + _LEAST_BITS <= information:
-            found.append((one.cost + other.cost + 2, bits, (one.trait, other.trait)))
+    traits = [each for each in _list_traits(list(regions), regions, groups) if inside <= each.members]
+    # Of ranges that differ by parameters of neither kind one begins, or ends, with an affected one.
+    traits = [each for each in traits if each.end is None or each.end in inside]
+    found = [each for each in _list_choices(traits) if not each.members & outside]
+    found = [each for each in found if each.bits + _LEAST_BITS <= _count_bits(each.members, outside, inside)]
     if not found:
         return None
-    found.sort(key=lambda each: each[:2])
-    cost, _, simplest = found[0]
+    found.sort(key=lambda each: (each.cost, each.bits))
+    simplest = found[0]
     # Norms are all that has one dim: nobody can say by which of the two they were chosen.
-    as_simple = [traits for other, _, traits in found[1:] if other == cost and len(traits) == len(simplest)]
+    as_simple = [
+        each.traits
+        for each in found[1:]
+        if each.cost == simplest.cost
+        and len(each.traits) == len(simplest.traits)
+        and each.members == simplest.members
+    ]
     return ParameterPart(
-        traits=simplest, count=len(inside), total=total, alternatives=tuple(as_simple[:_MOST_ALTERNATIVES])
+        traits=simplest.traits,
+        count=len(inside),
+        total=len(simplest.members | outside),
+        unseen=len(simplest.members - inside),
+        alternatives=tuple(as_simple[:_MOST_ALTERNATIVES]),
     )
+
+
+def _count_bits(members: frozenset[str], outside: frozenset[str], inside: frozenset[str]) -> float:
+    """Return how long a list of the affected names is; nothing where a part has more of which nothing is known."""
+    if len(members) >= 2 * len(inside):
+        return 0.0
+    return math.log2(math.comb(len(inside) + len(outside), len(inside)))
+
+
+def _list_choices(traits: Sequence[_Described]) -> Iterator[_Choice]:
+    """Yield each trait alone, and any two of different kinds."""
+    for each in traits:
+        yield _Choice((each.trait,), each.members, each.cost, math.log2(each.num_alike))
+    for one, other in combinations(traits, 2):
+        are_sizes = {one.trait.kind, other.trait.kind} <= {"larger", "smaller"}
+        if one.trait.kind != other.trait.kind and not are_sizes:
+            bits = math.log2(one.num_alike) + math.log2(other.num_alike)
+            cost = one.cost + other.cost + 3
+            yield _Choice((one.trait, other.trait), one.members & other.members, cost, bits)
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
     """Yield all traits by which parameters can be told, those that are read at a glance with the least cost."""
     words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
-    words += ["norm"] if any("norm" in word for word in words) and "norm" not in words else []
+    words += [each for each in _INSIDE if each not in words and any(each in word for word in words)]
     for word in words:
         members = frozenset(name for name in names if _has_word(name, word))
         yield _Described(Trait(kind="named", name=word), members, 0, 2 * len(words))
-        yield _Described(Trait(kind="not-named", name=word), frozenset(names) - members, 1, 2 * len(words))
+        yield _Described(Trait(kind="not-named", name=word), frozenset(names) - members, 2, 2 * len(words))
     shapes = {name: next(iter(regions[name].values())).shape for name in names}
     for dims in sorted({len(shape) for shape in shapes.values()}):
         members = frozenset(name for name in names if len(shapes[name]) == dims)
         yield _Described(Trait(kind="dims", numbers=(dims,)), members, 0, 4)
     yield from _list_layers(names)
     for at in range(1, len(names)):
-        yield _Described(Trait(kind="from", name=names[at]), frozenset(names[at:]), 2, 2 * len(names))
-        yield _Described(Trait(kind="before", name=names[at]), frozenset(names[:at]), 2, 2 * len(names))
+        count, after, before = 2 * len(names), frozenset(names[at:]), frozenset(names[:at])
+        yield _Described(Trait(kind="from", name=names[at]), after, 4, count, names[at])
+        yield _Described(Trait(kind="before", name=names[at]), before, 4, count, names[at - 1])
     for first in (0, 1):
-        yield _Described(Trait(kind="every-other", numbers=(first,)), frozenset(names[first::2]), 3, 4)
+        yield _Described(Trait(kind="every-other", numbers=(first,)), frozenset(names[first::2]), 5, 4)
     sizes = {name: math.prod(shapes[name]) for name in names}
     for size in sorted(set(sizes.values()))[1:]:
         larger = frozenset(name for name in names if sizes[name] >= size)
-        yield _Described(Trait(kind="larger", numbers=(size,)), larger, 2, 2 * len(set(sizes.values())))
+        yield _Described(Trait(kind="larger", numbers=(size,)), larger, 4, 2 * len(set(sizes.values())))
         smaller = frozenset(names) - larger
-        yield _Described(Trait(kind="smaller", numbers=(size,)), smaller, 2, 2 * len(set(sizes.values())))
+        yield _Described(Trait(kind="smaller", numbers=(size,)), smaller, 4, 2 * len(set(sizes.values())))
     yield from _list_placements(names, regions, groups)
 
 
 def _has_word(name: str, word: str) -> bool:
-    return word in name.split(".") or (word == "norm" and "norm" in name)
+    return word in name.split(".") or (word in _INSIDE and word in name)
 
 
 def _list_layers(names: Sequence[str]) -> Iterator[_Described]:
     """Yield ranges of layers."""
-    layers = {name: int(found.group(1)) for name in names if (found := _LAYER.search(name))}
+    layers = {name: number for name in names if (number := number_layer(name)) is not None}
     numbers = sorted(set(layers.values()))
     ranges = [(first, last) for first in numbers for last in numbers if first <= last]
     for first, last in ranges:
         members = frozenset(name for name, number in layers.items() if first <= number <= last)
         trait = Trait(kind="layers", numbers=tuple(range(first, last + 1)))
-        yield _Described(trait, members, 1, max(len(ranges), 2))
+        yield _Described(trait, members, 2, max(len(ranges), 2))
 
 
 def _list_placements(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
@@ -115,12 +152,12 @@ def _list_placements(names: Sequence[str], regions: Regions, groups: Groups) -> 
     for axis, members in groups.items():
         sharded = frozenset(name for name in names if _is_sharded(regions[name], members))
         whole = frozenset(names) - sharded
-        yield _Described(Trait(kind="sharded", name=axis), sharded, 1, 2 * len(groups))
-        yield _Described(Trait(kind="replicated", name=axis), whole, 1, 2 * len(groups))
+        yield _Described(Trait(kind="sharded", name=axis), sharded, 2, 2 * len(groups))
+        yield _Described(Trait(kind="replicated", name=axis), whole, 2, 2 * len(groups))
     holders = {name: tuple(sorted(regions[name])) for name in names}
     for ranks in sorted(set(holders.values())):
         held = frozenset(name for name in names if holders[name] == ranks)
-        yield _Described(Trait(kind="on-ranks", numbers=ranks), held, 1, 4)
+        yield _Described(Trait(kind="on-ranks", numbers=ranks), held, 2, 4)
 
 
 def _is_sharded(regions: Mapping[int, Region], groups: Sequence[Sequence[int]]) -> bool:

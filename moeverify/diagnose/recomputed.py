@@ -335,7 +335,12 @@ def _redefines(origin: Finding, loss: Finding) -> bool:
     explanation = origin.explanation
     if explanation is None or not isinstance(explanation.operation, Redefined | Reaveraged):
         return False
-    return origin.step == loss.step and loss.kind == Kind.LOSS and loss.tensor in explanation.subject.tensors
+    operation = explanation.operation
+    is_made_so = (
+        isinstance(operation, Reaveraged) and bool(operation.changes) and loss.kind == Kind.TOKEN_LOSS
+    )
+    is_same = origin.step == loss.step and loss.tensor in explanation.subject.tensors
+    return is_same and (loss.kind == Kind.LOSS or is_made_so)
 
 
 def _is_carried(origin: Finding) -> bool:

@@ -12,6 +12,7 @@ from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.norm_groups import find_miscounted_group, find_norm_of_norms
 from moeverify.diagnose.norm_orders import find_order
+from moeverify.diagnose.norm_powers import find_powers
 from moeverify.diagnose.norm_slices import find_norm_of_slices
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
@@ -37,6 +38,7 @@ def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) ->
     noise = max(_OF_A_GROUP * facts.eps, 1e-12)
     operation = operation or find_order(finding.actual, facts, inputs.max_norm, noise=noise)
     operation = operation or find_norm_of_slices(facts, inputs.axes, noise=noise)
+    operation = operation or find_powers(finding.actual, facts, inputs.axes.sources, noise=noise)
     if operation is None:
         return finding
     subject = Subject(quantity=Quantity.GRADIENT_NORM, tensors=(finding.tensor,))

@@ -45,6 +45,10 @@ _LEAST_CHANCE = -40.0
 """Logarithm to base 2 of the chance that weights repeat as they do, where they depend on something alone."""
 
 _MOST_NUMBERS = 8
+_LONGEST_PERIOD = 32
+_WHOLE = 1e-9
+"""Relative: how near a divisor is to a whole number, where it is one."""
+
 _OF_ALL: tuple[CountOf, ...] = ("valid", "all", "rows", "valid-less-rows", "all-less-rows")
 _CORRECTED: tuple[CountOf, ...] = ("valid-less-rows", "all-less-rows", "root-of-valid")
 
@@ -57,6 +61,22 @@ def measure_weights(tensor: WrongTensor) -> tuple[Tensor, Tensor] | None:
     None where at some token it is no number of times the right one, or ranks differ. Tokens without a gradient are
     not counted, and must have none.
     """
+    products, squares, actual, seen = _multiply(tensor)
+    counted = squares > 0.0
+    if not bool(seen.all()) or not bool(counted.any()) or bool((actual[~counted] > 0.0).any()):
+        return None
+    weights = torch.where(counted, products / squares.clamp(min=1e-300), 0.0)
+    # What is left of each token's gradient, beside so many times the right one.
+    left = (actual - weights.square() * squares).clamp(min=0.0).sqrt()
+    # The squares that are subtracted have a rounding of their own, whose root this is.
+    allowed = 1e-7 * torch.maximum(actual.sqrt(), weights.abs() * squares.sqrt())
+    if not bool((left <= allowed)[counted].all()) or not bool(weights.isfinite().all()):
+        return None
+    return weights, counted
+
+
+def _multiply(tensor: WrongTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what is right times what is there, the squares of both, and which tokens some rank has."""
     shape = tensor.expected.shape[:2]
     products, squares, actual = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
     seen = torch.zeros(shape, dtype=torch.bool)
@@ -69,17 +89,7 @@ def measure_weights(tensor: WrongTensor) -> tuple[Tensor, Tensor] | None:
         squares[at] += expected.square().sum(-1)
         actual[at] += found.square().sum(-1)
         seen[at] = True
-    counted = squares > 0.0
-    if not bool(seen.all()) or not bool(counted.any()) or bool((actual[~counted] > 0.0).any()):
-        return None
-    weights = torch.where(counted, products / squares.clamp(min=1e-300), 0.0)
-    # What is left of each token's gradient, beside so many times the right one.
-    left = (actual - weights.square() * squares).clamp(min=0.0).sqrt()
-    # The squares that are subtracted have a rounding of their own, whose root this is.
-    allowed = 1e-7 * torch.maximum(actual.sqrt(), weights.abs() * squares.sqrt())
-    if not bool((left <= allowed)[counted].all()) or not bool(weights.isfinite().all()):
-        return None
-    return weights, counted
+    return products, squares, actual, seen
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,9 @@ class Explainer:
                     elif number > 1 and is_same(float(value) * number, divisor):
                         mean = Factor(value=1.0 / number, equals=(Product(over=(GROUPS,)),))
                         found.append(Averaging(over=over, factor=mean))
+        whole = round(divisor)
+        if not found and whole > 0 and abs(divisor - whole) <= _WHOLE * divisor:
+            return (Averaging(divisor=(whole, round(self.total))),)
         # The batch comes first, then what it is divided into.
         units = [each.over.groups.unit for each in found if each.over is not None]
         simplest = [each for each, unit in zip(found, units, strict=True) if unit == units[0]]
@@ -321,6 +334,11 @@ def _find_ends(tokens: TokenMap, unit: GroupUnit, inside: Tensor) -> Iterable[To
         # Padding may be at the border: a chunk begins at a round number.
         size = max(lengths, key=lambda each: math.gcd(length - each, 1 << 20))
         yield TokenSet(groups=TokenGroups(unit=unit), which=which, numbers=(size,))  # type: ignore[arg-type]
+    for period in range(2, _LONGEST_PERIOD + 1):
+        place = order[inside][:1] % period
+        if torch.equal((order % period == place) & counted, inside & counted):
+            yield TokenSet(groups=TokenGroups(unit=unit), which="every", numbers=(period, int(place)))
+            break
     # What each row ends with, wherever its padding begins.
     if unit == "chunk-of-row":
         rows = torch.arange(counted.shape[0]).unsqueeze(1).expand(counted.shape)

@@ -116,11 +116,11 @@ class Finding(Record):
 
     `explanation` is what was found out, `code` the name of its cause (`moeverify.results.cause`), `rivals` what
     explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
-    where no hypothesis explains them; `part` says which of all parameters a cause is about. `facts` are what the
+    where no hypothesis explains them, and `part` says which of all parameters a cause is about. `facts` are what the
     check found besides. `follows` names the tensor whose finding explains this one too. Only findings that follow
     from none have `trials` and `place`, and ambiguous ones a `follow_up`. `wider` says what wider precisions have
-    shown where there was no cause; a finding that was made
-    there, and names the cause, has one entry for its precision.
+    shown where there was no cause; a finding that was made there, and names the cause, has one entry for its
+    precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
     """

@@ -15,8 +15,10 @@ from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
+from moeverify.results.initial_values import Drawn, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
+from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.other_steps import OtherSteps
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
@@ -445,6 +447,8 @@ class Altered(Record):
 
 Operation = Annotated[
     Scaled
+    | ScaledByShape
+    | Drawn
     | Unreduced
     | Misreduced
     | Misplaced
@@ -465,6 +469,7 @@ Operation = Annotated[
     | MovedOtherwise
     | NormOfPartials
     | NormOfOrder
+    | NormOfPowers
     | Reclipped
     | Unclipped
     | Rounded

@@ -35,9 +35,13 @@ class Trait(Record):
 
 
 class ParameterPart(Record):
-    """All `count` parameters of `total` that have these traits; `alternatives` are others that the same ones have."""
+    """The `count` parameters of `total` that have these traits; `alternatives` are others that the same ones have.
+
+    `unseen` more have them, in which it could not be seen: they have no gradient, or are wrong in a way of their own.
+    """
 
     traits: tuple[Trait, ...]
     count: int
     total: int
+    unseen: int = 0
     alternatives: tuple[tuple[Trait, ...], ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from moeverify.results.factor import Factor
 from moeverify.results.record import Record
 
 NEAR = 0.02
@@ -191,6 +192,7 @@ class RecomputedFacts(Record):
     do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
     the formulas of the step that give what a smaller sample has, up to rounding; the right one is among them where
     that tells nothing. `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
+    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -207,6 +209,7 @@ class RecomputedFacts(Record):
     share: ShareFacts | None = None
     variants: tuple[StepForm, ...] = ()
     means: tuple[FactorMeaning, ...] = ()
+    number: Factor | None = None
 
     @property
     def forms(self) -> tuple[StepForm, ...]:

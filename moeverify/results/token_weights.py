@@ -57,12 +57,14 @@ class TokenCount(Record):
 class TokenSet(Record):
     """Some tokens: groups of some `numbers`, each rank's own, or the first or the last of each group.
 
+    Of `every` one of so many in order `numbers` has how many, and its place among these, from 0 on.
+
     First and last ones are so many as `numbers` says, of each micro-batch or row. They count `times` as often as
     others.
     """
 
     groups: TokenGroups
-    which: Literal["first", "last", "numbers", "own"]
+    which: Literal["first", "last", "every", "numbers", "own"]
     numbers: tuple[int, ...] = ()
     times: float = 0.0
 
@@ -71,7 +73,8 @@ class Averaging(Record):
     """How the loss of each token counts: `times` / `over`, `factor` times; nothing where that is 1.
 
     `without` are tokens that do not count like that, `only` those that alone count. `depends_on` is what alone tells
-    the weight of a token, where its formula is not known.
+    the weight of a token, where its formula is not known. `divisor` is what divides all of them, and the number of
+    valid tokens.
     """
 
     over: TokenCount | None = None
@@ -80,11 +83,12 @@ class Averaging(Record):
     without: TokenSet | None = None
     only: TokenSet | None = None
     depends_on: Dependence | None = None
+    divisor: tuple[int, int] | None = None
 
     @property
     def is_formula(self) -> bool:
         """Return whether it says what divides or multiplies a token, and not alone which count otherwise."""
-        return self.over is not None or self.times is not None
+        return self.over is not None or self.times is not None or self.divisor is not None
 
 
 class Reaveraged(Record):

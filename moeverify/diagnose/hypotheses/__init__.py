@@ -43,6 +43,7 @@ ORDER = (
         "misreduced",
     ),
     ("token_weights",),
+    ("scaled_by_shape",),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
@@ -61,6 +62,7 @@ ORDER = (
     ("other_steps",),
     ("rounding",),
     ("repeated_shard", "counted_padding", "counted_others"),
+    ("drawn",),
     ("own_values", "altered"),
 )
 

@@ -17,7 +17,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.factor import Factor, Product
+from moeverify.results.factor import Factor, Product, Source
 from moeverify.results.observation import ScalarValues
 from moeverify.results.token_weights import Averaging, Reaveraged, TokenCount, TokenSet
 from moeverify.results.trial import Reason
@@ -72,7 +72,7 @@ class ReportedAverage(Hypothesis):
             (cost, averaging)
             for cost, averaging, values in (
                 *_list_of_groups(tokens, losses, ranks, inputs),
-                *_list_of_all(tokens, losses, len(ranks)),
+                *_list_of_all(tokens, losses, len(ranks), inputs.axes.sources),
             )
             if bool(((values - actual).abs() <= _EXACT * actual.abs()).all())
         ]
@@ -109,7 +109,9 @@ def _list_of_groups(
                 yield cost, Averaging(over=over, only=only), values[at]
 
 
-def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[Candidate]:
+def _list_of_all(
+    tokens: TokenMap, losses: Tensor, num_ranks: int, sources: Sequence[Source]
+) -> Iterator[Candidate]:
     """Yield the averages of all tokens."""
     counted, total = tokens.counted, float(tokens.counted.sum())
     sizes = [size for size in _SIZES if size < int(tokens.lengths.max())]
@@ -120,7 +122,7 @@ def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[C
     known = {groups.name: groups for groups in (*tokens.basic, *chunks)}
     some = losses[counted]
     for over, under, cost in (*basic, *others):
-        for factor, more in _list_factors(known[over.groups], counted):
+        for factor, more in _list_factors(known[over.groups], counted, sources):
             value = float((some / under[counted]).sum()) * (1.0 if factor is None else factor.value)
             yield cost + more, Averaging(over=over, factor=factor), torch.full((num_ranks,), value)
     for times, field, cost in basic:
@@ -133,11 +135,16 @@ def _list_of_all(tokens: TokenMap, losses: Tensor, num_ranks: int) -> Iterator[C
         yield cost + 8, Averaging(over=over, times=times), torch.full((num_ranks,), value)
 
 
-def _list_factors(groups: Groups, counted: Tensor) -> Iterator[tuple[Factor | None, int]]:
+def _list_factors(
+    groups: Groups, counted: Tensor, sources: Sequence[Source]
+) -> Iterator[tuple[Factor | None, int]]:
     yield None, 0
     count = len(torch.unique(groups.ids[counted]))
     if count > 1:
         yield Factor(value=1.0 / count, equals=(Product(over=(GROUPS,)),)), 0
+    for size in {source.size for source in sources} - {1, count}:
+        alike = tuple(Product(over=(source.name,)) for source in sources if source.size == size)
+        yield Factor(value=1.0 / size, equals=alike), 3
 
 
 HYPOTHESIS = ReportedAverage()

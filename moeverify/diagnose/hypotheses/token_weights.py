@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,11 @@ from moeverify.results.observation import WeightsOfTokens
 from moeverify.results.token_weights import Reaveraged
 from moeverify.results.trial import Reason
 from moeverify.train.module_taps import BACKWARD, FORWARD
+
+_LEAST_NUMBER, _MOST_NUMBER, _GRID = 1e-3, 30.0, 20
+_STEPS, _DIFFERENCE, _LARGEST = 12, 1e-5, 50.0
+_WRITTEN = 1e-8
+"""Relative: a number of six digits that is as near as this is what somebody has written."""
 
 
 class TokenWeightsHypothesis(Hypothesis):
@@ -87,7 +93,46 @@ def _measure(
             measured = measure_weights(replace(tensor, expected=varied.evaluate(whole, changed)))
             if measured is not None:
                 return (way,), measured
+    for start in {(way.part, way.way, way.name): way for way in varied.fits}.values():
+        fitted = _fit(varied, part, tensor, row, start)
+        if fitted is not None:
+            measured = measure_weights(
+                replace(tensor, expected=varied.evaluate(whole, {fitted.part: fitted}))
+            )
+            if measured is not None:
+                return (fitted,), measured
     return (), None
+
+
+def _fit(
+    varied: CrossEntropyGradientFormula, part: Cell, tensor: WrongTensor, row: tuple[int, ...], start: Change
+) -> Change | None:
+    """Return a way with the number by which a row's gradients are multiples of its own; None where none is."""
+    actual = _take_row(tensor, row, torch.zeros_like(varied.evaluate(part, {}))).whole
+
+    def leave(at: float) -> Tensor:
+        way = start.model_copy(update={"number": math.exp(at)})
+        expected = varied.evaluate(part, {way.part: way})
+        weights = (expected * actual).sum(-1) / expected.square().sum(-1).clamp(min=1e-300)
+        return actual - weights.unsqueeze(-1) * expected
+
+    low, high = math.log(_LEAST_NUMBER), math.log(_MOST_NUMBER)
+    places = [low + (high - low) * each / _GRID for each in range(_GRID + 1)]
+    left = [float(leave(at).norm()) for at in places]
+    at = places[min(range(len(places)), key=left.__getitem__)]
+    for _ in range(_STEPS):  # of Gauss and Newton
+        residual = leave(at)
+        slope = (leave(at + _DIFFERENCE) - leave(at - _DIFFERENCE)) / (2.0 * _DIFFERENCE)
+        square = float(slope.square().sum())
+        if not square:
+            return None
+        at -= max(min(float((slope * residual).sum()) / square, 0.3), -0.3)
+    if not abs(at) < _LARGEST:
+        return None
+    found, short = math.exp(at), float(f"{math.exp(at):.6g}")
+    way = start.model_copy(update={"number": short if abs(short / found - 1.0) <= _WRITTEN else found})
+    expected = _take_row(tensor, row, varied.evaluate(part, {way.part: way}))
+    return way if measure_weights(expected) is not None else None
 
 
 def _take_row(tensor: WrongTensor, row: tuple[int, ...], expected: Tensor) -> WrongTensor:

@@ -8,6 +8,7 @@ from moeverify.report.words.factor import describe_sources, format_factor, name_
 from moeverify.report.words.part import name_part
 from moeverify.results.explanation import Explanation
 from moeverify.results.formula_names import NormOrder
+from moeverify.results.norm_powers import NormOfPowers, NormPart, PartNumber
 from moeverify.results.operation import (
     NormOfNorms,
     NormOfOrder,
@@ -46,6 +47,59 @@ _ORDERS: Mapping[NormOrder, str] = {
 def describe_norm_of_order(operation: NormOfOrder, explanation: Explanation) -> str:
     """Return which other number of the gradients a norm is."""
     return f"the gradients match, and the gradient norm is {_ORDERS[operation.order]}"
+
+
+_POWERS: Mapping[float, str] = {
+    0.5: "the roots of ",
+    1.0: "",
+    2.0: "the squares of ",
+    4.0: "the fourth powers of ",
+}
+_POWER: Mapping[float, str] = {
+    0.25: "the fourth root of ",
+    0.5: "the root of ",
+    1.0: "",
+    2.0: "the square of ",
+    4.0: "the fourth power of ",
+}
+_OF_ALL: Mapping[PartNumber, str] = {
+    "norm": "the right one",
+    "absolute": "the sum of the absolute gradients",
+    "largest": "the largest absolute gradient",
+    "mean-square": "the root of the mean square of all elements",
+    "mean-absolute": "the mean of the absolute gradients",
+}
+_OF_EACH: Mapping[PartNumber, str] = {
+    "norm": "the norms",
+    "absolute": "the sums of absolute gradients",
+    "largest": "the largest absolute gradients",
+    "mean-square": "the roots of the mean squares",
+    "mean-absolute": "the means of absolute gradients",
+}
+
+
+_PARTS: Mapping[NormPart, str] = {
+    "parameter": "all parameters",
+    "module": "all modules",
+    "layer": "each layer and of all else",
+}
+
+
+def describe_norm_of_powers(operation: NormOfPowers, explanation: Explanation) -> str:
+    """Return of which numbers of which parts a norm is made, and by which powers and roots."""
+    if operation.part == "all":
+        made = f"{_POWER[1.0 / operation.root]}{_OF_ALL[operation.number]}"
+    else:
+        each = f"{_POWERS[operation.power]}{_OF_EACH[operation.number]} of {_PARTS[operation.part]}"
+        value = "largest" if operation.is_largest else "mean" if operation.is_mean else "sum"
+        made = f"{_POWER[1.0 / operation.root]}the {value} of {each}"
+    times = ""
+    if operation.factor is not None:
+        times = f"{format_factor(operation.factor.value)} times "
+    sources = f"; {describe_sources(operation.factor)}" if operation.factor is not None else ""
+    is_right = operation.part == "all" and made == _OF_ALL["norm"]
+    instead = "" if is_right else ", and not the root of the sum of all squares"
+    return f"the gradients match, and the gradient norm is {times}{made}{instead}{sources}"
 
 
 def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -> str:

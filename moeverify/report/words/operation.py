@@ -17,6 +17,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
+from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape
 from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
@@ -24,6 +25,7 @@ from moeverify.report.words.norms import (
     describe_norm_of_norms,
     describe_norm_of_order,
     describe_norm_of_partials,
+    describe_norm_of_powers,
     describe_norm_of_slices,
     describe_reclipped,
 )
@@ -49,6 +51,7 @@ from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.initial_values import Drawn, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.operation import (
     Altered,
@@ -344,6 +347,7 @@ for _describe in (
     describe_moved_otherwise,
     describe_reclipped,
     describe_norm_of_order,
+    describe_norm_of_powers,
     describe_reordered,
     describe_other_rows,
     describe_token_values,
@@ -371,6 +375,16 @@ def _(operation: Rounded, explanation: Explanation) -> str:
 def _(operation: RepeatedShard, explanation: Explanation) -> str:
     first, second = operation.ranks
     return f"ranks {first} and {second} hold the same values in parts that should differ"
+
+
+@describe_operation.register
+def _(operation: ScaledByShape, explanation: Explanation) -> str:
+    return describe_scaled_by_shape(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: Drawn, explanation: Explanation) -> str:
+    return describe_drawn(operation, explanation)
 
 
 @describe_operation.register

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.words.factor import describe_sources
 from moeverify.report.words.step_changes import describe_form
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
@@ -23,6 +24,11 @@ Said = tuple[str, tuple[str, ...]]
 
 def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
     """Return how a result of the optimizer was made otherwise, as far as that is known, and what was seen."""
+    cause, evidence = _describe(facts, finding)
+    return (cause if facts.number is None else f"{cause}; {describe_sources(facts.number)}"), evidence
+
+
+def _describe(facts: RecomputedFacts, finding: Finding) -> Said:
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     wrong = facts.wrong_terms
     told = _describe_told(facts, finding, quantity)
@@ -63,7 +69,7 @@ def _describe_whole(facts: RecomputedFacts, factor: float, quantity: str) -> Sai
     """Return that all terms are there by one factor."""
     how = (
         ""
-        if quantity != "the update" or not 0.0 < factor < 1.0
+        if quantity != "the update" or not 0.0 < factor < 1.0 or facts.number is not None
         else (f", as where {1.0 - factor:.4g} of the new weight is the old one")
     )
     evidence = "with that factor it is what the rank's own gradient, moments and options give"

@@ -7,9 +7,15 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 
 
 def describe_part(part: ParameterPart) -> str:
-    """Return which parameters these are, and no others."""
+    """Return which parameters something is true of; narrow dtypes may hide it in others."""
     ways = [" ".join(map(_describe, traits)) for traits in (part.traits, *part.alternatives)]
-    return f"these are all parameters {', or '.join(ways)}, and no others of {part.total}"
+    which = f"parameters {', or '.join(ways)}"
+    if part.unseen:
+        return (
+            f"it is so of {part.count} of the {part.count + part.unseen} {which}, could not be seen in the other "
+            f"{part.unseen}, and is seen in no others of {part.total}"
+        )
+    return f"it is so of all {part.count} {which}, and seen in no others of {part.total}"
 
 
 def _describe(trait: Trait) -> str:

@@ -32,6 +32,9 @@ _ONE: Mapping[GroupUnit, str] = {
     "chunk-of-row": "chunk of {} positions of its row",
     "chunk-of-positions": "chunk of {} positions",
 }
+_OF_ALL_RANKS = " (of all ranks')"
+"""What the number of a micro-batch counts."""
+
 _OF_ROWS: tuple[GroupUnit, ...] = ("chunk-of-row", "chunk-of-positions")
 _MEANS = ("valid", "all", "size")
 _COUNTED: Mapping[str, str] = {
@@ -68,6 +71,9 @@ def describe_reaveraged(operation: Reaveraged, explanation: Explanation) -> str:
 def _describe(averaging: Averaging) -> str:
     if averaging.depends_on is not None:
         return f"counts each token by a weight that {_KEYS[averaging.depends_on]} alone tells"
+    if averaging.divisor is not None:
+        divisor, valid = averaging.divisor
+        return f"is divided by {divisor}, and not by the {valid} valid tokens of the batch"
     if averaging.only is not None:
         return _describe_only(averaging.only, averaging.over)
     parts = [_describe_set(averaging.without)] if averaging.without is not None else []
@@ -117,9 +123,11 @@ def _describe_counts(averaging: Averaging) -> list[str]:
 
 def _describe_only(tokens: TokenSet, over: TokenCount | None) -> str:
     """Return which tokens alone are in a loss, and what divides them."""
-    unit = _ONE[tokens.groups.unit]
+    is_of_all = tokens.groups.unit == "micro-batch"
+    unit = "micro-batch" if is_of_all else _ONE[tokens.groups.unit]
+    number = format_range(tokens.numbers) + (_OF_ALL_RANKS if is_of_all else "")
     is_own = tokens.which == "own"
-    which = f"each {unit}'s own tokens" if is_own else f"the tokens of {unit} {format_range(tokens.numbers)}"
+    which = f"each {unit}'s own tokens" if is_own else f"the tokens of {unit} {number}"
     if over is None:
         divided = "divided by the valid tokens of the batch"
     else:
@@ -153,7 +161,14 @@ def _describe_set(tokens: TokenSet) -> str:
         return f"{verb} the last valid token of each row"
     if tokens.which == "numbers":
         several = len(tokens.numbers) > 1
-        return f"{verb} {_ONE[unit]}{'s' if several else ''} {format_range(tokens.numbers)}"
+        numbers = format_range(tokens.numbers)
+        if unit == "micro-batch":
+            return f"{verb} micro-batch{'es' if several else ''} {numbers}{_OF_ALL_RANKS}"
+        return f"{verb} {_ONE[unit]}{'s' if several else ''} {numbers}"
+    if tokens.which == "every":
+        period, place = tokens.numbers
+        what = "positions of each rank's part of a row" if unit in _OF_ROWS else "tokens of each micro-batch"
+        return f"{verb} every one of {period} {what}, that at place {place}"
     (count,) = tokens.numbers
     what = "positions" if unit in _OF_ROWS else "tokens"
     what = what[:-1] if count == 1 else what

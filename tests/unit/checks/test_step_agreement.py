@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RecomputedFacts, StepForm, TermFacts
 
 
 def make_finding(tensor: str, beta: float, *, step: int = 1, share: float = 0.1) -> Finding:
@@ -49,3 +49,47 @@ def test_other_terms_may_differ_from_tensor_to_tensor() -> None:
     findings = [make_finding("gate", 0.9, share=0.05), make_finding("up", 0.9, share=0.02)]
     kept = keep_agreeing(findings)
     assert [finding.facts.terms[1].found for finding in kept] == [0.05, 0.02]  # type: ignore[union-attr]
+
+
+def make_update(tensor: str, step: int, factor: float, *tried: str) -> Finding:
+    """Return an update whose step is there by a factor, and that these corrections of moments give."""
+    terms = (TermFacts(name="step", expected=-0.01, found=-0.01 * factor),)
+    facts = RecomputedFacts(terms=terms, variants=tuple(StepForm(changes=(each,)) for each in tried))  # type: ignore[arg-type]
+    named = {"check": "optimizer step", "kind": "update", "tensor": tensor, "step": step, "rank": 0}
+    return Finding.model_validate(
+        {**named, "error": 1.0, "bound": 0.01, "code": Cause.OPTIMIZER, "facts": facts}
+    )
+
+
+def read_forms(findings: list[Finding]) -> list[list[str]]:
+    return [
+        [form.changes[0] for form in finding.facts.variants]  # type: ignore[union-attr]
+        for finding in keep_agreeing(findings)
+    ]
+
+
+def test_corrections_that_two_tensors_have_not_in_common_are_not_said() -> None:
+    one, other = "no-first-correction", "corrected-for-next-step"
+    assert read_forms([make_update("up", 0, 0.1, one), make_update("down", 0, 0.73, other)]) == [[], []]
+    assert read_forms([make_update("up", 0, 0.1, one), make_update("down", 0, 0.1, one, other)])[0] == [one]
+
+
+def test_a_correction_that_is_the_same_number_in_a_later_step_is_not_said() -> None:
+    # 1 less the first beta is the first step's correction, and a rate that is a tenth.
+    form = "no-first-correction"
+    assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.1004)]) == [[], []]
+    # Small updates in bfloat16 leave one digit.
+    assert read_forms([make_update("up", 0, 0.11, form), make_update("up", 1, 0.092)]) == [[], []]
+    assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.19)]) == [[form], []]
+    assert read_forms([make_update("up", 0, 0.1, form), make_update("up", 1, 0.1, form)]) == [[form], [form]]
+
+
+def test_one_tensor_of_three_does_not_speak_against_a_correction() -> None:
+    form = "no-first-correction"
+    findings = [make_update(name, 0, 0.1, form) for name in ("up", "down", "gate")]
+    assert read_forms([*findings, make_update("up", 1, 0.1)]) == [[form], [form], [form], []]
+
+
+def test_a_correction_is_not_said_where_another_step_is_off_by_another_one() -> None:
+    one, other = "no-first-correction", "multiplied-by-corrections"
+    assert read_forms([make_update("up", 0, 0.19, other), make_update("up", 1, 0.09, one)]) == [[], []]

@@ -27,6 +27,8 @@ OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/step_forms.py",  # likewise
     "diagnose/families.py",  # parts of a fully qualified name
+    "diagnose/parameter_parts.py",  # likewise
+    "diagnose/draws.py",  # the name of a bias's weight
     "diagnose/first_divergence.py",
     "diagnose/own/found.py",  # the module around one
     "diagnose/own/step_mistakes.py",  # numbers in the names of modules
@@ -34,7 +36,6 @@ OF_NAMES = {
     "diagnose/replay/formulas.py",
     "diagnose/replay/latent_gradient.py",  # columns of a tensor
     "diagnose/replay/multiples.py",  # the block that a dispatcher's name begins with
-    "diagnose/parameter_parts.py",  # parts of a fully qualified name
     "diagnose/place.py",
     "diagnose/loading.py",  # the kind that a saved tensor's name begins with
     "diagnose/failure.py",  # the path of a file

@@ -55,7 +55,7 @@ def describe(affected: list[str], unaffected: list[str] | None = None) -> str:
     [
         (
             [name for name in NAMES if "norm" in name],
-            "all parameters of 1 dim, or with norm in their names, and no others of 27",
+            "parameters of 1 dim, or with norm in their names, and seen in no others of 27",
         ),
         ([name for name in NAMES if "up" in name.split(".")], "with up in their names"),
         ([name for name in NAMES if name.startswith(("layers.1.", "layers.2."))], "in layers 1, 2"),

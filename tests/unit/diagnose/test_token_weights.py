@@ -92,6 +92,10 @@ MEAN, SUM = "is a mean of means: each token is divided by", "is a sum of means: 
             "leaves out the last 32 tokens of each micro-batch, and divides by the valid tokens that are left",
         ),
         (lambda: 1.0 + (torch.arange(LENGTH) < 3).expand(ROWS, -1).double(), "counts 2 times positions 0-2"),
+        (
+            (ORDER % 3 != 2).double,
+            "leaves out every one of 3 tokens of each micro-batch, that at place 2",
+        ),
         (lambda: draw(VOCABULARY)[LABELS], "counts each token by a weight that its label alone tells"),
         (
             lambda: torch.full((ROWS, LENGTH), TOTAL / (ROWS * (LENGTH - 1))).double(),

@@ -15,6 +15,7 @@ from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.known_sum import KnownSum, Term
+from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.operation import (
     Misplaced,
     Misreduced,
@@ -31,6 +32,7 @@ from moeverify.results.operation import (
 )
 from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.part import WHOLE, Contribution, Group
+from moeverify.results.token_weights import Averaging, Reaveraged, TokenCount, TokenGroups, TokenSet
 
 OPERATIONS = [
     (
@@ -148,6 +150,69 @@ OPERATIONS = [
         "the balance loss is made either of the counts of each token's first choice alone, or of counts in which "
         "tokens of padding take part: the gradients are equal here",
         "balance loss",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="parameter", number="norm", power=4.0, root=2.0),
+        ),
+        "the gradients match, and the gradient norm is the root of the sum of the fourth powers of the norms "
+        "of all parameters, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="layer", number="mean-square", power=1.0, root=1.0, is_mean=True),
+        ),
+        "the gradients match, and the gradient norm is the mean of the roots of the mean squares of each layer "
+        "and of all else, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="module", number="absolute", power=1.0, root=1.0, is_largest=True),
+        ),
+        "the gradients match, and the gradient norm is the largest of the sums of absolute gradients of all "
+        "modules, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM, Quantity.GRADIENT_NORM, NormOfPowers(part="all", number="norm", power=1.0, root=0.25)
+        ),
+        "the gradients match, and the gradient norm is the fourth power of the right one, and not the root "
+        "of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(part="all", number="mean-square", power=1.0, root=0.5),
+        ),
+        "the gradients match, and the gradient norm is the square of the root of the mean square of all "
+        "elements, and not the root of the sum of all squares",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.NORM,
+            Quantity.GRADIENT_NORM,
+            NormOfPowers(
+                part="all",
+                number="norm",
+                power=1.0,
+                root=1.0,
+                factor=Factor(value=2.0, equals=(Product(times=("dp_shard",)),)),
+            ),
+        ),
+        "the gradients match, and the gradient norm is 2 times the right one; 2 = dp_shard",
+        "gradient norm, axis dp_shard",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfOrder(order="largest")),
@@ -398,6 +463,55 @@ OPERATIONS = [
         "over ep in the place of each, or it computes from the input of layers.1.moe in place of the right input: "
         "the outputs are equal here",
         "layers.1.moe.dispatcher",
+    ),
+    (
+        explain(
+            Cause.SHARE_WEIGHTS,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(
+                    Averaging(
+                        over=TokenCount(of="valid", groups=TokenGroups(unit="chunk", size=32)),
+                        times=TokenCount(of="valid", groups=TokenGroups(unit="rank")),
+                    ),
+                )
+            ),
+            tensors=("lm",),
+        ),
+        "the lm loss is a sum of means: each token is divided by the valid tokens of its chunk of 32 tokens, and "
+        "multiplied by the share of its rank in the valid tokens of the batch",
+        "lm loss",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(
+                    Averaging(
+                        only=TokenSet(groups=TokenGroups(unit="micro-batch"), which="numbers", numbers=(1,))
+                    ),
+                ),
+                is_reported=True,
+            ),
+            tensors=("lm",),
+        ),
+        "only a reported number is wrong: the lm loss is that of the tokens of micro-batch 1 (of all ranks') alone, "
+        "divided by the valid tokens of the batch; the gradients match",
+        "lm loss",
+    ),
+    (
+        explain(
+            Cause.SHARE_WEIGHTS,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(), changes=(Change(part="label", way="of-position", number=1.0),), is_weighed=True
+            ),
+            tensors=("lm",),
+        ),
+        "the lm loss is the cross entropy with the label of the position 1 further in the place of each, and "
+        "weighs its tokens otherwise",
+        "lm loss",
     ),
     (
         explain(

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 from factor_sentences import FACTORS
+from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
 from loss_sentences import LOSSES
 from operation_sentences import OPERATIONS
@@ -17,7 +18,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *STEPS]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

@@ -148,6 +148,10 @@ LINES = [
     (StaleWeights(gives_this_output=True), "the weights of the step before give this very output"),
     (StaleWeights(gives_this_output=False), "the weights of the step before give another output"),
     (
+        WeightsOfTokens(least=0.5, most=2.0, num_tokens=24),
+        "the gradients of 24 tokens from the loss are 0.5 to 2 times the right ones",
+    ),
+    (
         Replay(formula="attention", num_tried=12, residual=2.5e-16),
         "12 variants of the attention replayed on right inputs; this one leaves 2.5e-16 of the error",
     ),

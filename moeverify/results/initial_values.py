@@ -1,0 +1,53 @@
+"""What initial values are, in place of those that the seed and the names give."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moeverify.results.factor import Product
+from moeverify.results.record import Record
+
+
+class ScaledByShape(Record):
+    """Each weight is so many times the right one as a rule gives of its own shape: from `least` to `largest` times.
+
+    The `power` of each factor is one of `products`, which all give the same.
+    """
+
+    kind: Literal["scaled-by-shape"] = "scaled-by-shape"
+    products: tuple[Product, ...]
+    power: int
+    least: float
+    largest: float
+
+
+Distribution = Literal["right", "uniform", "normal", "constant", "identity", "orthogonal"]
+"""How values are distributed: as they should be, evenly up to a bound, normally, all the same, or as the rows of such
+a matrix."""
+
+
+class Draw(Record):
+    """A distribution of initial values, and its size.
+
+    The square of the bound of uniform ones, or of the deviation of normal ones, is `times` over the product of
+    `over`, which are sizes of the weight or of the model. Without a rule `number` is the bound, the deviation, or the
+    constant.
+    Normal ones may be `cut` at so many deviations; the deviation is that before the cut, or after it.
+    """
+
+    distribution: Distribution
+    times: float = 1.0
+    over: tuple[str, ...] = ()
+    number: float | None = None
+    cut: int = 0
+    is_after_cut: bool = False
+
+
+class Drawn(Record):
+    """Initial values that are other ones than the seed and the names give, and how they are distributed.
+
+    `draws` are all distributions that they may have, the simplest first.
+    """
+
+    kind: Literal["drawn"] = "drawn"
+    draws: tuple[Draw, ...]
