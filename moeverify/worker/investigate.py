@@ -38,6 +38,7 @@ from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
+from moeverify.diagnose.replay.calls import ModuleCalls
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
@@ -341,7 +342,10 @@ def _find_right_modules(
     experts = _place_experts(case, plan, evidence)
     tokens, labels = (None, None) if batch is None else (batch.tokens, batch.targets)
     valid = None if batch is None else batch.valid
-    return RightModules(program.model, read_right(), chunks, valid, experts, tokens, labels)
+    right = read_right()
+    places = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
+    calls = ModuleCalls([each.readings for each in evidence.by_rank], places, case.layout.tp, right)
+    return RightModules(program.model, right, chunks, valid, experts, tokens, labels, calls)
 
 
 def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.calls import ModuleCalls
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.embedding import EmbeddingFormula
@@ -69,7 +70,8 @@ class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch.
+    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch, `calls` gives what
+    ranks give each module at once.
     """
 
     model: nn.Module
@@ -79,6 +81,7 @@ class RightModules:
     experts: ExpertLayout = ONE_DEVICE
     tokens: Tensor | None = None
     labels: Tensor | None = None
+    calls: ModuleCalls = field(default_factory=ModuleCalls)
 
     def find(self, name: str) -> nn.Module | None:
         """Return the module of a name, the whole model of none."""

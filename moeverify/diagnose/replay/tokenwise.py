@@ -31,6 +31,7 @@ from moeverify.diagnose.replay.grammar import (
     times_of,
 )
 from moeverify.diagnose.replay.language import Cell, Formula, draw_like
+from moeverify.model.router import Router
 from moeverify.results.change import Change
 
 Named = Mapping[str, Tensor]
@@ -112,7 +113,7 @@ def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
 class LinearFormula(TokenFormula):
     """x W^T + bias."""
 
-    def __init__(self, module: nn.Linear, x: Tensor, others: Named, weights: Named) -> None:
+    def __init__(self, module: nn.Linear | Router, x: Tensor, others: Named, weights: Named) -> None:
         super().__init__(x, others)
         self.weight, self.weights = module.weight.detach(), weights
         self.bias = None if module.bias is None else module.bias.detach()

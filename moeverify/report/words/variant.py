@@ -259,6 +259,8 @@ def name_formula(formula: str) -> str:
     kind, _, of = formula.partition(":")
     if kind == "gradient":
         return f"gradient of the {name_formula(of)}"
+    if kind == "parameter":
+        return f"gradient of the module's {of}"
     return f"{kind} of {of}" if of else " ".join(kind.split("-"))
 
 

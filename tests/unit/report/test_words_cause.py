@@ -9,6 +9,7 @@ from factor_sentences import FACTORS
 from layout_sentences import LAYOUTS
 from loss_sentences import LOSSES
 from operation_sentences import OPERATIONS
+from parameter_sentences import PARAMETERS
 from value_sentences import VALUES
 
 from moeverify.report.words.cause import describe_explanation
@@ -16,7 +17,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *PARAMETERS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)
