@@ -179,7 +179,7 @@ class GatedGradientFormula(Formula):
         ways = list_activations(has_gate=has_gate)
         # To up comes the value of the activation, to the gate its derivative.
         other = "derivative" if of == "up" and has_gate else "activation"
-        self.ways = [way for way in (*list_derivatives(), *ways) if way.part != other]
+        self.ways = [way for way in (*list_derivatives(has_gate=has_gate), *ways) if way.part != other]
         edges = ("up",) if of == "up" else ("gate", "activation")
         self.ways += list_gradients_inside(*edges)
         self.fits = [*fit_activations(has_gate=has_gate), *fit_gradients(*edges)]

@@ -70,6 +70,22 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("mean", "over-positions"): "with the mean over positions in place of that over the width",
     ("mean", "over-rows"): "with the mean over the rows of the batch in place of that over the width",
     ("mean", "over-all"): "with the mean over tokens and width in place of that over the width",
+    (
+        "mean",
+        "over-blocks",
+    ): "with the mean of squares over each block of {number} positions for each of them",
+    (
+        "mean",
+        "largest-of-blocks",
+    ): "with the largest mean of squares in each block of {number} positions for each of them",
+    (
+        "mean",
+        "first-of-blocks",
+    ): "with the mean of squares of the first position in each block of {number} for each of them",
+    (
+        "mean",
+        "last-of-blocks",
+    ): "with the mean of squares of the last position in each block of {number} for each of them",
     ("mean", "of-position"): "with the mean of squares of the position {number} further in the place of each",
     ("mean", "of-row"): "with the mean of squares of the row {number} further in the place of each",
     ("mean", "every"): "with the mean of every {number}th square for that of all",

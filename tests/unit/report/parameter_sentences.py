@@ -1,10 +1,10 @@
-"""Explanations with their sentences: which tokens count for the gradient of a parameter."""
+"""Explanations with their sentences: tokens that count for the gradient of a parameter, terms of derivatives."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from explanations import GRADIENT, explain
+from explanations import BACK, GRADIENT, explain
 
 from moeverify.results.cause import Cause
 from moeverify.results.change import Change
@@ -17,7 +17,26 @@ def say(module: str, of: str, sentence: str, *changes: Change) -> tuple[Any, str
     return explanation, f"{module} makes the gradient of its {of} {sentence}", module
 
 
+def say_derivative(sentence: str, change: Change) -> tuple[Any, str, str]:
+    operation = Varied(formula="gradient:feed-forward-block", variants=((change,),))
+    explanation = explain(Cause.BACKWARD, BACK, operation, module="layers.0.mlp")
+    return (
+        explanation,
+        f"layers.0.mlp passes back the gradient of the feed forward block {sentence}",
+        "layers.0.mlp",
+    )
+
+
 PARAMETERS = [
+    say_derivative(
+        "with -x*s in place of x*s*(1-s) in the derivative s + x*s*(1-s) of silu, where s is the sigmoid",
+        Change(part="derivative", way="second-of-silu", number=-1.0, name="x*s"),
+    ),
+    say_derivative(
+        "with 0 in place of c in the derivative c + x*p of gelu, where c is the normal distribution and p its "
+        "density",
+        Change(part="derivative", way="first-of-gelu", number=0.0),
+    ),
     say(
         "embed",
         "weight",
