@@ -44,6 +44,7 @@ from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula
 from moeverify.diagnose.replay.parameter_formulas import make_parameter_formula
+from moeverify.diagnose.replay.shards import make_shards
 from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
@@ -345,7 +346,10 @@ def _find_right_modules(
     right = read_right()
     places = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
     calls = ModuleCalls([each.readings for each in evidence.by_rank], places, case.layout.tp, right)
-    return RightModules(program.model, right, chunks, valid, experts, tokens, labels, calls)
+    among_tp = [place.get("tp", 0) for place in places.values()]
+    divides_positions = case.layout.sequence_parallel
+    shards = make_shards(case.layout.tp, among_tp, chunks, divides_positions=divides_positions)
+    return RightModules(program.model, right, chunks, valid, experts, tokens, labels, calls, shards)
 
 
 def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:

@@ -72,6 +72,17 @@ class ModuleCalls:
         )
         return calls if is_whole else [whole_call(shape)]
 
+    def divides(self, module: str, end: str) -> bool:
+        """Return whether ranks have slices of what one device reads at an end of a module, along its last dim."""
+        golden = next((each for each in self._golden if self._is_end(each, module, end)), None)
+        wanted = (FORWARD, module, end, "0")
+        return golden is not None and any(
+            each.local.shape[-1] < golden.local.shape[-1]
+            for read in self._by_rank
+            for each in read.readings
+            if (each.direction, each.module, each.end, each.slot) == wanted
+        )
+
     def _is_end(self, reading: Reading, module: str, end: str) -> bool:
         wanted = (FORWARD, module, end, "0")
         return (reading.direction, reading.module, reading.end, reading.slot) == wanted

@@ -252,7 +252,7 @@ def _share_in_blocks(x: Tensor, way: str, size: int) -> Tensor:
     """Return one number for each block of so many positions of x (b, s, ..., 1); not a number in a block cut off."""
     if x.shape[1] % size:
         return x * torch.nan
-    blocks = x.unflatten(1, (-1, size))
+    blocks = x.view(x.shape[0], -1, size, *x.shape[2:])
     return _OF_BLOCKS[way](blocks).expand_as(blocks).flatten(1, 2)
 
 

@@ -17,6 +17,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.gradients import describe_gradient
 from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.mistakes import describe_mistake
+from moeverify.report.words.shards import describe_shards
 from moeverify.results.change import Change
 
 _TOKENWISE: Mapping[tuple[str, str], str] = {
@@ -306,8 +307,8 @@ def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
     if attended := describe_attention(change, number):
         return attended
-    if read := describe_head_layout(change):
-        return read
+    if divided := describe_head_layout(change) or describe_shards(change, number):
+        return divided
     if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
         what = f"the {_BIASES.get(change.part, change.name)}"
         return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)

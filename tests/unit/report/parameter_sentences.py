@@ -1,10 +1,10 @@
-"""Explanations with their sentences: tokens that count for the gradient of a parameter, terms of derivatives."""
+"""Explanations with their sentences: gradients of parameters, terms of derivatives, products that ranks divide."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from explanations import BACK, GRADIENT, explain
+from explanations import BACK, GRADIENT, OUTPUT, explain
 
 from moeverify.results.cause import Cause
 from moeverify.results.change import Change
@@ -27,7 +27,39 @@ def say_derivative(sentence: str, change: Change) -> tuple[Any, str, str]:
     )
 
 
+def say_shards(formula: str, module: str, sentence: str, change: Change) -> tuple[Any, str, str]:
+    operation = Varied(formula=formula, variants=((change,),))
+    quantity = BACK if formula.startswith("gradient:") else OUTPUT
+    cause = Cause.BACKWARD if quantity is BACK else Cause.FORWARD
+    return explain(cause, quantity, operation, module=module), f"{module} {sentence}", module
+
+
 PARAMETERS = [
+    say_shards(
+        "gradient:attention",
+        "layers.2.attention",
+        "passes back the gradient of the attention with the slice of the rank that has a position in the place of each "
+        "rank's own, of the gradient that comes back from its last layer",
+        Change(part="slices-of-ranks", way="of-position", name="given"),
+    ),
+    say_shards(
+        "gradient:input:layers.2.attention",
+        "layers.2",
+        "passes back the gradient of the input of layers.2.attention without each rank's own part in the sum over tp",
+        Change(part="sum-over-ranks", way="not-own"),
+    ),
+    say_shards(
+        "linear-layer",
+        "layers.0.mlp.down_proj",
+        "computes without the part of rank 1 of tp in the sum",
+        Change(part="sum-over-ranks", way="without", number=1),
+    ),
+    say_shards(
+        "linear-layer",
+        "layers.0.attention.q_proj",
+        "computes with the positions of the ranks of tp in reverse order",
+        Change(part="slices-of-ranks", way="chunks-reversed", name="result"),
+    ),
     say_derivative(
         "with -x*s in place of x*s*(1-s) in the derivative s + x*s*(1-s) of silu, where s is the sigmoid",
         Change(part="derivative", way="second-of-silu", number=-1.0, name="x*s"),
