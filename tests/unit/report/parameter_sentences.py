@@ -38,8 +38,8 @@ PARAMETERS = [
     say_shards(
         "gradient:attention",
         "layers.2.attention",
-        "passes back the gradient of the attention with the slice of the rank that has a position in the place of each "
-        "rank's own, of the gradient that comes back from its last layer",
+        "passes back the gradient of the attention with the slice of the rank that has a position in the place of "
+        "each rank's own, of the gradient that comes back from its last layer",
         Change(part="slices-of-ranks", way="of-position", name="given"),
     ),
     say_shards(
