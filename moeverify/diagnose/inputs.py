@@ -77,8 +77,8 @@ class DiagnosisInputs:
     on right logits. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought`
     has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
     `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the recipe, and of the step,
-    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written. `named` are the
-    sizes of the model and the options of the recipe that a factor may come from.
+    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written. `named`
+    are the sizes of the model and the options of the recipe that a factor may come from.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)

@@ -42,11 +42,13 @@ from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
+from moeverify.diagnose.replay.calls import ModuleCalls
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.exchange import list_calls
 from moeverify.diagnose.replay.experts import ExpertLayout
 from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula
 from moeverify.diagnose.replay.parameter_formulas import make_parameter_formula
+from moeverify.diagnose.replay.shards import make_shards
 from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
@@ -359,7 +361,13 @@ def _find_right_modules(
     experts = _place_experts(case, plan, evidence)
     tokens, labels = (None, None) if batch is None else (batch.tokens, batch.targets)
     valid = None if batch is None else batch.valid
-    return RightModules(program.model, read_right(), chunks, valid, experts, tokens, labels)
+    right = read_right()
+    places = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
+    calls = ModuleCalls([each.readings for each in evidence.by_rank], places, case.layout.tp, right)
+    among_tp = [place.get("tp", 0) for place in places.values()]
+    divides_positions = case.layout.sequence_parallel
+    shards = make_shards(case.layout.tp, among_tp, chunks, divides_positions=divides_positions)
+    return RightModules(program.model, right, chunks, valid, experts, tokens, labels, calls, shards)
 
 
 def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:

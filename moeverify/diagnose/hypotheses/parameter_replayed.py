@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+
+import torch
 
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.replay.language import find_variant
+from moeverify.diagnose.replay.counted_tokens import join_numbers
+from moeverify.diagnose.replay.language import RIGHT, Formula, Found, find_variant
 from moeverify.diagnose.replay.parameters import as_module_tensor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.observation import Replay
 from moeverify.results.operation import Varied
@@ -40,20 +45,48 @@ class ParameterReplayed(Hypothesis):
         if named is None:
             return self.untried(Reason.NOT_COMPARABLE)
         if tensor.name not in inputs.searched_parameters:
-            found = find_variant(named.formula, as_module_tensor(tensor), inputs.search.bound)
-            inputs.searched_parameters[tensor.name] = found
+            inputs.searched_parameters[tensor.name] = _search(named.formula, tensor, inputs)
         found = inputs.searched_parameters[tensor.name]
         if found is None:
             return self.untried(Reason.NOT_COMPARABLE)
         if not found.variants:
             return self.refuse(Replay(formula=named.name, num_tried=found.num_tried))
         seen = Replay(formula=named.name, num_tried=found.num_tried, residual=found.residual)
-        operation = Varied(formula=named.name, variants=found.variants, ranks=found.ranks)
+        variants = join_numbers(found.variants)
+        operation = Varied(formula=named.name, variants=variants, ranks=found.ranks)
         subject = Subject(quantity=Quantity.GRADIENT, tensors=(tensor.name,), module=module_of(tensor.name))
         explanation = Explanation(
             cause=Cause.BACKWARD, subject=subject, operation=operation, residual=found.residual
         )
         return self.accept(explanation, seen)
+
+
+def _search(formula: Formula, tensor: WrongTensor, inputs: DiagnosisInputs) -> Found | None:
+    """Return the variants of a parameter's gradient; what explains another parameter is asked first.
+
+    A mistake of a kind of modules is in all of them, and each search costs as much as the first.
+    """
+    assert inputs.search is not None
+    wrong, bound = as_module_tensor(tensor), inputs.search.bound
+    # One device's gradients are rounded to the recipe's dtype, and the formula is evaluated in float64.
+    right = RIGHT if tensor.precision == torch.float64 else tensor.exact
+    others = [found.variants for found in inputs.searched_parameters.values() if found is not None]
+    known = dict.fromkeys(
+        changes for variants in others for changes in variants if _has_ways(formula, changes)
+    )
+    if known:
+        few = copy(formula)
+        few.ways = list(dict.fromkeys(changes[0] for changes in known))
+        few.places = list(dict.fromkeys(changes[1] for changes in known if len(changes) > 1))
+        few.fits = ()
+        found = find_variant(few, wrong, bound, right)
+        if found is not None and found.variants:
+            return found
+    return find_variant(formula, wrong, bound, right)
+
+
+def _has_ways(formula: Formula, changes: Sequence[Change]) -> bool:
+    return changes[0] in formula.ways and all(place in formula.places for place in changes[1:])
 
 
 HYPOTHESIS = ParameterReplayed()

@@ -8,6 +8,7 @@ from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.replay.language import Found, NamedFormula, find_variant
 from moeverify.diagnose.replay.multiples import name_multiple
+from moeverify.diagnose.replay.shards import SUM
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.change import Change
@@ -16,7 +17,7 @@ from moeverify.results.observation import Replay
 from moeverify.results.operation import Varied
 from moeverify.results.trial import Reason
 
-_UNREDUCED = (("slices", "own"),)
+_UNREDUCED = (("slices", "own"), (SUM, "own"))
 
 
 class Replayed(Hypothesis):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeverify.diagnose.replay.derivatives import OF_SUM, differentiate_otherwise, list_sums
 from moeverify.diagnose.replay.gradient_ways import list_edge_ways, weigh_gradient
 from moeverify.diagnose.replay.grammar import with_gradient_of
 from moeverify.results.change import Change
@@ -86,12 +87,13 @@ def fit_activations(*, has_gate: bool) -> list[Change]:
     return found
 
 
-def list_derivatives() -> list[Change]:
-    """Return the functions whose gradient a right activation may have, or a part of its own."""
+def list_derivatives(*, has_gate: bool) -> list[Change]:
+    """Return the functions whose gradient a right activation may have, or its own with a part otherwise."""
     # That of softplus is the sigmoid, as of a silu whose other part is a constant.
     ways = [Change(part="derivative", way=way) for way in ACTIVATIONS if way != "softplus"]
     others = ("of-sigmoid-alone", "linear", "at-output", "at-up", "at-product", "at-bfloat16")
-    return [*ways, *(Change(part="derivative", way=way) for way in others)]
+    ways += [Change(part="derivative", way=way) for way in others]
+    return ways + list_sums("silu" if has_gate else "gelu")
 
 
 def list_gradients_inside(*edges: str, over_tokens: bool = True) -> list[Change]:
@@ -105,6 +107,8 @@ def _differentiate(
     """Return the value of an activation of x with the gradient of another function, or of it at another place."""
     if change is None:
         return value
+    if change.way in OF_SUM:
+        return with_gradient_of(value, x * differentiate_otherwise(x.detach(), change))
     places: Mapping[str, Callable[[], Tensor]] = {
         "at-output": lambda: value,
         "at-up": lambda: up,

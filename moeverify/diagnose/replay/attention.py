@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.gradient_ways import (
+    GRADIENT_OF,
     list_edge_ways,
     list_group_ways,
     list_score_ways,
@@ -377,7 +378,9 @@ class AttentionFormula(Formula):
         if way in _UNLIKE:
             return _UNLIKE[way](masked, visible)
         total = share.sum(-1, keepdim=True)
-        total = weigh_gradient(total, "denominator", changes)
+        if f"{GRADIENT_OF}:denominator" in changes:
+            # Of its logarithm, as kernels keep it: what comes back is then the mean of the gradient of the weights.
+            total = weigh_gradient(total.log(), "denominator", changes).exp()
         if way in ("extra-one", "extra"):
             total = total + (1.0 if change is None else float(change.number or 1.0)) * (-top).exp()
         elif way == "relative":

@@ -161,15 +161,15 @@ class ExpertsFormula(TokenFormula):
         ids = self.ids[cell.rows][:, cell.positions]
         is_there = (ids // max(self.count // self.num_ranks, 1) == number).unsqueeze(-1)
         one = torch.ones(self.held.gate.shape[1], dtype=x.dtype)
-        terms = [self._list_terms(x, cell, each, one) for each in (inner, {})]
+        terms = [self.list_terms(x, cell, each, one) for each in (inner, {})]
         return torch.where(is_there, terms[0], terms[1]).sum(2)
 
     def _combine(
         self, x: Tensor, cell: Cell, changes: Mapping[str, Change], units: Tensor, bias: float = 1.0
     ) -> Tensor:
-        return self._list_terms(x, cell, changes, units, bias).sum(2)
+        return self.list_terms(x, cell, changes, units, bias).sum(2)
 
-    def _list_terms(
+    def list_terms(
         self, x: Tensor, cell: Cell, changes: Mapping[str, Change], units: Tensor, bias: float = 1.0
     ) -> Tensor:
         """Return what each choice adds (b, s, k, H), of some hidden units (F) and so many times the last bias."""

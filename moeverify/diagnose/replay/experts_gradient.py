@@ -41,7 +41,10 @@ class ExpertsGradientFormula(Formula):
 
     def __init__(self, forward: ExpertsFormula, gradient: Tensor) -> None:
         self.forward, self.gradient = forward, gradient
-        self.ways = [*list_derivatives(), *list_gradients_inside("gate", "up", over_tokens=False)]
+        self.ways = [
+            *list_derivatives(has_gate=True),
+            *list_gradients_inside("gate", "up", over_tokens=False),
+        ]
         self.ways += list_edge_ways("rows", "outputs", over_tokens=False)
         self.ways += [
             way for way in forward.ways if not way.part.startswith("input") and way.part != "output-through"

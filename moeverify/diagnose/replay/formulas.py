@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.replay.attention import AttentionFormula
 from moeverify.diagnose.replay.attention_gradient import AttentionGradientFormula
+from moeverify.diagnose.replay.calls import ModuleCalls
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
 from moeverify.diagnose.replay.embedding import EmbeddingFormula
 from moeverify.diagnose.replay.experts import ONE_DEVICE, ExpertLayout, ExpertsFormula
 from moeverify.diagnose.replay.experts_gradient import CombineGradientFormula, ExpertsGradientFormula
-from moeverify.diagnose.replay.language import NamedFormula
+from moeverify.diagnose.replay.language import RIGHT, NamedFormula
 from moeverify.diagnose.replay.latent_gradient import LatentGradientFormula, Projection
 from moeverify.diagnose.replay.norms import NormFormula
 from moeverify.diagnose.replay.passed_back import list_block_gradients, list_moe_gradients
 from moeverify.diagnose.replay.routed import RouterFormula
+from moeverify.diagnose.replay.sharded_formulas import divide_formula, list_products
+from moeverify.diagnose.replay.shards import ProductsFormula, Shards
 from moeverify.diagnose.replay.tokenwise import (
     GatedFormula,
     GatedGradientFormula,
@@ -69,7 +72,8 @@ class RightModules:
     """One device's model with the weights that the step began with, and what it read at its modules in the step.
 
     `chunks` says which positions each rank of a context group has; `valid` (B, S) are the tokens that are no padding,
-    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch.
+    and `experts` says where experts live. `tokens` and `labels` (B, S) are those of the batch, `calls` gives what
+    ranks give each module at once, and `shards` says how those of tp divide products.
     """
 
     model: nn.Module
@@ -79,6 +83,8 @@ class RightModules:
     experts: ExpertLayout = ONE_DEVICE
     tokens: Tensor | None = None
     labels: Tensor | None = None
+    calls: ModuleCalls = field(default_factory=ModuleCalls)
+    shards: Shards = field(default_factory=Shards)
 
     def find(self, name: str) -> nn.Module | None:
         """Return the module of a name, the whole model of none."""
@@ -120,12 +126,17 @@ class RightModules:
 
 def make_formula(origin: Origin, right: RightModules) -> NamedFormula | None:
     """Return the formula of what was read first wrong; None where there is none for it."""
+    named = _make_undivided(origin, right)
+    return divide_formula(named, origin.culprit, right.calls, right.shards)
+
+
+def _make_undivided(origin: Origin, right: RightModules) -> NamedFormula | None:
     block = origin.culprit.removesuffix(f".{_DISPATCHER}")
     culprit = right.find(block)
     if culprit is None:
         return None
     if origin.direction == BACKWARD:
-        inside = _make_gradient_inside(origin, culprit, block, right)
+        inside = _make_passed_to_norm(origin, right) or _make_gradient_inside(origin, culprit, block, right)
         return inside or _make_gradient(origin, culprit, block, right)
     if isinstance(culprit, nn.Embedding):
         tokens = right.tokens
@@ -172,6 +183,26 @@ def _make_gradient_inside(
     elif isinstance(culprit, MoE) and block == name and origin.end == "input":
         found = _make_sum(list_moe_gradients(culprit, name, right.read), name="gradient:branches")
     return found
+
+
+def _make_passed_to_norm(origin: Origin, right: RightModules) -> NamedFormula | None:
+    """Return the formula of what comes back to a norm's output, or to what takes it, by the layers that take it."""
+    names = {origin.module, origin.culprit, *origin.also}
+    for name in sorted(names - {""}):
+        # One linear layer alone has a formula with more ways; here are those that share an input.
+        is_taken = (
+            name != origin.culprit if isinstance(right.find(name), nn.Linear) else name != origin.module
+        )
+        module = right.find(name) if is_taken or origin.end == "input" else None
+        products = None if module is None else list_products(module, name, right.read)
+        if products is not None and _is_sum(products, origin.tensor.expected):
+            return NamedFormula(f"gradient:input:{name}", products)
+    return None
+
+
+def _is_sum(products: ProductsFormula, expected: Tensor) -> bool:
+    total = torch.stack(list(products.terms.values())).sum(0)
+    return total.shape == expected.shape and bool((total - expected).norm() <= RIGHT * expected.norm())
 
 
 def _make_gradient(

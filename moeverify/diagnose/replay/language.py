@@ -152,20 +152,21 @@ Confirmed = dict[tuple[Change, ...], tuple[float, tuple[int, ...]]]
 """Variants, with the share of the error that each leaves, and the ranks that compute so where others do not."""
 
 
-def find_variant(formula: Formula, tensor: WrongTensor, bound: float) -> Found | None:
+def find_variant(formula: Formula, tensor: WrongTensor, bound: float, right: float = RIGHT) -> Found | None:
     """Return the simplest variants of a formula that are what ranks have; None where the formula does not fit.
 
-    `bound` is the relative error above which a rank's output is wrong.
+    `bound` is the relative error above which a rank's output is wrong, `right` that to which the formula must give
+    what is expected.
     """
-    search = _Search(formula, tensor, bound)
+    search = _Search(formula, tensor, bound, right)
     return search.run() if search.is_known() else None
 
 
 class _Search:
     """Looks at a sample of the worst shard first, and confirms on all shards what explains that."""
 
-    def __init__(self, formula: Formula, tensor: WrongTensor, bound: float) -> None:
-        self.formula, self.tensor = formula, tensor
+    def __init__(self, formula: Formula, tensor: WrongTensor, bound: float, right: float) -> None:
+        self.formula, self.tensor, self._bound_of_formula = formula, tensor, right
         shards = [shard for shard in tensor.shards if shard.local is not None and shard.region.numel]
         self.wrong = [shard for shard in shards if _error(shard, tensor) > bound]
         self.right = [shard for shard in shards if _error(shard, tensor) <= bound]
@@ -182,7 +183,7 @@ class _Search:
             return False
         self._sample()
         scale = float(self.expected.norm())
-        return bool(scale) and float((self.base - self.expected).norm()) <= RIGHT * scale
+        return bool(scale) and float((self.base - self.expected).norm()) <= self._bound_of_formula * scale
 
     def _sample(self) -> None:
         shard = max(self.wrong, key=lambda each: (_error(each, self.tensor), -each.rank))
@@ -204,7 +205,7 @@ class _Search:
         groups = self._group_ways()
         found = self._confirm_all([(way,) for way in group] for group in groups)
         found = found or self._confirm_all([(fit,)] for fit in self._fit(self.formula.fits, ()))
-        found = found or self._confirm_all(self._restrict())
+        found = found or self._confirm_all(self._restrict(groups))
         if self.formula.has_pairs:
             found = found or self._confirm_all(self._pair(groups))
         counts = [self._find_wrong_tokens(shard) for shard in self.wrong]
@@ -261,12 +262,13 @@ class _Search:
         self.expected, self.actual = self.expected[:, places], self.actual[:, places]
         self.base = self.base[:, places]
 
-    def _restrict(self) -> Iterator[list[tuple[Change, ...]]]:
-        """Yield each way in one place alone."""
+    def _restrict(self, groups: Sequence[Sequence[Change]]) -> Iterator[list[tuple[Change, ...]]]:
+        """Yield the ways in one place alone, those that give the same output everywhere together."""
         for place in self.formula.places:
-            for way in self.formula.ways:
-                if way.part not in self.formula.alone:
-                    yield [(way, place)]
+            for group in groups:
+                ways = [way for way in group if way.part not in self.formula.alone]
+                if ways:
+                    yield [(way, place) for way in ways]
 
     def _pair(self, groups: Sequence[Sequence[Change]]) -> Iterator[list[tuple[Change, ...]]]:
         """Yield the pairs of ways of two parts, with all that give the same output one by one."""

@@ -19,6 +19,13 @@ from moeverify.results.change import Change
 
 _MEANS = ("sum", "unbiased", "absolute", "deviation", "unbiased-deviation", "largest", "median", "none")
 _OF_TOKENS = ("over-tokens", "over-positions", "over-rows", "over-all")
+# One statistic for a block of positions, of (b, blocks, size, ...).
+_OF_BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "over-blocks": lambda x: x.mean(2, keepdim=True),
+    "largest-of-blocks": lambda x: x.amax(2, keepdim=True),
+    "first-of-blocks": lambda x: x[:, :, :1],
+    "last-of-blocks": lambda x: x[:, :, -1:],
+}
 _WEIGHTS = ("none", "plus-one", "minus-one", "twice", "before", "exponential")
 _CENTRES = ("in-numerator", "in-statistics")
 _DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,6 +76,8 @@ class NormFormula(TokenFormula):
         ways += [Change(part="centre", way=way) for way in _CENTRES]
         ways.append(Change(part="all", way="identity"))
         ways += [Change(part="mean", way=way) for way in (*_MEANS, *_OF_TOKENS)]
+        blocks = [n for n in range(2, self.x.shape[1]) if self.x.shape[1] % n == 0]
+        ways += [Change(part="mean", way=way, number=n) for n in blocks for way in _OF_BLOCKS]
         moves = [(way, number) for way in ("of-position", "of-row") for number in (1, -1)]
         ways += [Change(part="mean", way=way, number=number) for way, number in moves]
         sizes = [n for n in range(2, width + 1) if width % n == 0]
@@ -201,7 +210,7 @@ class NormFormula(TokenFormula):
             parts = square.view(*square.shape[:-1], number, -1).mean(-1, keepdim=True)
             parts = parts.roll(-1, -2) if way == "next-part" else parts
             return parts.expand(*parts.shape[:-1], width // number).flatten(-2)
-        if way in _OF_TOKENS or way in ("of-position", "of-row"):
+        if way in (*_OF_TOKENS, *_OF_BLOCKS, "of-position", "of-row"):
             return self._average_others(way, number, cell)
         whole = square.mean(-1, keepdim=True)
         count = width // number if way.endswith("-part") else width
@@ -234,8 +243,17 @@ class NormFormula(TokenFormula):
             "of-position": lambda: square.mean(-1, keepdim=True).roll(-number, 1),
             "of-row": lambda: square.mean(-1, keepdim=True).roll(-number, 0),
         }
-        found = ways[way]()
+        means = square.mean(-1, keepdim=True)
+        found = _share_in_blocks(means, way, number) if way in _OF_BLOCKS else ways[way]()
         return cell.pick_from_call(found.expand(*square.shape[:-1], found.shape[-1]))
+
+
+def _share_in_blocks(x: Tensor, way: str, size: int) -> Tensor:
+    """Return one number for each block of so many positions of x (b, s, ..., 1); not a number in a block cut off."""
+    if x.shape[1] % size:
+        return x * torch.nan
+    blocks = x.view(x.shape[0], -1, size, *x.shape[2:])
+    return _OF_BLOCKS[way](blocks).expand_as(blocks).flatten(1, 2)
 
 
 def _round(x: Tensor, name: str, changes: Mapping[str, Change]) -> Tensor:

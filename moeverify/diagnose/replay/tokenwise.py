@@ -31,6 +31,7 @@ from moeverify.diagnose.replay.grammar import (
     times_of,
 )
 from moeverify.diagnose.replay.language import Cell, Formula, draw_like
+from moeverify.model.router import Router
 from moeverify.results.change import Change
 
 Named = Mapping[str, Tensor]
@@ -112,7 +113,7 @@ def pick_dims(whole: Tensor, cell: Cell) -> Tensor:
 class LinearFormula(TokenFormula):
     """x W^T + bias."""
 
-    def __init__(self, module: nn.Linear, x: Tensor, others: Named, weights: Named) -> None:
+    def __init__(self, module: nn.Linear | Router, x: Tensor, others: Named, weights: Named) -> None:
         super().__init__(x, others)
         self.weight, self.weights = module.weight.detach(), weights
         self.bias = None if module.bias is None else module.bias.detach()
@@ -178,7 +179,7 @@ class GatedGradientFormula(Formula):
         ways = list_activations(has_gate=has_gate)
         # To up comes the value of the activation, to the gate its derivative.
         other = "derivative" if of == "up" and has_gate else "activation"
-        self.ways = [way for way in (*list_derivatives(), *ways) if way.part != other]
+        self.ways = [way for way in (*list_derivatives(has_gate=has_gate), *ways) if way.part != other]
         edges = ("up",) if of == "up" else ("gate", "activation")
         self.ways += list_gradients_inside(*edges)
         self.fits = [*fit_activations(has_gate=has_gate), *fit_gradients(*edges)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeverify.report.words.counted import describe_counted
 from moeverify.results.change import Change
 
 _EDGES: Mapping[str, str] = {
@@ -100,25 +101,12 @@ _POWERS: Mapping[int, str] = {
     2: "multiplied by {operand} twice more",
     -2: "divided by {operand} twice more",
 }
-_OF_PARAMETERS: Mapping[tuple[str, str], str] = {
-    ("tokens", "without-row"): "without the tokens of row {number} of the batch",
-    ("tokens", "row-alone"): "with the tokens of row {number} of the batch alone",
-    ("tokens", "without-position"): "without the tokens at position {number}",
-    ("tokens", "position-alone"): "with the tokens at position {number} alone",
-    ("tokens", "first-positions"): "with the tokens at the first {number} positions alone",
-    ("tokens", "first-rows"): "with the tokens of the first {number} rows of the batch alone",
-    ("result", "transposed"): "and stores it transposed",
-    ("result", "reversed"): "and stores its last dim in reverse order",
-    ("occurrences", "last-alone"): "with the last token alone that looked up a row",
-    ("occurrences", "first-alone"): "with the first token alone that looked up a row",
-    ("occurrences", "mean"): "with the mean over the tokens that looked up a row in place of their sum",
-}
 
 
 def describe_gradient(change: Change, number: str) -> str:
     """Return a gradient that comes back otherwise in words; nothing for what is no such change."""
     if change.part != "gradient-of":
-        return _OF_PARAMETERS.get((change.part, change.way), "").format(number=number)
+        return describe_counted(change, number)
     what, way = _EDGES[change.name], change.way
     if way in _TIMES:
         return _TIMES[way].format(what=what, number=number)

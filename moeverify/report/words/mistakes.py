@@ -118,6 +118,12 @@ _LOSSES: Mapping[tuple[str, str], str] = {
     ("smoothing", "all"): "with labels smoothed by {number}",
     ("smoothing", "all-subtracted"): "with labels smoothed by -{number}",
 }
+_TERMS: Mapping[str, tuple[str, str]] = {
+    "first-of-silu": ("s", "s + x*s*(1-s) of silu, where s is the sigmoid"),
+    "second-of-silu": ("x*s*(1-s)", "s + x*s*(1-s) of silu, where s is the sigmoid"),
+    "first-of-gelu": ("c", "c + x*p of gelu, where c is the normal distribution and p its density"),
+    "second-of-gelu": ("x*p", "c + x*p of gelu, where c is the normal distribution and p its density"),
+}
 _ADDED: Mapping[str, str] = {
     "log-sum-squared": "the square of the logarithm of the softmax's denominator",
     "log-sum": "the logarithm of the softmax's denominator",
@@ -131,6 +137,17 @@ _ADDED: Mapping[str, str] = {
 }
 
 
+def _describe_derivative(change: Change) -> str:
+    """Return of which function the gradient is, or which term of a derivative is another product."""
+    if change.way not in _TERMS:
+        known = _DERIVATIVES.get(change.way)
+        return known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
+    right, whole = _TERMS[change.way]
+    times = {1.0: "", -1.0: "-", 2.0: "2*"}
+    other = f"{times[change.number]}{change.name}" if change.number else "0"
+    return f"with {other} in place of {right} in the derivative {whole}"
+
+
 def describe_mistake(change: Change, number: str) -> str:
     """Return a change of the grammar in words; nothing for one that is a formula's own."""
     key = change.part, change.way
@@ -138,8 +155,7 @@ def describe_mistake(change: Change, number: str) -> str:
     if change.part in _ENDS:
         words = f"with {_ENDS[change.part]} {_FUNCTIONS[change.way]}"
     elif change.part == "derivative":
-        known = _DERIVATIVES.get(change.way)
-        words = known or f"with the gradient of {_ACTIVATIONS[change.way]} for that of the activation"
+        words = _describe_derivative(change)
     elif change.part == "activation" and change.way != "none":
         words = f"with {_ACTIVATIONS[change.way]}"
     elif change.part == "added":

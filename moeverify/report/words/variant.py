@@ -17,6 +17,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.gradients import describe_gradient
 from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.mistakes import describe_mistake
+from moeverify.report.words.shards import describe_shards
 from moeverify.results.change import Change
 
 _TOKENWISE: Mapping[tuple[str, str], str] = {
@@ -70,6 +71,22 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("mean", "over-positions"): "with the mean over positions in place of that over the width",
     ("mean", "over-rows"): "with the mean over the rows of the batch in place of that over the width",
     ("mean", "over-all"): "with the mean over tokens and width in place of that over the width",
+    (
+        "mean",
+        "over-blocks",
+    ): "with the mean of squares over each block of {number} positions for each of them",
+    (
+        "mean",
+        "largest-of-blocks",
+    ): "with the largest mean of squares in each block of {number} positions for each of them",
+    (
+        "mean",
+        "first-of-blocks",
+    ): "with the mean of squares of the first position in each block of {number} for each of them",
+    (
+        "mean",
+        "last-of-blocks",
+    ): "with the mean of squares of the last position in each block of {number} for each of them",
     ("mean", "of-position"): "with the mean of squares of the position {number} further in the place of each",
     ("mean", "of-row"): "with the mean of squares of the row {number} further in the place of each",
     ("mean", "every"): "with the mean of every {number}th square for that of all",
@@ -259,6 +276,8 @@ def name_formula(formula: str) -> str:
     kind, _, of = formula.partition(":")
     if kind == "gradient":
         return f"gradient of the {name_formula(of)}"
+    if kind == "parameter":
+        return f"gradient of the module's {of}"
     return f"{kind} of {of}" if of else " ".join(kind.split("-"))
 
 
@@ -288,8 +307,8 @@ def _describe_way(change: Change) -> str:
     number = "" if change.number is None else format_factor(change.number)
     if attended := describe_attention(change, number):
         return attended
-    if read := describe_head_layout(change):
-        return read
+    if divided := describe_head_layout(change) or describe_shards(change, number):
+        return divided
     if (change.part in _BIASES or change.part.startswith("term-")) and change.way != "unweighted":
         what = f"the {_BIASES.get(change.part, change.name)}"
         return _TIMES.get(change.way, "with {number} times {what}").format(what=what, number=number)

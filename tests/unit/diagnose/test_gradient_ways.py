@@ -138,7 +138,7 @@ def explain_weight(change: Callable[[Tensor, Tensor], Tensor]) -> Found | None:
     [
         (
             lambda x, g: torch.einsum("bsf,bsh->fh", g[1:], x[1:]),
-            {("tokens", "without-row"), ("tokens", "row-alone")},
+            {("tokens", "without-row"), ("tokens", "only-row")},
         ),
         (lambda x, g: torch.einsum("bsf,bsh->fh", g[:, 1:], x[:, 1:]), {("tokens", "without-position")}),
         (lambda x, g: torch.einsum("bsf,bsh->fh", g, x.roll(-1, 1)), {("input", "of-position")}),

@@ -10,6 +10,7 @@ from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
 from loss_sentences import LOSSES
 from operation_sentences import OPERATIONS
+from parameter_sentences import PARAMETERS
 from step_sentences import STEPS
 from value_sentences import VALUES
 
@@ -18,7 +19,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

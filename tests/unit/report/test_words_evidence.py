@@ -156,6 +156,10 @@ LINES = [
         "12 variants of the attention replayed on right inputs; this one leaves 2.5e-16 of the error",
     ),
     (
+        Replay(formula="parameter:bias", num_tried=3, residual=0.0),
+        "3 variants of the gradient of the module's bias replayed on right inputs; this one leaves 0 of the error",
+    ),
+    (
         Replay(formula="gradient:linear-layer", num_tried=1),
         "1 variant of the gradient of the linear layer replayed on right inputs, none gives this output",
     ),
