@@ -41,7 +41,11 @@ class Graphs:
             edits = find_first_step(ranks.graphs, self._one, number, begin, self._bound)
         if edits is None:
             return None
+        if not all(_have_one_number(ranks, edit) for edit in edits):
+            return None
         steps = self.tell(values, edits)
+        if any(_says_nothing(step) for step in steps):
+            return None
         num_ranks = sum(any(each is graph for each, _ in found) for graph in self._by_rank)
         return OtherSteps(steps=steps, num_ranks=num_ranks) if len(steps) <= _MOST_STEPS else None
 
@@ -97,6 +101,24 @@ class _Teller:
             return self._name_joint(self._ranks.args(joint)[0], deep)
         args = tuple(self._name_joint(each, deep - 1) for each in self._ranks.args(joint)) if deep else ()
         return _make_term(node, args)
+
+
+def _have_one_number(ranks: Ranks, edit: Edit) -> bool:
+    """Return whether ranks and micro-batches make a step with the same numbers: other ones have more to tell."""
+    return not edit.wrong or len({numbers_of(node) for node in ranks.nodes(edit.wrong)}) == 1
+
+
+def _says_nothing(step: OtherStep) -> bool:
+    """Return whether both sides of a step read the same: what they are made of has no names."""
+    compares = step.way in ("operand", "other")
+    return compares and step.right is not None and step.wrong is not None and _is_same(step.right, step.wrong)
+
+
+def _is_same(one: Term, two: Term) -> bool:
+    """Return whether two terms are equal but for their lines."""
+    own = {"line": "", "args": ()}
+    is_same = one.model_copy(update=own) == two.model_copy(update=own) and len(one.args) == len(two.args)
+    return is_same and all(map(_is_same, one.args, two.args))
 
 
 def _make_term(node: Node, args: tuple[Term, ...]) -> Term:

@@ -59,9 +59,9 @@ ORDER = (
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),
     ("loss_value",),
+    ("repeated_shard", "counted_padding", "counted_others"),
     ("other_steps",),
     ("rounding",),
-    ("repeated_shard", "counted_padding", "counted_others"),
     ("drawn",),
     ("own_values", "altered"),
 )

@@ -24,6 +24,7 @@ def make(check: CheckName, kind: Kind, tensor: str, **fields: object) -> Finding
         "bound": 1.0,
         "rank": 0,
         "ranks": (0,),
+        "code": "forward",
     }
     return Finding.model_validate(base | fields)
 

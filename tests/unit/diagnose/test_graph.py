@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moeverify.diagnose.graph.edits import Comparison
 from moeverify.diagnose.graph.first_step import find_first_step
-from moeverify.diagnose.graph.found import Graphs
+from moeverify.diagnose.graph.found import Graphs, _says_nothing
 from moeverify.diagnose.graph.joined import OneDevice, Ranks, Values
 from moeverify.diagnose.graph.record import Graph, GraphMode
-from moeverify.results.other_steps import OtherStep
+from moeverify.results.other_steps import OtherStep, Term
 
 Compute = Callable[[Tensor], Tensor]
 WEIGHT = torch.linspace(-1.0, 1.0, 48, dtype=torch.float64).reshape(6, 8)
@@ -236,6 +236,14 @@ def test_the_first_step_is_found_where_ranks_go_on_otherwise() -> None:
 
     assert look(3.0) == [("number", "mul")]
     assert look(2.0) is None
+
+
+def test_what_has_no_name_on_both_sides_is_not_told() -> None:
+    step = Term(operator="gt", args=(Term(), Term()), line="a.py:1")
+    assert _says_nothing(OtherStep(way="other", right=step, wrong=step.model_copy(update={"line": "b.py:2"})))
+    assert not _says_nothing(OtherStep(way="order", right=step, wrong=step))
+    named = step.model_copy(update={"args": (Term(name="weight"), Term())})
+    assert not _says_nothing(OtherStep(way="other", right=step, wrong=named))
 
 
 def test_too_long_a_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
