@@ -21,6 +21,7 @@ from moeverify.report.words.wider import (
 )
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.results.upstream import OffUpstream
 from moeverify.validation.rules import validate
 
 WIDER: Mapping[Precision, tuple[Precision, ...]] = {
@@ -31,8 +32,8 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 }
 
 
-_SURE = 3
-"""How much a finding says that leaves nothing to be asked."""
+_SURE, _UPSTREAM = 3, -1
+"""How much a finding says that leaves nothing to be asked, and one that says that the cause is elsewhere."""
 
 
 def change_precision(case: Case, precision: Precision) -> Case:
@@ -276,7 +277,7 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
         leads = [
             finding.model_copy(update={"wider": (seen[number],)})
             for finding in answers[number][1].findings
-            if not finding.follows and finding.is_explained
+            if not finding.follows and (finding.is_explained or known == _UPSTREAM)
         ]
     leading = {_identify(lead) for lead in leads}
     findings = list(leads)
@@ -289,10 +290,19 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
 
 
 def _rate(finding: Finding | None) -> int:
-    """Return how much a finding says of its cause: nothing, a place or a size, what may have been done, what was."""
+    """Return how much a finding says of its cause: nothing, a place or a size, what may have been done, what was.
+
+    Less than nothing is that something before it is wrong, which a wider run may show.
+    """
+    if finding is not None and _is_upstream(finding):
+        return _UPSTREAM
     if finding is None or not finding.names_operation:
         return 0 if finding is None else int(finding.is_explained)
     return _SURE - finding.is_estimate
+
+
+def _is_upstream(finding: Finding) -> bool:
+    return finding.explanation is not None and isinstance(finding.explanation.operation, OffUpstream)
 
 
 def _identify(finding: Finding) -> tuple[str, str, str]:

@@ -32,6 +32,7 @@ from moeverify.diagnose.recomputed import (
 from moeverify.diagnose.recomputed_norm import explain_norm
 from moeverify.diagnose.repeated_reduction import name_repeated_reduction
 from moeverify.diagnose.rounded_numbers import name_rounded
+from moeverify.diagnose.upstream import doubt_causes
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
@@ -62,7 +63,8 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    return name_rates(name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs), inputs)
+    named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
+    return doubt_causes(name_rates(named, inputs), inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:

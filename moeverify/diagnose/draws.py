@@ -76,6 +76,8 @@ def find_draws(
     groups: dict[str, tuple[Draw, list[WrongTensor]]] = {}
     samples = []
     for tensor in tensors:
+        if not bool(tensor.whole.isfinite().all()):
+            continue
         plain = _find_plain(tensor)
         if plain is not None:
             groups.setdefault(plain.model_dump_json(), (plain, []))[1].append(tensor)
@@ -235,6 +237,8 @@ def _test(group: Sequence[Sample], draw: Draw) -> float:
 def _test_right(group: Sequence[Sample]) -> float:
     """Return the chance that the values are a sample of what the right ones are, by mean and deviation of each."""
     moments = [(float(each.right.mean()), float(each.right.std())) for each in group]
+    if not all(spread > 0.0 for _, spread in moments):
+        return 0.0  # where the right ones are all the same, no numbers are drawn like them
     ratios = [
         float((each.values - mean).square().mean().sqrt()) / spread
         for each, (mean, spread) in zip(group, moments, strict=True)

@@ -78,7 +78,8 @@ class DiagnosisInputs:
     has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
     `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the recipe, and of the step,
     that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written. `named`
-    are the sizes of the model and the options of the recipe that a factor may come from.
+    are the sizes of the model and the options of the recipe that a factor may come from. `limits` has, by the
+    name of each check, the relative error that it sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -110,6 +111,7 @@ class DiagnosisInputs:
     numbers: Mapping[str, float] = field(default_factory=dict)
     unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
     named: NamedNumbers = field(default_factory=NamedNumbers)
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def origins(self) -> Mapping[str, Origin]:

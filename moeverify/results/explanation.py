@@ -23,6 +23,7 @@ from moeverify.results.operation import (
 )
 from moeverify.results.part import WHOLE
 from moeverify.results.record import Record
+from moeverify.results.upstream import OffUpstream
 
 
 class Quantity(StrEnum):
@@ -95,7 +96,7 @@ class Explanation(Record):
         if isinstance(operation, Altered):
             is_part = operation.tokens is not None or operation.first_micro_batch > 0
             return is_part or self.cause is Cause.NONDETERMINISM
-        if isinstance(operation, OwnValues):
+        if isinstance(operation, OwnValues | OffUpstream):
             return False
         if isinstance(operation, Rounded):
             return operation.is_representable

@@ -24,6 +24,7 @@ from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.token_weights import Reaveraged
+from moeverify.results.upstream import OffUpstream
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
 """What a weight is of a share's number of valid tokens: it, one over it, it over the mean of all shares or over the
@@ -470,6 +471,7 @@ Operation = Annotated[
     | NormOfPartials
     | NormOfOrder
     | NormOfPowers
+    | OffUpstream
     | Reclipped
     | Unclipped
     | Rounded

@@ -341,6 +341,7 @@ def _make_inputs(
         numbers=list_numbers(case.recipe.model.reference, clip, valid),
         unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
         named=NamedNumbers(list_sizes(case), list_options(case)),
+        limits=_find_limits(judgement),
     )
 
 
@@ -452,6 +453,11 @@ def _find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str
     while around and not issued.get(around):
         around = around.rpartition(".")[0]
     return Issued(around, issued.get(around, ()))
+
+
+def _find_limits(judgement: Judgement) -> dict[str, float]:
+    """Return which relative errors each check would have seen in half of its tensors."""
+    return {check.name: check.limits.median for check in judgement.checks if check.limits is not None}
 
 
 def _failed_keys(judgement: Judgement) -> set[Key]:

@@ -78,6 +78,7 @@ from moeverify.results.other_steps import OtherSteps
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.token_weights import Reaveraged
+from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _MOST_MOVES = 4
@@ -385,6 +386,18 @@ def _(operation: ScaledByShape, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Drawn, explanation: Explanation) -> str:
     return describe_drawn(operation, explanation)
+
+
+@describe_operation.register
+def _(operation: OffUpstream, explanation: Explanation) -> str:
+    subject = name_subject(explanation.subject)
+    text = f"{subject} {subject.be} {describe_amount(operation.factor)}"
+    if operation.is_sure:
+        return (
+            f"{text}, as the ranks' own gradients give: some of these are wrong by less than is seen of each"
+        )
+    limit = f"{100.0 * operation.limit:.2g} %"
+    return f"{text}; it is not known whether the gradients match: in half of them errors below {limit} are not seen"
 
 
 @describe_operation.register

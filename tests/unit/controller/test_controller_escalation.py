@@ -21,6 +21,7 @@ from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, 
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.run import CaseResult
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
+from moeverify.results.upstream import OffUpstream
 from moeverify.validation.load import build_case
 
 
@@ -271,3 +272,19 @@ def test_a_case_stays_as_it_is_where_a_wider_precision_passes_or_does_not_run() 
     told = confirm(passing, "float64", answer(verdict="error", reason="out of memory"))
     assert told.verdict == "pass"
     assert told.notes == ("it did not run in float64, which would see more: out of memory",)
+
+
+@pytest.mark.parametrize("wide", [UNKNOWN, PLACED, EXPLAINED])
+def test_what_a_wider_run_finds_leads_where_the_cause_is_elsewhere(wide: Finding) -> None:
+    """A norm that its own gradients make says that some of these are wrong: a wider run sees which."""
+    open_one = explain(OffUpstream(factor=Factor(value=0.99), limit=0.2, is_sure=True))
+    assert needs_escalation(answer(open_one))
+    first, *others = merge(answer(open_one), [("float32", answer(wide)), ("float64", answer(wide))]).findings
+    assert (first.explanation, first.is_of_wider_run) == (wide.explanation, True)
+    assert all(each.follows == first.tensor for each in others)
+
+
+def test_where_no_wider_run_differs_the_open_question_is_kept() -> None:
+    open_one = explain(OffUpstream(factor=Factor(value=0.99), limit=0.2))
+    (kept,) = merge(answer(open_one), [("float64", answer(verdict="pass"))]).findings
+    assert kept.follows == ""

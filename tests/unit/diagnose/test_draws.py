@@ -119,6 +119,22 @@ def test_of_other_distributions_none_is_said(fill: Fill) -> None:
     assert not any(isinstance(operation, Drawn) for operation in start(fill))
 
 
+def test_what_is_no_number_is_not_drawn() -> None:
+    assert not any(isinstance(operation, Drawn) for operation in start(lambda w: w.fill_(math.nan)))
+
+
+def test_weights_that_should_be_all_one_may_be_drawn() -> None:
+    tensors = []
+    for number in range(4):
+        ones, wrong = torch.ones(64, 32, dtype=torch.float64), torch.empty(64, 32, dtype=torch.float64)
+        torch.manual_seed(number)
+        nn.init.normal_(wrong, 0.0, 0.02)
+        tensors.append(make_tensor(ones, wrong, name=f"layers.{number}.w", kind="initial_weight"))
+    (cause,) = explain_initial_values(tensors, make_inputs(*tensors, axes=AXES))
+    assert cause.explanation is not None
+    assert isinstance(cause.explanation.operation, Drawn)
+
+
 def test_of_few_values_nothing_is_said() -> None:
     told = start(nn.init.xavier_normal_, [(4, 8), (8, 8), (8, 4)])
     assert not any(isinstance(operation, Drawn) for operation in told)

@@ -35,6 +35,7 @@ from moeverify.results.operation import (
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
+from moeverify.results.upstream import OffUpstream
 
 VALUES = [
     # other places
@@ -399,6 +400,27 @@ VALUES = [
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
         "ranks 0 and 1 hold the same values in parts that should differ",
         "ranks 0, 1",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            Quantity.GRADIENT_NORM,
+            OffUpstream(factor=Factor(value=0.9895114), limit=0.244, is_sure=True),
+        ),
+        "the gradient norm is 0.989511x the expected value, as the ranks' own gradients give: some of these are "
+        "wrong by less than is seen of each",
+        "gradient norm",
+    ),
+    (
+        explain(
+            Cause.BACKWARD,
+            Quantity.UPDATE,
+            OffUpstream(factor=Factor(value=0.9), limit=0.244),
+            tensors=("a", "b"),
+        ),
+        "2 updates are 0.9x the expected value; it is not known whether the gradients match: in half of them errors "
+        "below 24 % are not seen",
+        "optimizer step",
     ),
     (
         explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,))),
