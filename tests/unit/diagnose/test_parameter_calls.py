@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from wrong_tensors import draw, make_tensor
 
 from moeverify.diagnose.rank_readings import RankReadings
-from moeverify.diagnose.replay.calls import ModuleCall, ModuleCalls, list_expert_calls
+from moeverify.diagnose.replay.calls import (
+    MICRO_BATCHES,
+    ModuleCall,
+    ModuleCalls,
+    find_partner,
+    list_expert_calls,
+)
 from moeverify.diagnose.replay.counted_tokens import COPIES, CountedTokens, join_numbers
 from moeverify.diagnose.replay.language import Found, find_variant
 from moeverify.diagnose.replay.parameters import (
@@ -166,3 +172,19 @@ def test_each_way_of_a_parameter_has_words() -> None:
         for change in (*formula.ways, *formula.places)
     ]
     assert all(text.removeprefix("makes the gradient of its weight ") for text in texts)
+
+
+def test_another_micro_batch_is_one_of_the_same_ranks() -> None:
+    calls = find_calls([[(range(2 * n, 2 * n + 2), range(S)) for n in range(4)]])
+    partners = {
+        way: [found.micro_batch for call in calls if (found := find_partner(calls, call, way)) is not None]
+        for way in MICRO_BATCHES
+    }
+    assert partners == {
+        "of-micro-batch-before": [0, 0, 1, 2],
+        "of-micro-batch-after": [1, 2, 3, 3],
+        "of-micro-batch-before-around": [3, 0, 1, 2],
+        "of-micro-batch-after-around": [1, 2, 3, 0],
+        "of-first-micro-batch": [0, 0, 0, 0],
+        "of-last-micro-batch": [3, 3, 3, 3],
+    }
