@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from moeverify.axes.groups import (
     list_groups,
     list_loss_counts,
     list_module_counts,
-    name_ranks,
 )
 from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.named_numbers import list_options, list_sizes
@@ -36,7 +35,7 @@ from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.graph.record import Graph
-from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs, Issued
+from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
 from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
@@ -62,15 +61,14 @@ from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
-from moeverify.results.observation import Direction
 from moeverify.results.timeline import Timeline
-from moeverify.results.trace import CollectiveRecord
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, make_batch, whole_share
-from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
+from moeverify.train.module_taps import BACKWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 from moeverify.worker.golden_modules import make_graph_mode, make_graphs, record_golden_modules
+from moeverify.worker.issued import find_issued, list_issued
 from moeverify.worker.observed import train_observed
 from moeverify.worker.step_tap import StepTap
 from moeverify.worker.timeline import RankTimeline, join_timelines, note_timeline
@@ -211,7 +209,7 @@ def _rerun(
     shares = [(share.rows, share.positions) for share in micro_batches]
     readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
     regions = join_regions(program.shards)
-    issued = _list_issued(case, tap, trace)
+    issued = list_issued(case, tap, trace)
     operands = _list_operands(tap, trace, program.scale)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
     records = {record.number: record for record in trace.records()}
@@ -250,39 +248,6 @@ def _list_operands(tap: Tap, trace: CollectiveTrace, scale: float) -> list[Opera
     return found
 
 
-def _list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
-    """Return the collectives inside each module, those of the forward pass first."""
-    records = {record.number: record for record in trace.records()}
-    issued: dict[str, tuple[IssuedCollective, ...]] = {}
-    for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
-        numbers = (number for begin, end in spans for number in range(begin + 1, end + 1))
-        inside = [records[number] for number in numbers if number in records]
-        kinds = _summarize(case, cast(Direction, direction), inside)
-        issued[module] = (*issued.get(module, ()), *kinds)
-    return issued
-
-
-def _summarize(
-    case: Case, direction: Direction, records: Sequence[CollectiveRecord]
-) -> Iterator[IssuedCollective]:
-    """Yield the kinds of collectives among records of a trace: one operation, group, dtype and call site each."""
-    kinds: dict[tuple[str, tuple[int, ...], str, str], list[CollectiveRecord]] = {}
-    for record in records:
-        kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)
-    for (op, group, dtype, site), members in kinds.items():
-        shapes = dict.fromkeys(record.shape for record in members if record.num_tensors)
-        yield IssuedCollective(
-            direction=direction,
-            op=op,
-            axis=name_ranks(case, group),
-            group=group,
-            dtype=dtype if shapes else "",
-            shapes=tuple(shapes),
-            times=len(members),
-            site=site,
-        )
-
-
 def _explain(
     case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
@@ -318,7 +283,7 @@ def _make_inputs(
         axes=_make_axes(case, valid),
         search=search,
         earlier=lambda key: _read_earlier(read, key),
-        issued=lambda module, rank: _find_issued(evidence.by_rank[rank].issued, module),
+        issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         clip=None if clip is None else float(clip),
@@ -445,14 +410,6 @@ def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, T
     initial = read((INITIAL, Kind.INITIAL_BUFFER, name)) if kind == Kind.BUFFER else None
     before = initial if step == 0 else read((step - 1, kind, name))
     return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == Kind.BUFFER and step > 0 else {})
-
-
-def _find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str) -> Issued:
-    """Return the collectives inside a module, or else inside the nearest one around it that issued some."""
-    around = module
-    while around and not issued.get(around):
-        around = around.rpartition(".")[0]
-    return Issued(around, issued.get(around, ()))
 
 
 def _find_limits(judgement: Judgement) -> dict[str, float]:

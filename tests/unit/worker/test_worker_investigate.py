@@ -11,7 +11,8 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.trace import CollectiveRecord
-from moeverify.worker.investigate import _failed_keys, _find_issued, _make_axes, _summarize
+from moeverify.worker.investigate import _failed_keys, _make_axes
+from moeverify.worker.issued import _summarize, find_issued
 
 
 def record(op: str, shape: list[int], **fields: Any) -> CollectiveRecord:
@@ -52,10 +53,10 @@ def test_collectives_of_one_kind_are_one_record() -> None:
 def test_the_nearest_module_around_that_issued_some_is_taken() -> None:
     some = (IssuedCollective(direction="forward", op="barrier"),)
     issued = {"layers.0": some, "layers.0.mlp": (), "": some}
-    assert _find_issued(issued, "layers.0.mlp.up") == Issued("layers.0", some)
-    assert _find_issued(issued, "layers.0") == Issued("layers.0", some)
-    assert _find_issued(issued, "head") == Issued("", some)
-    assert _find_issued({}, "head") == Issued("", ())
+    assert find_issued(issued, "layers.0.mlp.up") == Issued("layers.0", some)
+    assert find_issued(issued, "layers.0") == Issued("layers.0", some)
+    assert find_issued(issued, "head") == Issued("", some)
+    assert find_issued({}, "head") == Issued("", ())
 
 
 def find(check: str, kind: str) -> Finding:

@@ -1,0 +1,56 @@
+"""The collectives that a rank issued inside each module, for the evidence of a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from moeverify.axes.groups import name_ranks
+from moeverify.case.schema import Case
+from moeverify.collectives.trace import CollectiveTrace
+from moeverify.diagnose.inputs import Issued
+from moeverify.results.collective import IssuedCollective
+from moeverify.results.observation import Direction
+from moeverify.results.trace import CollectiveRecord
+from moeverify.train.module_taps import FORWARD, Tap
+
+
+def list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
+    """Return the collectives inside each module, those of the forward pass first."""
+    records = {record.number: record for record in trace.records()}
+    issued: dict[str, tuple[IssuedCollective, ...]] = {}
+    for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
+        numbers = (number for begin, end in spans for number in range(begin + 1, end + 1))
+        inside = [records[number] for number in numbers if number in records]
+        kinds = _summarize(case, cast(Direction, direction), inside)
+        issued[module] = (*issued.get(module, ()), *kinds)
+    return issued
+
+
+def _summarize(
+    case: Case, direction: Direction, records: Sequence[CollectiveRecord]
+) -> Iterator[IssuedCollective]:
+    """Yield the kinds of collectives among records of a trace: one operation, group, dtype and call site each."""
+    kinds: dict[tuple[str, tuple[int, ...], str, str], list[CollectiveRecord]] = {}
+    for record in records:
+        kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)
+    for (op, group, dtype, site), members in kinds.items():
+        shapes = dict.fromkeys(record.shape for record in members if record.num_tensors)
+        yield IssuedCollective(
+            direction=direction,
+            op=op,
+            axis=name_ranks(case, group),
+            group=group,
+            dtype=dtype if shapes else "",
+            shapes=tuple(shapes),
+            times=len(members),
+            site=site,
+        )
+
+
+def find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str) -> Issued:
+    """Return the collectives inside a module, or else inside the nearest one around it that issued some."""
+    around = module
+    while around and not issued.get(around):
+        around = around.rpartition(".")[0]
+    return Issued(around, issued.get(around, ()))
