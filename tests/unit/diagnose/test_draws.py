@@ -119,6 +119,19 @@ def test_of_other_distributions_none_is_said(fill: Fill) -> None:
     assert not any(isinstance(operation, Drawn) for operation in start(fill))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_of_tails_that_are_a_little_heavier_nothing_is_said(seed: int) -> None:
+    """Two or three of these weights are near to some rule by chance, and the others are not."""
+    tails = torch.distributions.StudentT(8.0)
+
+    def fill(w: Tensor) -> None:
+        torch.manual_seed(100 * seed + int(torch.initial_seed()))
+        w.copy_(0.1 * tails.sample(w.shape))
+
+    told = start(fill, [(96, 96), (16, 32), (64, 40), (48, 96), (16, 64), (96, 64), (32, 40), (64, 96)])
+    assert not any(isinstance(operation, Drawn) for operation in told)
+
+
 def test_what_is_no_number_is_not_drawn() -> None:
     assert not any(isinstance(operation, Drawn) for operation in start(lambda w: w.fill_(math.nan)))
 
