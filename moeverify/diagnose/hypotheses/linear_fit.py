@@ -23,7 +23,7 @@ from moeverify.results.factor import Source, is_same
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part, Tokens
-from moeverify.results.token_weights import Reaveraged
+from moeverify.results.token_weights import Averaging, Reaveraged
 from moeverify.results.trial import Reason, Trial
 
 _FITTED = 1e-10  # of a coefficient: what the fit leaves of rounding
@@ -125,6 +125,10 @@ def _name_average(
     # That some shares count otherwise, the fit says as well.
     if not isinstance(averaged, Reaveraged) or not all(each.is_formula for each in averaged.averagings):
         return outcome
+    # A pipeline may divide gradients once more when all are there: what a loss passes back does not tell that.
+    values = [value for term in factors for _, value in term]
+    if not all(_agrees(each, values) for each in averaged.averagings):
+        return outcome
     assert found.explanation is not None
     subject = found.explanation.subject.model_copy(update={"tensors": tuple(each or LM for each in terms)})
     return replace(
@@ -134,6 +138,14 @@ def _name_average(
         observations=(*outcome.observations, *found.observations),
         num_coefficients=outcome.num_coefficients,
     )
+
+
+def _agrees(averaging: Averaging, values: Sequence[float]) -> bool:
+    """Return whether an average gives the factors of gradients, as far as it has one factor for all tokens."""
+    if averaging.divisor is None:
+        return True
+    divisor, valid = averaging.divisor
+    return all(is_same(value * divisor, float(valid)) for value in values)
 
 
 def _are_alike(factors: Sequence[Sequence[tuple[Tokens | None, float]]]) -> bool:
