@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.axes.groups import WEIGHT_COLUMNS, WEIGHT_ROWS
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.named_numbers import is_short, name_factor
+from moeverify.diagnose.named_numbers import NamedNumbers, is_short, name_factor
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.factor import Factor, is_same
 from moeverify.results.finding import Finding
@@ -35,7 +35,9 @@ def _name(finding: Finding, inputs: DiagnosisInputs) -> Finding:
         return finding
     value, error = measured
     fans = _list_fans(finding, facts, inputs)
-    number = name_factor(value, inputs.named.of(**fans), error=error, first=tuple(fans))
+    # The rate of a step is a schedule's, whose quotients are many a ratio of two sizes of the model by chance.
+    numbers = NamedNumbers(fans) if facts.rate is not None else inputs.named.of(**fans)
+    number = name_factor(value, numbers, error=error, first=tuple(fans))
     # A rate of a half, or a quarter, is seldom one over a width.
     return (
         finding

@@ -44,7 +44,7 @@ class Graphs:
         if not all(_have_one_number(ranks, edit) for edit in edits):
             return None
         steps = self.tell(values, edits)
-        if any(_says_nothing(step) for step in steps):
+        if any(_says_nothing(step) for step in steps) or _exchanges(steps):
             return None
         num_ranks = sum(any(each is graph for each, _ in found) for graph in self._by_rank)
         return OtherSteps(steps=steps, num_ranks=num_ranks) if len(steps) <= _MOST_STEPS else None
@@ -106,6 +106,12 @@ class _Teller:
 def _have_one_number(ranks: Ranks, edit: Edit) -> bool:
     """Return whether ranks and micro-batches make a step with the same numbers: other ones have more to tell."""
     return not edit.wrong or len({numbers_of(node) for node in ranks.nodes(edit.wrong)}) == 1
+
+
+def _exchanges(steps: Sequence[OtherStep]) -> bool:
+    """Return whether two tensors stand in each other's places: as where chains were paired the wrong way."""
+    pairs = [(each.right, each.wrong) for each in steps if each.way in ("operand", "other")]
+    return any((wrong, right) in pairs for right, wrong in pairs)
 
 
 def _says_nothing(step: OtherStep) -> bool:

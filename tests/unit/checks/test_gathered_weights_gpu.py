@@ -22,22 +22,26 @@ def test_nothing_waits_for_a_gpu_while_it_trains() -> None:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).cuda()
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        spoiled: list[int] = []
+
+        def spoil(module: nn.Module, inputs: object) -> None:
+            if spoiled:
+                module.get_parameter("weight").data.mul_(2.0)
+
+        # After FSDP has gathered, and before it is looked at.
+        model[0].register_forward_pre_hook(spoil)
         watch, x = GatheredWatch(model), torch.ones(2, 16, device="cuda")
         for step in range(4):
             # The first step finds where the compared elements are.
             torch.cuda.set_sync_debug_mode("default" if step == 0 else "error")
             watch.begin_step(step)
-            if step == 2:
-                model[0].register_forward_pre_hook(_spoil)
+            # What is found is looked at as soon as it has come, and that waits.
+            spoiled[:] = [step] if step == 3 else []
             model(x)
         torch.cuda.set_sync_debug_mode("default")
         watch.close()
         found = {(each.parameter, each.step) for each in watch.report().differences}
-        assert found == {("0.weight", 2)}
+        assert found == {("0.weight", 3)}
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
-
-
-def _spoil(module: nn.Module, inputs: object) -> None:
-    module.get_parameter("weight").data.mul_(2.0)

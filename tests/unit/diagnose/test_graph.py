@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeverify.diagnose.graph.edits import Comparison
 from moeverify.diagnose.graph.first_step import find_first_step
-from moeverify.diagnose.graph.found import Graphs, _says_nothing
+from moeverify.diagnose.graph.found import Graphs, _exchanges, _says_nothing
 from moeverify.diagnose.graph.joined import OneDevice, Ranks, Values
 from moeverify.diagnose.graph.record import Graph, GraphMode
 from moeverify.results.other_steps import OtherStep, Term
@@ -244,6 +244,16 @@ def test_what_has_no_name_on_both_sides_is_not_told() -> None:
     assert not _says_nothing(OtherStep(way="order", right=step, wrong=step))
     named = step.model_copy(update={"args": (Term(name="weight"), Term())})
     assert not _says_nothing(OtherStep(way="other", right=step, wrong=named))
+
+
+def test_tensors_in_each_others_places_are_not_told() -> None:
+    one, two = Term(name="q.weight"), Term(name="k.weight")
+    there, back = (
+        OtherStep(way="operand", right=one, wrong=two),
+        OtherStep(way="operand", right=two, wrong=one),
+    )
+    assert _exchanges((there, back))
+    assert not _exchanges((there, OtherStep(way="added", wrong=one)))
 
 
 def test_too_long_a_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

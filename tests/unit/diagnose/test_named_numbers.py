@@ -183,3 +183,5 @@ def test_rates_that_may_be_so_by_chance_are_not_named() -> None:
 
 def test_the_rate_that_an_optimizer_had_is_named() -> None:
     assert name_rate(1.0, rate=0.02 * 40**-0.5, scheduled=0.02).endswith("= 1/columns of the weight")
+    # A schedule's rates are ratios of sizes of the model by chance.
+    assert "hidden" not in name_rate(1.0, rate=0.02 * 32**-0.5, scheduled=0.02)
