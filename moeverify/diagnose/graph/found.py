@@ -115,9 +115,16 @@ def _exchanges(steps: Sequence[OtherStep]) -> bool:
 
 
 def _says_nothing(step: OtherStep) -> bool:
-    """Return whether both sides of a step read the same: what they are made of has no names."""
-    compares = step.way in ("operand", "other")
-    return compares and step.right is not None and step.wrong is not None and _is_same(step.right, step.wrong)
+    """Return whether one thing in the place of another tells nothing.
+
+    Both sides read the same where what they are made of has no names. And one operator of more or fewer tensors, as
+    the rows of all experts that are put together, is how a layout divides them.
+    """
+    if step.right is None or step.wrong is None:
+        return False
+    if step.way == "other" and step.right.operator == step.wrong.operator:
+        return True
+    return step.way == "operand" and _is_same(step.right, step.wrong)
 
 
 def _is_same(one: Term, two: Term) -> bool:

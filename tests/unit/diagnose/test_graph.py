@@ -242,8 +242,13 @@ def test_what_has_no_name_on_both_sides_is_not_told() -> None:
     step = Term(operator="gt", args=(Term(), Term()), line="a.py:1")
     assert _says_nothing(OtherStep(way="other", right=step, wrong=step.model_copy(update={"line": "b.py:2"})))
     assert not _says_nothing(OtherStep(way="order", right=step, wrong=step))
+    assert _says_nothing(OtherStep(way="operand", right=step, wrong=step))
     named = step.model_copy(update={"args": (Term(name="weight"), Term())})
-    assert not _says_nothing(OtherStep(way="other", right=step, wrong=named))
+    assert not _says_nothing(OtherStep(way="operand", right=step, wrong=named))
+    # A layout divides experts: their rows are put together of fewer parts.
+    parts = [Term(operator="cat", args=(Term(name="w"),) * count) for count in (8, 4)]
+    assert _says_nothing(OtherStep(way="other", right=parts[0], wrong=parts[1]))
+    assert not _says_nothing(OtherStep(way="other", right=parts[0], wrong=step))
 
 
 def test_tensors_in_each_others_places_are_not_told() -> None:
