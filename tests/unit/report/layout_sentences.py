@@ -1,10 +1,10 @@
-"""Explanations with their sentences: values in the order of another layout, and tokens with the values of others."""
+"""Explanations with their sentences: values in the order of another layout, of other tokens, or lost."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from explanations import BACK, OUTPUT, explain
+from explanations import BACK, GRADIENT, OUTPUT, explain
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -21,7 +21,7 @@ from moeverify.results.layout import (
     TokenPlaces,
     TokenValues,
 )
-from moeverify.results.operation import Change, Varied
+from moeverify.results.operation import Change, LostElements, Varied
 
 BATCH, SEQUENCE, FEATURES = (
     Dim(name="batch", size=16),
@@ -279,5 +279,54 @@ LAYOUTS = [
                 "the gradient of what the heads put out stored as [heads, sequence] and read as [sequence, heads]",
             ),
         ]
+    ),
+    (
+        explain(
+            Cause.DETACHED, GRADIENT, LostElements(num_lost=8, num_elements=64, at_end=True, ranks=(0, 2))
+        ),
+        "the last 8 of 64 elements of a shard of the gradient are zero on ranks 0, 2",
+        "",
+    ),
+    (
+        explain(
+            Cause.DETACHED, GRADIENT, LostElements(num_lost=3, num_elements=64, at_end=False, ranks=(1,))
+        ),
+        "3 of 64 elements of a shard of the gradient are zero on rank 1",
+        "",
+    ),
+    (
+        explain(
+            Cause.DETACHED,
+            GRADIENT,
+            LostElements(
+                num_lost=8,
+                num_elements=64,
+                at_end=False,
+                ranks=(1,),
+                dim=0,
+                slices=(53,),
+                num_slices=1,
+                own=(5,),
+            ),
+        ),
+        "slice 53 along dim 0 of the gradient is zero on rank 1, 5 of its own part",
+        "",
+    ),
+    (
+        explain(
+            Cause.DETACHED,
+            GRADIENT,
+            LostElements(
+                num_lost=48,
+                num_elements=64,
+                at_end=False,
+                ranks=(1,),
+                dim=1,
+                slices=(0, 1, 2, 3),
+                num_slices=6,
+            ),
+        ),
+        "slices 0, 1, 2, 3 and 2 more along dim 1 of the gradient are zero on rank 1",
+        "",
     ),
 ]

@@ -59,4 +59,53 @@ LOSSES = [
         changes=(Change(part="smoothing", way="all", number=0.1),),
         is_reported=True,
     ),
+    (
+        explain(
+            Cause.SHARE_WEIGHTS,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(
+                    Averaging(
+                        over=TokenCount(of="valid", groups=TokenGroups(unit="chunk", size=32)),
+                        times=TokenCount(of="valid", groups=TokenGroups(unit="rank")),
+                    ),
+                )
+            ),
+            tensors=("lm",),
+        ),
+        "the lm loss is a sum of means: each token is divided by the valid tokens of its chunk of 32 tokens, and "
+        "multiplied by the share of its rank in the valid tokens of the batch",
+        "lm loss",
+    ),
+    (
+        explain(
+            Cause.METRIC,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(
+                    Averaging(
+                        only=TokenSet(groups=TokenGroups(unit="micro-batch"), which="numbers", numbers=(1,))
+                    ),
+                ),
+                is_reported=True,
+            ),
+            tensors=("lm",),
+        ),
+        "only a reported number is wrong: the lm loss is that of the tokens of micro-batch 1 (of all ranks') alone, "
+        "divided by the valid tokens of the batch; the gradients match",
+        "lm loss",
+    ),
+    (
+        explain(
+            Cause.SHARE_WEIGHTS,
+            Quantity.LOSS,
+            Reaveraged(
+                averagings=(), changes=(Change(part="label", way="of-position", number=1.0),), is_weighed=True
+            ),
+            tensors=("lm",),
+        ),
+        "the lm loss is the cross entropy with the label of the position 1 further in the place of each, and "
+        "weighs its tokens otherwise",
+        "lm loss",
+    ),
 ]

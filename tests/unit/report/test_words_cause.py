@@ -9,6 +9,7 @@ from factor_sentences import FACTORS
 from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
 from loss_sentences import LOSSES
+from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
 from parameter_sentences import PARAMETERS
 from step_sentences import STEPS
@@ -19,7 +20,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

@@ -18,7 +18,6 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, RoundedNumber
 from moeverify.results.operation import (
     Altered,
-    LostElements,
     Miscounted,
     Moved,
     OwnValues,
@@ -35,59 +34,9 @@ from moeverify.results.operation import (
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
-from moeverify.results.upstream import OffUpstream
 
 VALUES = [
     # other places
-    (
-        explain(
-            Cause.DETACHED, GRADIENT, LostElements(num_lost=8, num_elements=64, at_end=True, ranks=(0, 2))
-        ),
-        "the last 8 of 64 elements of a shard of the gradient are zero on ranks 0, 2",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED, GRADIENT, LostElements(num_lost=3, num_elements=64, at_end=False, ranks=(1,))
-        ),
-        "3 of 64 elements of a shard of the gradient are zero on rank 1",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED,
-            GRADIENT,
-            LostElements(
-                num_lost=8,
-                num_elements=64,
-                at_end=False,
-                ranks=(1,),
-                dim=0,
-                slices=(53,),
-                num_slices=1,
-                own=(5,),
-            ),
-        ),
-        "slice 53 along dim 0 of the gradient is zero on rank 1, 5 of its own part",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED,
-            GRADIENT,
-            LostElements(
-                num_lost=48,
-                num_elements=64,
-                at_end=False,
-                ranks=(1,),
-                dim=1,
-                slices=(0, 1, 2, 3),
-                num_slices=6,
-            ),
-        ),
-        "slices 0, 1, 2, 3 and 2 more along dim 1 of the gradient are zero on rank 1",
-        "",
-    ),
     (
         explain(Cause.DUPLICATE, GRADIENT, Replaced(by="tensor", tensor="b")),
         "the gradient is a copy of that of b",
@@ -400,27 +349,6 @@ VALUES = [
         explain(Cause.DUPLICATE, Quantity.INITIAL_VALUE, RepeatedShard(ranks=(0, 1))),
         "ranks 0 and 1 hold the same values in parts that should differ",
         "ranks 0, 1",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            Quantity.GRADIENT_NORM,
-            OffUpstream(factor=Factor(value=0.9895114), limit=0.244, is_sure=True),
-        ),
-        "the gradient norm is 0.989511x the expected value, as the ranks' own gradients give: some of these are "
-        "wrong by less than is seen of each",
-        "gradient norm",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            Quantity.UPDATE,
-            OffUpstream(factor=Factor(value=0.9), limit=0.244),
-            tensors=("a", "b"),
-        ),
-        "2 updates are 0.9x the expected value; it is not known whether the gradients match: in half of them errors "
-        "below 24 % are not seen",
-        "optimizer step",
     ),
     (
         explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,))),
