@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeverify.results.initial_values import Distribution
+
 _TERMS = 40
 _SKEWED, _FEWEST = 1.3, 4096
 """The kurtosis of few numbers is skewed: nothing is said of less than so many, and it may be a third further off."""
@@ -68,7 +70,7 @@ def _cut(cut: int, *, is_after: bool) -> Shape:
 
 
 # By (distribution, where it is cut, whether its deviation is that after the cut).
-SHAPES: Mapping[tuple[str, int, bool], Shape] = {
+SHAPES: Mapping[tuple[Distribution, int, bool], Shape] = {
     ("uniform", 0, False): Shape(_cdf_of_uniform, 1.0 / math.sqrt(3.0), 1.8, 1.0, 1.0),
     ("normal", 0, False): Shape(_cdf_of_normal, 1.0, NORMAL),
     **{("normal", cut, after): _cut(cut, is_after=after) for cut in (2, 3) for after in (False, True)},

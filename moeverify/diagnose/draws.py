@@ -293,7 +293,7 @@ def _list_sized(samples: Sequence[Sample]) -> Iterator[Draw]:
         size = deviation / shape.deviation
         if shape.at_bound:  # the largest of so many is nearer to a bound than the deviation to its own
             size = largest / shape.bound * (1.0 + _GAPS / (count * shape.at_bound))
-        yield Draw(distribution=distribution, number=size, cut=cut)  # type: ignore[arg-type]
+        yield Draw(distribution=distribution, number=size, cut=cut)
 
 
 def _list_rules(samples: Sequence[Sample]) -> Iterator[Draw]:
@@ -308,7 +308,7 @@ def _list_rules(samples: Sequence[Sample]) -> Iterator[Draw]:
                 continue
             for times in (1.0, 2.0, 3.0, 6.0) if distribution == "uniform" else (1.0, 2.0):
                 yield Draw(
-                    distribution=distribution,  # type: ignore[arg-type]
+                    distribution=distribution,
                     times=times,
                     over=over,
                     cut=cut,

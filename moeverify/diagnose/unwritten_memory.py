@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeverify.collectives.trace import find_site
+from moeverify.diagnose.operators import (
+    OperatorWatch,
+    has_memory,
+    has_own_operators,
+    is_passed_by,
+    is_view,
+    list_tensors,
+    pair_arguments,
+)
 
 Ends = frozenset[tuple[str, str]]
 """(direction, module) of the modules inside of which something happens."""
@@ -29,7 +35,6 @@ _IGNORE = frozenset(
         *("scatter", "index_copy", "index_put", "slice_scatter", "select_scatter", "as_strided_scatter"),
     }
 )
-_NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
 _MOST_READS = 64
 _FEWEST_INTEGERS = 8
 _SMALL = 1.2345e-4
@@ -49,7 +54,7 @@ class UnwrittenRead:
     inside: Ends
 
 
-class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+class UnwrittenWatch(OperatorWatch):
     """Notes in `reads` what is read before anything is written to it, while `inside` gives modules.
 
     A storage counts as written with the first write to a part of it, and with each collective that gets it, so that
@@ -59,13 +64,6 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     are seen as what they are made of.
     """
 
-    supports_higher_order_operators = True  # such as flex attention: they are called as they are
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return that what is compiled is compiled as without this mode, which sees its inputs and outputs."""
-        return True
-
     def __init__(self, inside: Callable[[], Ends | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: list[UnwrittenRead] = []
@@ -74,8 +72,7 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._unwritten: dict[int, tuple[StorageWeakRef, str, tuple[int, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor asks fake tensors for shapes.
-        if not isinstance(func, OpOverload) or any(issubclass(each, FakeTensor) for each in types):
+        if is_passed_by(func, types):
             return func(*args, **(kwargs or {}))
         if any(map(has_own_operators, types)):
             return NotImplemented
@@ -96,7 +93,7 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         is_known = func.namespace == "aten"
         for argument, value in pair_arguments(func, args, kwargs):
             is_written = not is_known or (argument.alias_info is not None and argument.alias_info.is_write)
-            for tensor in _list_tensors(value):
+            for tensor in list_tensors(value):
                 key = tensor.untyped_storage()._cdata
                 known = self._unwritten.get(key)
                 if known is None:
@@ -124,20 +121,11 @@ class UnwrittenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._unwritten[storage._cdata] = (reference, site, tuple(tensor.shape))
 
 
-def has_own_operators(kind: type) -> bool:
-    """Return whether a class of tensors says itself what an operator does."""
-    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.layout == torch.strided
-
-
 def _is_followed(tensor: Tensor) -> bool:
     """Return whether a fill can be told from what others write: not in few integers, and not in flags."""
     is_integer = tensor.dtype in (torch.int32, torch.int64) and tensor.numel() >= _FEWEST_INTEGERS
     is_known = is_integer or tensor.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    return is_known and _has_memory(tensor) and not _is_captured(tensor)
+    return is_known and has_memory(tensor) and not _is_captured(tensor)
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -165,26 +153,3 @@ def _is_still_filled(tensor: Tensor) -> bool:
         return False  # looked at as something else than it was allocated as
     flat = _read_storage(tensor)
     return bool((flat == _make_fill(flat)).all())
-
-
-def is_view(func: Any) -> bool:
-    """Return whether a call gives out the memory of what it gets, and neither reads nor writes it."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-
-
-def pair_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of a schema with their values."""
-    for number, argument in enumerate(func._schema.arguments):
-        if number < len(args):
-            yield argument, args[number]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _list_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if _has_memory(value):
-            yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_tensors(each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -26,25 +26,25 @@ def read_golden_modules(
     recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
 ) -> list[Reading]:
     """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
-    return record_golden_modules(recipe, golden, step, device)[0]
+    return _read(recipe, golden, step, device, records=False)[0]
 
 
 def record_golden_modules(
     recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
 ) -> tuple[list[Reading], Graph | None]:
-    """Return what one device reads at its modules in the step, started from the golden's state, and its operators.
+    """Return what `read_golden_modules` does, and the operators of the step where these are recorded."""
+    return _read(recipe, golden, step, device, records=True)
 
-    No collective.
-    """
+
+def _read(
+    recipe: Recipe, golden: StoredGolden, step: int, device: torch.device, *, records: bool
+) -> tuple[list[Reading], Graph | None]:
     program = assemble_single(recipe, device, compute="float64")
-    mode = make_graph_mode(recipe, program)
-    batch = recipe.data
-    note = None if mode is None else mode.note_end
+    mode = make_graph_mode(recipe, program, lambda: tap.inside is not None) if records else None
+    batch, note = recipe.data, None if mode is None else mode.note_end
     tap = Tap(
         program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True, note=note
     )
-    if mode is not None:
-        mode.is_open = lambda: tap.inside is not None
     observer = StepTap(Capture(()), tap, step)
     with mode or nullcontext():
         train(recipe, program, observer, golden=golden, num_steps=step + 1)
@@ -52,13 +52,13 @@ def record_golden_modules(
     return tap.readings, None if mode is None else mode.graph
 
 
-def make_graph_mode(recipe: Recipe, program: Program) -> GraphMode | None:
+def make_graph_mode(recipe: Recipe, program: Program, is_open: Callable[[], bool]) -> GraphMode | None:
     """Return what records the operators of the step; None in narrow dtypes, whose rounding hides what is equal."""
     if dtype_of(recipe.precision) is not torch.float64:
         return None
     named = (*program.model.named_parameters(), *program.model.named_buffers())
     names = {local_part(each.detach()).data_ptr(): logical_name(name) for name, each in named}
-    return GraphMode(names, program.scale)
+    return GraphMode(names, program.scale, is_open)
 
 
 def make_graphs(

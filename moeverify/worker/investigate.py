@@ -177,7 +177,7 @@ def _rerun(
     def count() -> int:
         return trace.num_collectives
 
-    mode = make_graph_mode(case.recipe, program)
+    mode = make_graph_mode(case.recipe, program, lambda: tap.inside is not None)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -188,8 +188,6 @@ def _rerun(
         count=count,
         note=None if mode is None else mode.note_end,
     )
-    if mode is not None:
-        mode.is_open = lambda: tap.inside is not None
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
     observer = StepTap(capture, tap, step, count, bringing)
 

@@ -12,7 +12,7 @@ from moeverify.diagnose.graph.record import OVER_DIMS, Node
 
 Way = Literal["number", "function", "left-out", "added", "operand", "order", "other"]
 
-MOST_EDITS = 3
+_MOST_EDITS = 3
 _MOST_SKIPS = 3
 _MOST_PAIRS = 20_000
 _MOST_DEEP = 300
@@ -51,7 +51,7 @@ class Edit:
     """
 
     way: Way
-    right: int = -1
+    right: int
     wrong: Joint = ()
     kept: Joint = ()
 
@@ -100,10 +100,10 @@ class Comparison:
         return found if found and len(self._known) <= _MOST_PAIRS else None
 
     def _compare(self, joint: Joint, number: int, left: _Left) -> Edits | None:
-        joint, number = self.ranks.strip_views(joint), self.one.strip(number)
+        joint, number = self.ranks.strip(joint), self.one.strip(number)
         if self.values.match(joint, number):
             return frozenset()
-        stripped = self.ranks.strip(joint)
+        stripped = self.ranks.strip(joint, passes_moves=True)
         if stripped != joint and self.one.node(number).operator:
             joint = stripped
         key = (joint, number, left.skips, left.last)
@@ -112,7 +112,7 @@ class Comparison:
         if left.depth > _MOST_DEEP or len(self._known) > _MOST_PAIRS or self._is_partial(joint, number):
             return None
         found = [each for each in self._list_ways(joint, number, left) if each is not None]
-        kept = [each for each in found if len(each) <= MOST_EDITS]
+        kept = [each for each in found if len(each) <= _MOST_EDITS]
         self._known[key] = min(kept, key=self._price, default=None)
         return self._known[key]
 
@@ -181,7 +181,7 @@ class Comparison:
         """Return whether ranks make a tensor from right ones in a few operators, besides views and collectives."""
         if self.values.find(joint) is not None:
             return True
-        joint = self.ranks.strip(joint)
+        joint = self.ranks.strip(joint, passes_moves=True)
         wrong = self.ranks.same(joint)
         if wrong is None or not wrong.operator or left < 0:
             return wrong is not None and not wrong.operator
@@ -207,7 +207,7 @@ class Comparison:
     def _count_anew(self, joint: Joint) -> int:
         if self.values.find(joint) is not None:
             return 0
-        joint = self.ranks.strip(joint)
+        joint = self.ranks.strip(joint, passes_moves=True)
         wrong = self.ranks.same(joint)
         if wrong is None:
             return _MANY

@@ -13,19 +13,16 @@ from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values
 from moeverify.diagnose.graph.record import Graph, Node
 
 _MOST_STEPS = 400
+_WAYS = ("number", "function", "operand")
 
 
-def find_first_step(
-    graphs: Sequence[Graph], one: OneDevice, root: int, begin: int, bound: float
-) -> Edits | None:
+def find_first_step(values: Values, root: int, begin: int) -> Edits | None:
     """Return what ranks make in the place of the first step, of those that lead to `root`, which none of them makes.
 
-    `graphs` has that of a rank once for every micro-batch; `begin` is the first node of the module on one device. All
-    that the step takes must be there on ranks, and they must make one thing of it in place of the other: another
-    operator, another number, or from another tensor.
+    `begin` is the first node of the module on one device. All that the step takes must be there on ranks, and they
+    must make one thing of it in place of the other: another operator, another number, or from another tensor.
     """
-    ranks = Ranks(graphs)
-    values = Values(one, ranks, bound)
+    one, ranks = values.one, values.ranks
     joints = _Joints(ranks)
     steps = sorted(_list_before(one, root, begin))[:_MOST_STEPS]
     missing = {number for number in steps if not joints.has(number, values)}
@@ -65,14 +62,9 @@ def _list_before(one: OneDevice, root: int, begin: int) -> set[int]:
 def _list_edits(number: int, right: Node, joints: _Joints, values: Values) -> Iterator[Edits]:
     """Yield what is otherwise in each step of ranks that may be in the place of one."""
     for joint in joints.of_count(right.moments.count, len(right.args)):
-        if values.find(joint) is None:
-            edits = Comparison(values).compare(joint, number)
-            if (
-                edits
-                and len(edits) == 1
-                and all(each.way in ("number", "function", "operand") for each in edits)
-            ):
-                yield edits
+        edits = Comparison(values).compare(joint, number) if values.find(joint) is None else None
+        if edits and len(edits) == 1 and all(each.way in _WAYS for each in edits):
+            yield edits
 
 
 class _Joints:

@@ -15,8 +15,6 @@ from moeverify.train.module_taps import FORWARD
 _DEEP, _DEEPER = 1, 2
 """Operators inside of operators that are named, each with what it takes."""
 
-_MOST_STEPS = 3
-
 
 class Graphs:
     """The graphs of one device and of all ranks in the step where it began."""
@@ -38,16 +36,14 @@ class Graphs:
         edits = Comparison(values).compare(tuple(node for _, node in found), number)
         if edits is None:
             begin = self._find_begin(origin)
-            edits = find_first_step(ranks.graphs, self._one, number, begin, self._bound)
-        if edits is None:
-            return None
-        if not all(_have_one_number(ranks, edit) for edit in edits):
+            edits = find_first_step(values, number, begin)
+        if edits is None or not all(_have_one_number(ranks, edit) for edit in edits):
             return None
         steps = self.tell(values, edits)
         if any(_says_nothing(step) for step in steps) or _exchanges(steps):
             return None
         num_ranks = sum(any(each is graph for each, _ in found) for graph in self._by_rank)
-        return OtherSteps(steps=steps, num_ranks=num_ranks) if len(steps) <= _MOST_STEPS else None
+        return OtherSteps(steps=steps, num_ranks=num_ranks)
 
     def tell(self, values: Values, edits: Edits) -> tuple[OtherStep, ...]:
         """Return what is otherwise by the names of one device, in its order, each once."""
@@ -72,13 +68,12 @@ class _Teller:
     def tell(self, edit: Edit) -> OtherStep:
         """Return a step in terms of both."""
         deep = _DEEPER if edit.way == "other" else _DEEP
-        right = self._name(edit.right, deep, is_whole=True) if edit.right >= 0 else None
-        wrong = None
-        if edit.wrong:
+        right = wrong = None
+        if edit.way != "added":
+            right = self._name(edit.right, deep, is_whole=True)
+        if edit.way != "left-out":
             wrong = self._name_joint(edit.wrong, deep, is_whole=edit.way != "operand")
-        if edit.way == "left-out":
-            return OtherStep(way=edit.way, right=right)
-        return OtherStep(way=edit.way, right=None if edit.way == "added" else right, wrong=wrong)
+        return OtherStep(way=edit.way, right=right, wrong=wrong)
 
     def _name(self, number: int, deep: int, *, is_whole: bool = False) -> Term:
         number = self._one.strip(number)
@@ -92,7 +87,7 @@ class _Teller:
         return _make_term(node, args)
 
     def _name_joint(self, joint: Joint, deep: int, *, is_whole: bool = False) -> Term:
-        joint = self._ranks.strip_views(joint)
+        joint = self._ranks.strip(joint)
         known = self._values.find(joint)
         node = self._ranks.same(joint) or self._ranks.nodes(joint)[0]
         if known is not None and not (is_whole and node.operator):

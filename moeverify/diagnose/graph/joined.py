@@ -12,7 +12,7 @@ from moeverify.diagnose.graph.record import Graph, Moments, Node
 Joint = tuple[int, ...]
 """The nodes of one tensor, of every rank and micro-batch that has it."""
 
-COLLECTIVES = (
+_MOVES = (
     *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
     *(
         "allreduce_",
@@ -60,23 +60,16 @@ class Ranks:
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
         self.graphs = graphs
+        self._moments: dict[Joint, Moments] = {}
 
-    def strip(self, joint: Joint) -> Joint:
-        """Return the nodes that first had these elements; a collective between ranks is passed by too."""
+    def strip(self, joint: Joint, *, passes_moves: bool = False) -> Joint:
+        """Return the nodes that first had these elements on their ranks, or, before collectives, on others."""
         while True:
             nodes = self.nodes(joint)
-            moves = all(each.operator in COLLECTIVES and len(each.args) == 1 for each in nodes)
+            moves = passes_moves and all(each.operator in _MOVES and len(each.args) == 1 for each in nodes)
             if not (moves or all(each.is_same for each in nodes)):
                 return joint
             joint = tuple(each.args[0] for each in nodes)
-
-    def strip_views(self, joint: Joint) -> Joint:
-        """Return the nodes that first had these elements on their ranks."""
-        nodes = self.nodes(joint)
-        while all(each.is_same for each in nodes):
-            joint = tuple(each.args[0] for each in nodes)
-            nodes = self.nodes(joint)
-        return joint
 
     def nodes(self, joint: Joint) -> list[Node]:
         """Return the node of each rank and micro-batch."""
@@ -94,7 +87,9 @@ class Ranks:
 
     def moments(self, joint: Joint) -> Moments:
         """Return the moments of what all have together."""
-        return reduce(add, (each.moments for each in self.nodes(joint)))
+        if joint not in self._moments:
+            self._moments[joint] = reduce(add, (each.moments for each in self.nodes(joint)))
+        return self._moments[joint]
 
 
 class Values:
@@ -103,6 +98,7 @@ class Values:
     def __init__(self, one: OneDevice, ranks: Ranks, bound: float) -> None:
         self.one, self.ranks, self.bound = one, ranks, bound
         self.scales = sorted({1.0, *(graph.scale for graph in ranks.graphs)})
+        self._found: dict[Joint, int | None] = {}
 
     def match(self, joint: Joint, number: int) -> bool:
         """Return whether ranks have together the elements of a node of one device, in any order."""
@@ -115,6 +111,11 @@ class Values:
 
     def find(self, joint: Joint) -> int | None:
         """Return the first node of one device that has the elements which ranks have together."""
+        if joint not in self._found:
+            self._found[joint] = self._find(joint)
+        return self._found[joint]
+
+    def _find(self, joint: Joint) -> int | None:
         found, node = self.ranks.moments(joint), self.ranks.same(joint)
         if node is not None and _is_of_places(node):
             return None

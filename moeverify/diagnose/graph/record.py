@@ -11,17 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moeverify.checks.narrower import name_dtype
 from moeverify.collectives.trace import find_call
-from moeverify.diagnose.unwritten_memory import has_own_operators, is_view, pair_arguments
+from moeverify.diagnose.operators import (
+    OperatorWatch,
+    has_own_operators,
+    is_passed_by,
+    is_view,
+    list_tensors,
+    pair_arguments,
+)
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.train.module_taps import End
 
-COLLECTIVES = "c10d"
+_COLLECTIVES = "c10d"
+"""The namespace of collectives that write into tensors; those which return one are operators like others."""
 
 CAST = "_to_copy"
 _SAME = frozenset({"clone", "detach", "alias", "lift_fresh", "_unsafe_view", "wait_tensor", CAST})
@@ -118,7 +124,7 @@ class Graph:
     scale: float = 1.0
 
 
-class GraphMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+class GraphMode(OperatorWatch):
     """Records into `graph` every operator that is called while `is_open` says so; too long a step is forgotten.
 
     `names` are those of parameters and buffers by where they are in memory.
@@ -127,17 +133,12 @@ class GraphMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     Subclasses of tensors are seen as what they are made of.
     """
 
-    supports_higher_order_operators = True  # such as flex attention: they are called as they are
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return that what is compiled is compiled as without this mode."""
-        return True
-
-    def __init__(self, names: Mapping[int, str], scale: float = 1.0) -> None:
+    def __init__(
+        self, names: Mapping[int, str], scale: float = 1.0, is_open: Callable[[], bool] = lambda: True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph(scale=scale)
-        self.is_open: Callable[[], bool] = lambda: True
+        self._is_open = is_open
         self._names = names
         self._room = _MOST_ELEMENTS
         self._exact: dict[tuple[Any, ...], int] = {}
@@ -155,21 +156,21 @@ class GraphMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if not isinstance(func, OpOverload) or any(issubclass(each, FakeTensor) for each in types):
+        if is_passed_by(func, types):
             return func(*args, **named)
         if any(map(has_own_operators, types)):
             return NotImplemented
-        if not (self.is_open() and self._can_go_on()):
+        if not (self._is_open() and self._can_go_on()):
             return func(*args, **named)
         operator = func.overloadpacket.__name__
         if operator.startswith(_OF_OPTIMIZERS):
             return func(*args, **named)
         values = [*args, *named.values()]
-        tensors = list(_list_tensors(values))
+        tensors = list(list_tensors(values))
         taken = [self._find(each) for each in tensors]
         result = func(*args, **named)
-        if func.namespace == COLLECTIVES:
-            self._note_collective(operator, [list(_list_tensors(each)) for each in values])
+        if func.namespace == _COLLECTIVES:
+            self._note_collective(operator, [list(list_tensors(each)) for each in values])
             return result
         kept = taken[1:] if operator in _WRITES else taken
         made = Node(
@@ -177,9 +178,9 @@ class GraphMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         )
         if is_view(func) and tensors:
             # A view gets the version of what it shows only when autograd has seen it.
-            self._keep(made, _list_tensors(result), _version_of(tensors[0]), is_view=True)
+            self._keep(made, list_tensors(result), _version_of(tensors[0]), is_view=True)
         else:
-            self._keep(made, [*_list_tensors(result), *_list_written(func, args, named, result)], None)
+            self._keep(made, [*list_tensors(result), *_list_written(func, args, named, result)], None)
         return result
 
     def _note_collective(self, operator: str, groups: Sequence[Sequence[Tensor]]) -> None:
@@ -296,22 +297,12 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _list_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        has_values = value.device.type != "meta" and not isinstance(value, FakeTensor)
-        if has_values and value.numel() > 0 and value.layout == torch.strided:
-            yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_tensors(each)
-
-
 def _list_written(func: Any, args: Any, named: Mapping[str, Any], result: Any) -> Iterator[Tensor]:
     """Yield what an operator writes into besides its results, as gathered parameters are."""
-    returned = {id(each) for each in _list_tensors(result)}
+    returned = {id(each) for each in list_tensors(result)}
     for argument, value in pair_arguments(func, args, named):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (each for each in _list_tensors(value) if id(each) not in returned)
+            yield from (each for each in list_tensors(value) if id(each) not in returned)
 
 
 def _make_options(operator: str, values: Sequence[Any], result: Any) -> tuple[Any, ...]:

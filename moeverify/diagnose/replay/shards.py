@@ -41,12 +41,7 @@ _OF_SUM = (
     "weights-first",
     "inputs-own",
 )
-_OF_SUM_AND_CHUNKS = (
-    "of-position",
-    "not-of-position",
-    "weights-of-position",
-    "inputs-of-position",
-    "own-chunks",
+_MOVED_CHUNKS = (
     "chunk-of-own",
     "chunk-next",
     "chunk-before",
@@ -54,18 +49,21 @@ _OF_SUM_AND_CHUNKS = (
     "chunk-first",
     "chunks-summed",
 )
+_OF_SUM_AND_CHUNKS = (
+    "of-position",
+    "not-of-position",
+    "weights-of-position",
+    "inputs-of-position",
+    "own-chunks",
+    *_MOVED_CHUNKS,
+)
 _OF_SLICES = ("next", "before", "reversed", "first", "summed", "mean")
 _OF_SLICES_AND_CHUNKS = (
     "of-position",
     "exchanged",
     "own-chunk-alone",
     "not-own-chunk",
-    "chunk-of-own",
-    "chunk-next",
-    "chunk-before",
-    "chunks-reversed",
-    "chunk-first",
-    "chunks-summed",
+    *_MOVED_CHUNKS,
     "chunks-mean",
 )
 _MOST_RANKS = 16

@@ -231,7 +231,7 @@ def test_the_first_step_is_found_where_ranks_go_on_otherwise() -> None:
     def look(factor: float) -> list[tuple[str, str]] | None:
         one = OneDevice(record(right, INPUT))
         graphs = [record(lambda x: other(x, factor), rows.clone()) for rows in INPUT.chunk(2)]
-        found = find_first_step(graphs, one, one.graph.ends[END], 0, BOUND)
+        found = find_first_step(Values(one, Ranks(graphs), BOUND), one.graph.ends[END], 0)
         return None if found is None else [(each.way, one.node(each.right).operator) for each in found]
 
     assert look(3.0) == [("number", "mul")]
