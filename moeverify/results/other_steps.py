@@ -10,13 +10,15 @@ from moeverify.results.record import Record
 class Term(Record):
     """A tensor by what made it: an end of a module, a parameter, or an operator of other terms.
 
-    `end` is `input` or `output` of `module`, as read forward or, where it `is_gradient`, what came back to it.
+    `end` is `input` or `output` of `module`, as read forward or, where it `is_gradient`, what came back to it; `slot`
+    is the argument that has a name, such as positions.
     `name` is a parameter or buffer. `operator` is that of torch, with its other numbers as `options`, and `line` is
     where it is called. With none of these it is a tensor that was there before the step.
     """
 
     module: str | None = None
     end: str = ""
+    slot: str = ""
     is_gradient: bool = False
     name: str = ""
     operator: str = ""
@@ -28,11 +30,13 @@ class Term(Record):
 class OtherStep(Record):
     """One step: `right` as one device makes it, `wrong` as ranks do.
 
-    `way` says what is otherwise: a number, the operator, one tensor that it takes, or the order of the elements; or
-    the step is left out, or one more is made; or several operators stand in the place of others.
+    `way` says what is otherwise: a number, the operator, one tensor that it takes, the order of the elements, or
+    which of these it takes (`index`); or the step is left out, or one more is made; or several operators stand in the
+    place of others. `ranks` are those that do so, where others do not.
     """
 
-    way: Literal["number", "function", "left-out", "added", "operand", "order", "other"]
+    way: Literal["number", "function", "left-out", "added", "operand", "order", "index", "other"]
+    ranks: tuple[int, ...] = ()
     right: Term | None = None
     wrong: Term | None = None
 

@@ -8,6 +8,7 @@ reads any other (rows, n) too, such as copies of tokens sorted by expert; not in
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,8 @@ class Tap:
 
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
-    `note` is called with the end of a module and each tensor there, as it is in memory.
+    `note` is called with the end of a module and each tensor there, as it is in memory; whole numbers and masks that
+    go in have the name of their argument as slot.
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
@@ -157,7 +159,11 @@ class Tap:
             if module is root:
                 self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
             self._begin(FORWARD, name)
-            self._take(name, "input", dict(enumerate(inputs)) | named, self._micro_batches.get(root, 0))
+            micro_batch = self._micro_batches.get(root, 0)
+            self._take(name, "input", dict(enumerate(inputs)) | named, micro_batch)
+            if self._note is not None:
+                for slot, tensor in _list_whole_numbers(module, inputs, named):
+                    self._note((FORWARD, name, "input", slot, micro_batch), tensor)
 
         return hook
 
@@ -272,6 +278,17 @@ class _TappedOverlapping(_TappedDispatcher, Overlapping):
 def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
     """Return a dispatcher that shows its input (N, H) and output to `read`, and goes on with what that returns."""
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
+
+
+def _list_whole_numbers(module: nn.Module, inputs: Any, named: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a module takes besides floats, such as positions and masks, by the names of its arguments."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):  # of a forward that is not written in Python
+        names = []
+    for slot, tensor in [*zip(names, inputs, strict=False), *named.items()]:
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            yield slot, tensor
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -7,19 +7,30 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
-from moeverify.diagnose.graph.joined import Joint, Values
-from moeverify.diagnose.graph.record import OVER_DIMS, Node
+from moeverify.diagnose.graph.joined import Joint, Recorded, Values, as_joint
+from moeverify.diagnose.graph.record import MOVES_ROWS, OVER_DIMS, WRITE, Node
 
-Way = Literal["number", "function", "left-out", "added", "operand", "order", "other"]
+Way = Literal["number", "function", "left-out", "added", "operand", "order", "index", "other"]
 
 _MOST_EDITS = 3
-_MOST_SKIPS = 3
-_MOST_PAIRS = 20_000
+_SKIPS = (0, 1, 3)
+"""How many steps of one side may be passed by, each time with more to search."""
+
+_MOST_PAIRS = 25_000
 _MOST_DEEP = 300
-_MOST_OPERATORS = 4
+_MOST_OPERATORS = 8
 _MANY = 9
 
-_COST = {"number": 2, "left-out": 3, "operand": 4, "function": 4, "added": 3, "order": 4, "other": 3}
+_COST = {
+    "number": 2,
+    "left-out": 3,
+    "operand": 4,
+    "function": 4,
+    "added": 3,
+    "order": 4,
+    "index": 4,
+    "other": 3,
+}
 _OF_NUMBERS = frozenset(
     {
         "add",
@@ -45,13 +56,15 @@ _COMMUTES = frozenset({"add", "mul", "add_", "mul_", "maximum", "minimum"})
 
 @dataclass(frozen=True)
 class Edit:
-    """One step that is otherwise: `right` is the node of one device, `wrong` those of the ranks.
+    """One step that is otherwise: `right` are the nodes of one device, `wrong` those of the ranks that differ.
 
-    A step that is `added` stands between `kept`, of what it takes, and what one device makes of that.
+    A step that is `added`, or takes rows where one device takes all (`index`), stands between `kept`, of what it
+    takes, and what one device makes of that. One that is left out by some ranks alone has what these have in its
+    place as `wrong`.
     """
 
     way: Way
-    right: int
+    right: Joint
     wrong: Joint = ()
     kept: Joint = ()
 
@@ -66,7 +79,7 @@ class _Left:
     Steps of both sides one after the other would be one thing in the place of another, and are told so.
     """
 
-    skips: int = _MOST_SKIPS
+    skips: int
     last: Way | None = None
     depth: int = 0
 
@@ -86,139 +99,248 @@ class _Left:
 class Comparison:
     """Walks back from a tensor that is wrong, on ranks and on one device at once, to what is right.
 
-    Two steps are the same where their operators and numbers are, and what they take is.
+    Two steps are the same where their operators and numbers are, and what they take is. The walk ends without an
+    answer where more than `most` pairs of tensors are compared.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, most: int = _MOST_PAIRS) -> None:
+        self._most = most
         self.values, self.one, self.ranks = values, values.one, values.ranks
-        self._known: dict[tuple[Joint, int, int, Way | None], Edits | None] = {}
-        self._counts: dict[Joint, int] = {}
+        self._known: dict[tuple[Joint, Joint, int, Way | None], Edits | None] = {}
+        self._num_compared = 0
+        self._made: dict[Joint, frozenset[Joint] | None] = {}
 
-    def compare(self, joint: Joint, number: int) -> Edits | None:
+    def compare(self, joint: Joint, right: Joint) -> Edits | None:
         """Return what is otherwise on the way to a tensor of ranks; None where that is more than a few steps."""
-        found = self._compare(joint, number, _Left())
-        return found if found and len(self._known) <= _MOST_PAIRS else None
+        told: list[Edits] = []
+        for skips in _SKIPS:
+            found = self._compare(joint, right, _Left(skips))
+            if self._num_compared > self._most:
+                break
+            told += [found] if found else []
+        return min(told, key=self._price, default=None)
 
-    def _compare(self, joint: Joint, number: int, left: _Left) -> Edits | None:
-        joint, number = self.ranks.strip(joint), self.one.strip(number)
-        if self.values.match(joint, number):
+    def _compare(self, joint: Joint, right: Joint, left: _Left) -> Edits | None:
+        self._num_compared += 1
+        if self._num_compared > self._most:
+            return None
+        joint, right = self.ranks.strip(joint), self.one.strip(right)
+        if self.values.match(joint, right):
             return frozenset()
         stripped = self.ranks.strip(joint, passes_moves=True)
-        if stripped != joint and self.one.node(number).operator:
+        if stripped != joint and self._is_made(right):
             joint = stripped
-        key = (joint, number, left.skips, left.last)
+        key = (joint, right, left.skips, left.last)
         if key in self._known:
             return self._known[key]
-        if left.depth > _MOST_DEEP or len(self._known) > _MOST_PAIRS or self._is_partial(joint, number):
+        if left.depth > _MOST_DEEP or self._is_partial(joint, right):
             return None
-        found = [each for each in self._list_ways(joint, number, left) if each is not None]
+        found = [each for each in self._list_ways(joint, right, left) if each is not None]
         kept = [each for each in found if len(each) <= _MOST_EDITS]
         self._known[key] = min(kept, key=self._price, default=None)
         return self._known[key]
 
-    def _list_ways(self, joint: Joint, number: int, left: _Left) -> Iterator[Edits | None]:
-        right, wrong = self.one.node(number), self.ranks.same(joint)
-        other = self.values.find(joint)
-        is_made = bool(right.operator) and wrong is not None and bool(wrong.operator)
-        if is_made and wrong is not None and len(wrong.args) == len(right.args):
-            yield from self._pair(joint, number, wrong, right, left)
-        if left.may_skip("left-out") and right.operator:
-            for arg in dict.fromkeys(right.args):
-                found = self._compare(joint, arg, left.skip("left-out"))
-                yield None if found is None else found | {Edit("left-out", number)}
+    def _list_ways(self, joint: Joint, right: Joint, left: _Left) -> Iterator[Edits | None]:
+        wanted, wrong = self.one.same(right), self.ranks.same(joint)
+        if wanted is not None and wanted.operator:
+            yield from self._pair(joint, right, wanted, left)
+            if left.may_skip("left-out"):
+                for arg in dict.fromkeys(self.one.args(right)):
+                    yield _with(self._compare(joint, arg, left.skip("left-out")), Edit("left-out", right))
         if left.may_skip("added") and wrong is not None and wrong.operator:
             for each in dict.fromkeys(self.ranks.args(joint)):
-                found = self._compare(each, number, left.skip("added"))
-                yield None if found is None else found | {Edit("added", number, joint, each)}
+                way: Way = "index" if wrong.operator in MOVES_ROWS else "added"
+                edit = Edit(way, right, joint, each)
+                yield _with(self._compare(each, right, left.skip("added")), edit)
+        if wrong is None:
+            yield from self._list_of_some(joint, right, left)
         if left.last is not None:
             return
-        if other is not None:
-            yield frozenset({Edit("operand", number, joint)})
-        elif self._is_short(joint) and self._is_known(number):
-            yield frozenset({Edit("other", number, joint)})
+        if self.values.find(joint) is not None:
+            yield frozenset({Edit("operand", right, joint)})
+        elif self._list_operators(joint) is not None and self._is_known(right):
+            yield frozenset({Edit("other", right, joint)})
 
-    def _pair(
-        self, joint: Joint, number: int, wrong: Node, right: Node, left: _Left
-    ) -> Iterator[Edits | None]:
+    def _pair(self, joint: Joint, right: Joint, wanted: Node, left: _Left) -> Iterator[Edits | None]:
         """Yield what is otherwise where both make a tensor by an operator of as many arguments."""
-        is_same_operator = wrong.operator == right.operator and wrong.output == right.output
-        own: Edits = frozenset()
-        if not is_same_operator:
-            own = frozenset({Edit("function", number, joint)})
-        elif not self._have_same_numbers(joint, right):
-            own = frozenset({Edit("number", number, joint)})
-        orders: Sequence[Sequence[int]] = [range(len(right.args))]
-        if right.operator in _COMMUTES:
-            orders = list(permutations(range(len(right.args))))
-        taken = self.ranks.args(joint)
+        mine, parts = self.ranks.parts(joint), self.one.parts(right)
+        for one, other in ((mine, right), (joint, parts), (mine, parts)):
+            # What is put together, of experts or chunks, is put together of more or fewer parts in a layout.
+            if one is not None and other is not None and (one, other) != (joint, right):
+                yield self._compare(one, other, left.go_on())
+        if len(right) > 1 and wanted.operator in PARTS:
+            # Of experts' weights each rank takes those that have rows there.
+            yield self._compare(self._whole(self.ranks, joint), self._whole(self.one, right), left.go_on())
+        nodes = self.ranks.nodes(joint)
+        if not all(each.operator and len(each.args) == len(wanted.args) for each in nodes):
+            return
+        own = self._find_own(joint, right, wanted)
+        if own is None:
+            return
+        num_args = len(wanted.args)
+        orders: Sequence[Sequence[int]] = [range(num_args)]
+        if wanted.operator in _COMMUTES:
+            orders = list(permutations(range(num_args)))
+        taken, given = self.ranks.args(joint), self.one.args(right)
         for order in orders:
-            found: Edits | None = own
-            for place, each in zip(order, taken, strict=True):
-                further = self._compare(each, right.args[place], left.go_on())
-                found = None if further is None or found is None else found | further
-                if found is None:
-                    break
+            pairs = [(each, given[place]) for place, each in zip(order, taken, strict=True)]
+            found = self._compare_args(pairs, own, left.go_on())
             if found is not None:
-                yield found or frozenset({Edit("order", number, joint)})
+                way: Way = "index" if any(map(self._is_of_indices, given)) else "order"
+                yield found or frozenset({Edit(way, right, joint)})
 
-    def _have_same_numbers(self, joint: Joint, right: Node) -> bool:
-        wanted = numbers_of(right)
-        return all(_are_near(numbers_of(each), wanted) for each in self.ranks.nodes(joint))
+    def _compare_args(self, pairs: Sequence[tuple[Joint, Joint]], own: Edits, left: _Left) -> Edits | None:
+        """Return what is otherwise in what a step takes, and `own`, of the step itself.
 
-    def _is_partial(self, joint: Joint, number: int) -> bool:
+        Which rows are taken from a tensor depends on where a layout has them: that is asked where nothing else is
+        otherwise, and is no matter where it is made by other operators.
+        """
+        found = own
+        has_rows = not own and not all(self._is_of_indices(arg) for _, arg in pairs)
+        for each, arg in pairs:
+            if not (has_rows and self._is_of_indices(arg)):
+                further = self._compare(each, arg, left)
+                if further is None:
+                    return None
+                found |= further
+        for each, arg in pairs:
+            if has_rows and not found and self._is_of_indices(arg):
+                found |= self._compare(each, arg, left) or frozenset()
+        return found
+
+    def _find_own(self, joint: Joint, right: Joint, wanted: Node) -> Edits | None:
+        """Return what is otherwise in the operator itself or its numbers, on all ranks or on some.
+
+        None where that is more than one thing.
+        """
+        outputs = {each.output for each in self.one.nodes(right)}
+        numbers = {numbers_of(each) for each in self.one.nodes(right)}
+        nodes = dict(zip(joint, self.ranks.nodes(joint), strict=True))
+        others = tuple(
+            number
+            for number, each in nodes.items()
+            if each.operator != wanted.operator or each.output not in outputs
+        )
+        if others:
+            kinds = {nodes[number].operator for number in others}
+            return frozenset({Edit("function", right, others)}) if len(kinds) == 1 else None
+        if wanted.is_index and not wanted.args:
+            return frozenset()  # as many places as a layout has
+        changed = tuple(
+            number
+            for number, each in nodes.items()
+            if not any(_are_near(numbers_of(each), known) for known in numbers)
+        )
+        return frozenset({Edit("number", right, changed)}) if changed else frozenset()
+
+    def _list_of_some(self, joint: Joint, right: Joint, left: _Left) -> Iterator[Edits | None]:
+        """Yield what some ranks make otherwise than the others: a step more, or one that they leave out."""
+        wanted, given = self.one.same(right), self.one.args(right) if self.one.same(right) else []
+        for some, others in self._divide(joint):
+            if left.may_skip("added") and self._is_made_by_ranks(some):
+                for each in dict.fromkeys(self.ranks.args(some)):
+                    without = as_joint((*each, *others))
+                    edit = Edit("added", right, some, each)
+                    yield _with(self._compare(without, right, left.skip("added")), edit)
+            node = self.ranks.same(others)
+            is_made = node is not None and wanted is not None and node.operator == wanted.operator
+            if not (left.may_skip("left-out") and is_made and len(self.ranks.args(others)) == len(given)):
+                continue
+            taken = self.ranks.args(others)
+            for place, arg in enumerate(given):
+                pairs = enumerate(zip(taken, given, strict=True))
+                if all(self.values.match(*pair) for number, pair in pairs if number != place):
+                    found = self._compare(as_joint((*some, *taken[place])), arg, left.skip("left-out"))
+                    yield _with(found, Edit("left-out", right, some))
+
+    def _divide(self, joint: Joint) -> Iterator[tuple[Joint, Joint]]:
+        """Yield the nodes of some ranks, which are made by one operator, and those of the others."""
+        by_kind: dict[tuple[str, int], list[int]] = {}
+        for number, node in zip(joint, self.ranks.nodes(joint), strict=True):
+            by_kind.setdefault((node.operator, len(node.args)), []).append(number)
+        for members in by_kind.values():
+            some, others = tuple(members), tuple(each for each in joint if each not in members)
+            kinds = {node.operator for node in self.ranks.nodes(some)}
+            if others and not kinds & PARTS and not self.ranks.owners(some) & self.ranks.owners(others):
+                yield some, others
+
+    @staticmethod
+    def _whole(side: Recorded, joint: Joint) -> Joint:
+        """Return what parts are of, in their place."""
+        nodes = zip(joint, side.nodes(joint), strict=True)
+        return as_joint(side.taken(each)[0] if node.operator in PARTS else each for each, node in nodes)
+
+    def _is_made(self, right: Joint) -> bool:
+        return all(each.operator for each in self.one.nodes(right))
+
+    def _is_made_by_ranks(self, joint: Joint) -> bool:
+        node = self.ranks.same(joint)
+        return node is not None and bool(node.operator)
+
+    def _is_of_indices(self, right: Joint) -> bool:
+        return all(each.is_index for each in self.one.nodes(right))
+
+    def _is_partial(self, joint: Joint, right: Joint) -> bool:
         """Return whether ranks have partial sums there: they make all of it, each of a part of the right operands."""
-        right, wrong = self.one.node(number), self.ranks.same(joint)
-        if wrong is None or (wrong.operator, len(wrong.args)) != (right.operator, len(right.args)):
+        wanted, wrong = self.one.same(right), self.ranks.same(joint)
+        if wrong is None or wanted is None:
             return False
-        pairs = list(zip(self.ranks.args(joint), right.args, strict=True))
+        if (wrong.operator, len(wrong.args)) != (wanted.operator, len(wanted.args)):
+            return False
+        pairs = list(zip(self.ranks.args(joint), self.one.args(right), strict=True))
+        if any(self._is_of_indices(arg) for _, arg in pairs):
+            return False
         if not all(self.values.match(each, arg) for each, arg in pairs):
             return False
-        taken = [self.ranks.moments(each).count / self.one.node(arg).moments.count for each, arg in pairs]
-        made = self.ranks.moments(joint).count / right.moments.count
+        taken = [self.ranks.moments(each).count / self.one.moments(arg).count for each, arg in pairs]
+        made = self.ranks.moments(joint).count / self.one.moments(right).count
         return made != min(taken, default=made)
-
-    def _is_short(self, joint: Joint, left: int = _MOST_OPERATORS) -> bool:
-        """Return whether ranks make a tensor from right ones in a few operators, besides views and collectives."""
-        if self.values.find(joint) is not None:
-            return True
-        joint = self.ranks.strip(joint, passes_moves=True)
-        wrong = self.ranks.same(joint)
-        if wrong is None or not wrong.operator or left < 0:
-            return wrong is not None and not wrong.operator
-        cost = 0 if wrong.operator in PARTS else 1
-        return all(self._is_short(each, left - cost) for each in self.ranks.args(joint))
 
     def _price(self, edits: Edits) -> tuple[int, int]:
         """Return what edits cost: of two that explain, the simpler one is told."""
         own = sum(_COST[each.way] for each in edits)
         made = [each.wrong for each in edits if each.way == "other"]
         for each in edits:
-            if each.way == "added":
+            if each.kept:
                 made += [arg for arg in self.ranks.args(each.wrong) if arg != each.kept]
-        return own + sum(2 * self._count(joint) for joint in made), len(edits)
+        operators = frozenset(one for joint in made for one in self._list_operators(joint) or ())
+        unknown = sum(self._list_operators(joint) is None for joint in made)
+        return own + 2 * len(operators) + _MANY * unknown, len(edits)
 
-    def _count(self, joint: Joint) -> int:
-        """Return by how many operators ranks make a tensor from right ones, besides views and collectives."""
-        if joint not in self._counts:
-            self._counts[joint] = _MANY  # until it is known
-            self._counts[joint] = min(_MANY, self._count_anew(joint))
-        return self._counts[joint]
+    def _list_operators(self, joint: Joint) -> frozenset[Joint] | None:
+        """Return what ranks make on the way from right tensors to one, besides views and collectives.
 
-    def _count_anew(self, joint: Joint) -> int:
+        None where that is more than a few operators.
+        """
+        if joint not in self._made:
+            self._made[joint] = None  # until it is known
+            self._made[joint] = self._list_operators_anew(joint)
+        return self._made[joint]
+
+    def _list_operators_anew(self, joint: Joint) -> frozenset[Joint] | None:
         if self.values.find(joint) is not None:
-            return 0
+            return frozenset()
         joint = self.ranks.strip(joint, passes_moves=True)
         wrong = self.ranks.same(joint)
         if wrong is None:
-            return _MANY
-        return (0 if wrong.operator in PARTS else 1) + sum(map(self._count, self.ranks.args(joint)))
+            return None
+        if not wrong.operator:
+            return frozenset()
+        is_plain = not wrong.args or wrong.operator in PARTS or wrong.operator == WRITE
+        made = frozenset() if is_plain else frozenset({joint})
+        for each in self.ranks.args(joint):
+            further = self._list_operators(each)
+            if further is None or len(made) > _MOST_OPERATORS:
+                return None
+            made |= further
+        return made if len(made) <= _MOST_OPERATORS else None
 
-    def _is_known(self, number: int) -> bool:
-        return (
-            bool(self.one.node(number).operator)
-            or number in self.one.names
-            or bool(self.one.node(number).name)
-        )
+    def _is_known(self, right: Joint) -> bool:
+        return right in self.one.names or all(each.operator or each.name for each in self.one.nodes(right))
+
+
+def _with(found: Edits | None, edit: Edit) -> Edits | None:
+    return None if found is None else found | {edit}
 
 
 def numbers_of(node: Node) -> tuple[float | str, ...]:

@@ -6,34 +6,35 @@ Attention over a ring, say, has no scores as one device has them, but norms and 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moeverify.diagnose.graph.edits import Comparison, Edit, Edits, numbers_of
-from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values
+from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values, as_joint
 from moeverify.diagnose.graph.record import Graph, Node
 
 _MOST_STEPS = 400
+_MOST_PAIRS = 500  # what the step takes is right, so the walk is short where it finds something
 _WAYS = ("number", "function", "operand")
 
 
-def find_first_step(values: Values, root: int, begin: int) -> Edits | None:
+def find_first_step(values: Values, root: int, begin: int, num_micro_batches: int = 1) -> Edits | None:
     """Return what ranks make in the place of the first step, of those that lead to `root`, which none of them makes.
 
     `begin` is the first node of the module on one device. All that the step takes must be there on ranks, and they
     must make one thing of it in place of the other: another operator, another number, or from another tensor.
     """
     one, ranks = values.one, values.ranks
-    joints = _Joints(ranks)
+    joints = _Joints(ranks, num_micro_batches)
     steps = sorted(_list_before(one, root, begin))[:_MOST_STEPS]
     missing = {number for number in steps if not joints.has(number, values)}
-    users = [{one.strip(arg) for arg in one.node(number).args} for number in missing]
+    users = [set(_strip_args(one, number)) for number in missing]
     # What only leads to steps that ranks do make may be made in another way, as -x / 2 and x / -2 are.
     needed = {
-        number for number in missing if number == one.strip(root) or any(number in each for each in users)
+        number for number in missing if number == _strip(one, root) or any(number in each for each in users)
     }
     for number in sorted(needed):
         node = one.node(number)
-        if not all(joints.has(one.strip(arg), values) for arg in node.args):
+        if not all(joints.has(arg, values) for arg in _strip_args(one, number)):
             return None
         found = list(_list_edits(number, node, joints, values))
         kinds = {_describe(edit, ranks) for (edit,) in found}
@@ -50,19 +51,30 @@ def _describe(edit: Edit, ranks: Ranks) -> tuple[object, ...]:
 def _list_before(one: OneDevice, root: int, begin: int) -> set[int]:
     """Return the steps that a node of one device is made by, from the beginning of its module on."""
     found: set[int] = set()
-    left = [one.strip(root)]
+    left = [_strip(one, root)]
     while left:
         number = left.pop()
         if number >= begin and number not in found and one.node(number).operator:
             found.add(number)
-            left += [one.strip(arg) for arg in one.node(number).args]
+            left += _strip_args(one, number)
     return found
+
+
+def _strip(one: OneDevice, number: int) -> int:
+    (stripped,) = one.strip((number,))
+    return stripped
+
+
+def _strip_args(one: OneDevice, number: int) -> list[int]:
+    return [_strip(one, arg) for arg in one.node(number).args]
 
 
 def _list_edits(number: int, right: Node, joints: _Joints, values: Values) -> Iterator[Edits]:
     """Yield what is otherwise in each step of ranks that may be in the place of one."""
     for joint in joints.of_count(right.moments.count, len(right.args)):
-        edits = Comparison(values).compare(joint, number) if values.find(joint) is None else None
+        edits = (
+            Comparison(values, _MOST_PAIRS).compare(joint, (number,)) if values.find(joint) is None else None
+        )
         if edits and len(edits) == 1 and all(each.way in _WAYS for each in edits):
             yield edits
 
@@ -70,9 +82,9 @@ def _list_edits(number: int, right: Node, joints: _Joints, values: Values) -> It
 class _Joints:
     """The steps of all ranks and micro-batches, paired by their place among those of one operator in one line."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, times: int) -> None:
         self._ranks = ranks
-        self._all = list(_pair(ranks.graphs))
+        self._all = list(_pair(ranks, times))
         sizes = ((ranks.moments(joint), joint) for joint in self._all)
         self._by_size = sorted((moments.first_size / moments.count, joint) for moments, joint in sizes)
 
@@ -84,7 +96,7 @@ class _Joints:
             width = values.bound * size
             at = bisect_left(self._by_size, (size - width, ()))
             while at < len(self._by_size) and self._by_size[at][0] <= size + width:
-                if values.match(self._by_size[at][1], number):
+                if values.match(self._by_size[at][1], (number,)):
                     return True
                 at += 1
         return False
@@ -99,23 +111,18 @@ class _Joints:
                 yield joint
 
 
-def _pair(graphs: Sequence[Graph]) -> Iterator[Joint]:
-    times = {id(graph): sum(each is graph for each in graphs) for graph in graphs}
-    by_key = {id(graph): _list_by_key(graph) for graph in graphs}
-    for key in by_key[id(graphs[0])]:
-        counts = {len(by_key[id(graph)].get(key, ())) / times[id(graph)] for graph in graphs}
-        if len(counts) == 1 and (count := counts.pop()).is_integer():
-            for place in range(int(count)):
-                seen = dict.fromkeys(by_key, 0)
-                joint = []
-                for graph in graphs:
-                    joint.append(by_key[id(graph)][key][seen[id(graph)] * int(count) + place])
-                    seen[id(graph)] += 1
-                yield tuple(joint)
+def _pair(ranks: Ranks, times: int) -> Iterator[Joint]:
+    """Yield the steps of all ranks and micro-batches, of which there are so many."""
+    by_key = [_list_by_key(graph, begin) for graph, begin in zip(ranks.graphs, ranks.begins, strict=False)]
+    for key, members in by_key[0].items():
+        if len(members) % times == 0 and all(len(each.get(key, ())) == len(members) for each in by_key):
+            count = len(members) // times
+            for place in range(count):
+                yield as_joint(number for each in by_key for number in each[key][place::count])
 
 
-def _list_by_key(graph: Graph) -> dict[tuple[str, int, str], list[int]]:
+def _list_by_key(graph: Graph, begin: int) -> dict[tuple[str, int, str], list[int]]:
     found: dict[tuple[str, int, str], list[int]] = {}
-    for number, node in enumerate(graph.nodes):
+    for number, node in enumerate(graph.nodes, begin):
         found.setdefault((node.operator, node.output, node.site), []).append(number)
     return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.graph.edits import PARTS, Comparison, Edit, Edits, numbers_of
 from moeverify.diagnose.graph.first_step import find_first_step
-from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values
+from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Recorded, Values
 from moeverify.diagnose.graph.record import Graph, Node
 from moeverify.results.other_steps import OtherStep, OtherSteps, Term
 from moeverify.train.module_taps import FORWARD
@@ -26,24 +26,24 @@ class Graphs:
         """Return the steps that are otherwise where an origin was made; None where these are many."""
         where = (origin.direction, origin.module, origin.end, origin.slot)
         number = next((node for end, node in self._one.graph.ends.items() if end[:4] == where), None)
-        found = [
-            (graph, node) for graph in self._by_rank for end, node in graph.ends.items() if end[:4] == where
+        having = [
+            rank for rank, graph in enumerate(self._by_rank) if any(end[:4] == where for end in graph.ends)
         ]
-        if number is None or not found:
+        if number is None or not having:
             return None
-        ranks = Ranks([graph for graph, _ in found])
+        ranks = Ranks(having, self._by_rank)
+        joint = ranks.ends(where)
         values = Values(self._one, ranks, self._bound)
-        edits = Comparison(values).compare(tuple(node for _, node in found), number)
+        edits = Comparison(values).compare(joint, (number,))
         if edits is None:
             begin = self._find_begin(origin)
-            edits = find_first_step(values, number, begin)
+            edits = find_first_step(values, number, begin, len(joint) // len(having) or 1)
         if edits is None or not all(_have_one_number(ranks, edit) for edit in edits):
             return None
         steps = self.tell(values, edits)
         if any(_says_nothing(step) for step in steps) or _exchanges(steps):
             return None
-        num_ranks = sum(any(each is graph for each, _ in found) for graph in self._by_rank)
-        return OtherSteps(steps=steps, num_ranks=num_ranks)
+        return OtherSteps(steps=steps, num_ranks=len(having))
 
     def tell(self, values: Values, edits: Edits) -> tuple[OtherStep, ...]:
         """Return what is otherwise by the names of one device, in its order, each once."""
@@ -69,33 +69,42 @@ class _Teller:
         """Return a step in terms of both."""
         deep = _DEEPER if edit.way == "other" else _DEEP
         right = wrong = None
-        if edit.way != "added":
+        if edit.way not in ("added", "index"):
             right = self._name(edit.right, deep, is_whole=True)
         if edit.way != "left-out":
             wrong = self._name_joint(edit.wrong, deep, is_whole=edit.way != "operand")
-        return OtherStep(way=edit.way, right=right, wrong=wrong)
+        doing = self._ranks.owners(edit.wrong)
+        some = doing if doing and len(doing) < len(self._ranks.graphs) else ()
+        return OtherStep(way=edit.way, right=right, wrong=wrong, ranks=tuple(sorted(some)))
 
-    def _name(self, number: int, deep: int, *, is_whole: bool = False) -> Term:
-        number = self._one.strip(number)
-        node = self._one.node(number)
-        if number in self._one.names and not (is_whole and node.operator):
-            direction, module, end, _, _ = self._one.names[number]
-            return Term(module=module, end=end, is_gradient=direction == "backward")
-        if node.operator in PARTS and not is_whole:
-            return self._name(node.args[0], deep)
-        args = tuple(self._name(each, deep - 1) for each in node.args) if deep else ()
+    def _name(self, right: Joint, deep: int, *, is_whole: bool = False) -> Term:
+        right = self._one.strip(right)
+        node = self._one.node(right[0])
+        if right in self._one.names and not (is_whole and node.operator and node.operator not in PARTS):
+            direction, module, end, slot, _ = self._one.names[right]
+            is_gradient = direction == "backward"
+            named = "" if slot.replace(".", "").isdigit() else slot
+            return Term(module=module, end=end, slot=named, is_gradient=is_gradient)
+        if node.operator in PARTS and not is_whole and self._one.same(right) is not None:
+            return self._name(self._one.args(right)[0], deep)
+        args = tuple(self._name(each, deep - 1) for each in self._list_args(self._one, right)) if deep else ()
         return _make_term(node, args)
 
     def _name_joint(self, joint: Joint, deep: int, *, is_whole: bool = False) -> Term:
         joint = self._ranks.strip(joint)
         known = self._values.find(joint)
-        node = self._ranks.same(joint) or self._ranks.nodes(joint)[0]
-        if known is not None and not (is_whole and node.operator):
+        node = self._ranks.node(joint[0])
+        if known is not None and not (is_whole and node.operator and node.operator not in PARTS):
             return self._name(known, deep)
-        if node.operator in PARTS and not is_whole:
+        if node.operator in PARTS and not is_whole and self._ranks.same(joint) is not None:
             return self._name_joint(self._ranks.args(joint)[0], deep)
-        args = tuple(self._name_joint(each, deep - 1) for each in self._ranks.args(joint)) if deep else ()
-        return _make_term(node, args)
+        taken = self._list_args(self._ranks, joint) if deep else []
+        return _make_term(node, tuple(self._name_joint(each, deep - 1) for each in taken))
+
+    @staticmethod
+    def _list_args(side: Recorded, joint: Joint) -> list[Joint]:
+        """Return what the operator of a tensor takes, or that of its first node, where it has several."""
+        return side.args(joint if side.same(joint) is not None else joint[:1])
 
 
 def _have_one_number(ranks: Ranks, edit: Edit) -> bool:

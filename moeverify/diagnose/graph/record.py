@@ -53,6 +53,15 @@ OVER_DIMS = frozenset(
 _WRITES = frozenset({"copy_", "zero_", "fill_"})
 """Operators that write over what they are given first."""
 
+MOVES_ROWS = frozenset({"index_select", "gather", "index", "flip", "roll"})
+"""Operators that give out elements of what they take, as indices say."""
+
+_ROUNDING = 1e-13
+"""By how much of their size two sums of the same numbers in float64 may differ, which are in another order."""
+
+WRITE = "write"
+"""What stands for an operator where a part of a tensor was written, or other values, unseen."""
+
 _OF_OPTIMIZERS = ("_foreach_", "_fused_")
 
 _ENGINE = "_engine_run_backward"
@@ -96,13 +105,31 @@ class Moments:
 NOTHING = Moments(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+def is_alike(found: Moments, right: Moments, scale: float, bound: float) -> bool:
+    """Return whether two tensors have the same elements, one of them so many times, and the first `scale` times."""
+    if found.hidden * right.count != right.hidden * found.count:
+        return False
+    ratio = found.count / right.count
+    powers = (
+        (found.first, right.first, right.first_size, 1),
+        (found.second, right.second, right.second, 2),
+        (found.third, right.third, right.third_size, 3),
+        (found.first_size, right.first_size, right.first_size, 1),
+    )
+    return all(
+        abs(one - two * ratio * scale**power) <= bound * power * size * ratio * scale**power
+        for one, two, size, power in powers
+    )
+
+
 @dataclass(frozen=True)
 class Node:
     """A tensor that an operator made, or, without an `operator`, one that was there before.
 
     `args` are the numbers of the nodes of what it took, `options` its other arguments. `output` says which of several
     results it is. `is_same` is true where it has the very elements of its first argument. `site` is the file and line
-    of the call, where the operator was called from Python. `name` is that of a parameter or buffer.
+    of the call, where the operator was called from Python. `name` is that of a parameter or buffer. `is_index` is
+    true of whole numbers, which may be places in another tensor; `is_backward` of what autograd has made.
     """
 
     operator: str
@@ -113,6 +140,8 @@ class Node:
     is_same: bool = False
     site: str = ""
     name: str = ""
+    is_index: bool = False
+    is_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,12 +237,18 @@ class GraphMode(OperatorWatch):
         for number, tensor in enumerate(tensors):
             is_same = (is_view or made.operator in _SAME) and source.count == tensor.numel()
             moments = source if is_same and made.operator != CAST else self._measure(tensor)
-            is_same = is_same and moments == source
+            is_same = (is_same and moments == source) or self._is_permuted(made, moments, source)
             node = replace(made, moments=moments, output=number, is_same=is_same)
             if is_view:
                 self._add(tensor, node, version)
             else:
                 self._write(tensor, node)
+
+    @staticmethod
+    def _is_permuted(made: Node, moments: Moments, source: Moments) -> bool:
+        """Return whether an operator puts the very elements that it takes in another order, as far as sums tell."""
+        is_moved = made.operator in MOVES_ROWS and moments.count == source.count
+        return is_moved and is_alike(moments, source, 1.0, _ROUNDING)
 
     def _write(self, tensor: Tensor, node: Node) -> int:
         """Keep a node whose values are new in its memory."""
@@ -222,7 +257,9 @@ class GraphMode(OperatorWatch):
 
     def _add(self, tensor: Tensor, node: Node, version: int | None = None) -> int:
         number = len(self.graph.nodes)
-        self.graph.nodes.append(node)
+        is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        is_backward = torch._C._current_graph_task_id() >= 0
+        self.graph.nodes.append(replace(node, is_index=is_index, is_backward=is_backward))
         key = _key_of(tensor)
         self._exact[key] = self._loose[key[0], tensor.numel()] = number
         self._versions[key] = _version_of(tensor) if version is None else version
@@ -244,15 +281,13 @@ class GraphMode(OperatorWatch):
             # Other values were written into the memory since, as gathered parameters are; or into a part of it.
             if self.graph.nodes[written].moments.count == tensor.numel():
                 return written
-            return self._add(tensor, Node("write", (number, written), (), self._measure(tensor)))
+            return self._add(tensor, Node(WRITE, (number, written), (), self._measure(tensor)))
         if self._versions.get(key, _version_of(tensor)) == _version_of(tensor):
             return number
         # Something was written into a part of it, through a view; a weight is still that weight.
         moments = self._measure(tensor)
         is_leaf = not known.operator
-        other = (
-            Node("", (), (), moments, name=known.name) if is_leaf else Node("write", (number,), (), moments)
-        )
+        other = Node("", (), (), moments, name=known.name) if is_leaf else Node(WRITE, (number,), (), moments)
         return self._add(tensor, other)
 
     def _measure(self, tensor: Tensor) -> Moments:

@@ -37,12 +37,14 @@ def record(compute: Compute, values: Tensor) -> Graph:
 
 def find(right: Compute, wrong: Compute) -> tuple[OtherStep, ...] | None:
     """Return what two ranks, with half of the rows each, make otherwise than one device."""
-    one = OneDevice(record(right, INPUT))
-    graphs = [record(wrong, rows.clone()) for rows in INPUT.chunk(2)]
-    ranks = Ranks(graphs)
+    return tell(record(right, INPUT), [record(wrong, rows.clone()) for rows in INPUT.chunk(2)])
+
+
+def tell(golden: Graph, graphs: list[Graph]) -> tuple[OtherStep, ...] | None:
+    one, ranks = OneDevice(golden), Ranks(range(len(graphs)), graphs)
     values = Values(one, ranks, BOUND)
-    edits = Comparison(values).compare(tuple(graph.ends[END] for graph in graphs), one.graph.ends[END])
-    return None if edits is None else Graphs(one.graph, graphs, BOUND).tell(values, edits)
+    edits = Comparison(values).compare(ranks.ends(END[:4]), (golden.ends[END],))
+    return None if edits is None else Graphs(golden, graphs, BOUND).tell(values, edits)
 
 
 def project(x: Tensor) -> Tensor:
@@ -132,14 +134,11 @@ def test_other_computations_are_not_told_as_a_few_steps() -> None:
 
 
 def test_partial_sums_are_not_said_to_bring_other_elements_together() -> None:
-    one = OneDevice(record(lambda x: x @ WEIGHT, INPUT))
     graphs = [
         record(lambda x, part=part: x @ WEIGHT[part].clone(), INPUT[:, part].clone())  # type: ignore[misc]
         for part in (slice(0, 3), slice(3, 6))
     ]
-    values = Values(one, Ranks(graphs), BOUND)
-    joint = tuple(graph.ends[END] for graph in graphs)
-    assert Comparison(values).compare(joint, one.graph.ends[END]) is None
+    assert tell(record(lambda x: x @ WEIGHT, INPUT), graphs) is None
 
 
 def test_what_is_written_in_place_is_seen_and_named() -> None:
@@ -231,8 +230,9 @@ def test_the_first_step_is_found_where_ranks_go_on_otherwise() -> None:
     def look(factor: float) -> list[tuple[str, str]] | None:
         one = OneDevice(record(right, INPUT))
         graphs = [record(lambda x: other(x, factor), rows.clone()) for rows in INPUT.chunk(2)]
-        found = find_first_step(Values(one, Ranks(graphs), BOUND), one.graph.ends[END], 0)
-        return None if found is None else [(each.way, one.node(each.right).operator) for each in found]
+        values = Values(one, Ranks(range(2), graphs), BOUND)
+        found = find_first_step(values, one.graph.ends[END], 0)
+        return None if found is None else [(each.way, one.node(each.right[0]).operator) for each in found]
 
     assert look(3.0) == [("number", "mul")]
     assert look(2.0) is None
@@ -264,3 +264,82 @@ def test_tensors_in_each_others_places_are_not_told() -> None:
 def test_too_long_a_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeverify.diagnose.graph.record._MOST_NODES", 3)
     assert record(project, INPUT).nodes == []
+
+
+EXPERTS = torch.sin(torch.arange(4 * 6 * 6, dtype=torch.float64) * 0.7).reshape(4, 6, 6)
+COUNTS = (3, 0, 1, 4)
+Apply = Callable[[Tensor, Tensor], Tensor]
+
+
+def run_experts(apply: Apply, experts: slice = slice(0, 4)) -> Graph:
+    """Record a layer of experts, of which a rank has some, with the rows of these; one expert has no row."""
+    begin, counts = sum(COUNTS[: experts.start]), COUNTS[experts]
+    rows = INPUT[begin : begin + sum(counts)].clone()
+    weights = EXPERTS[experts].clone()
+
+    def compute(x: Tensor) -> Tensor:
+        parts = zip(x.split(list(counts)), weights.unbind(), strict=True)
+        made = torch.cat([apply(part, weight) for part, weight in parts])
+        return made.index_select(0, torch.arange(len(made)).flip(0)) * 2.0
+
+    return record_named(compute, rows, {weights.data_ptr(): "experts"})
+
+
+def record_named(compute: Compute, values: Tensor, names: dict[int, str]) -> Graph:
+    mode = GraphMode(names)
+    with mode:
+        output = compute(values)
+    mode.note_end(END, output)
+    return mode.graph
+
+
+def test_steps_of_experts_are_compared_though_ranks_have_some_of_them() -> None:
+    def right(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x @ weight)
+
+    def wrong(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.silu((x @ weight).clamp(max=0.1))
+
+    ranks = [slice(0, 2), slice(2, 4)]
+    (step,) = tell(run_experts(right), [run_experts(wrong, each) for each in ranks]) or ()
+    assert (step.way, step.wrong and step.wrong.operator, step.ranks) == ("added", "clamp", ())
+    # One rank alone does so, and the other does not.
+    graphs = [run_experts(right, ranks[0]), run_experts(wrong, ranks[1])]
+    (step,) = tell(run_experts(right), graphs) or ()
+    assert (step.way, step.wrong and step.wrong.operator, step.ranks) == ("added", "clamp", (1,))
+    assert tell(run_experts(right), [run_experts(right, each) for each in ranks]) is None
+
+
+def test_what_some_ranks_leave_out_or_count_otherwise_is_said_of_them() -> None:
+    rows = INPUT.chunk(2)
+    golden = record(project, INPUT)
+    graphs = [
+        record(project, rows[0].clone()),
+        record(lambda x: torch.softmax(x @ WEIGHT * 0.5, -1), rows[1].clone()),
+    ]
+    (step,) = tell(golden, graphs) or ()
+    assert (step.way, step.right and step.right.operator, step.ranks) == ("left-out", "add", (1,))
+    graphs[1] = record(lambda x: torch.softmax(x @ WEIGHT * 0.25, -1) + BIAS, rows[1].clone())
+    (step,) = tell(golden, graphs) or ()
+    assert (step.way, step.wrong and step.wrong.options, step.ranks) == ("number", ("0.25",), (1,))
+
+
+def test_rows_that_are_taken_by_other_indices_are_said_to_be() -> None:
+    def take(indices: Tensor) -> Compute:
+        return lambda x: (x @ WEIGHT).index_select(0, indices).tanh()
+
+    def find_index(indices: list[int]) -> tuple[OtherStep, ...] | None:
+        graphs = [record(take(torch.tensor(indices)), rows.clone()) for rows in INPUT.chunk(2)]
+        return tell(record(take(torch.arange(8).flip(0)), INPUT), graphs)
+
+    assert find_index([2, 3, 0, 1]) is None  # each rank has an order of its own
+    (step,) = find_index([0, 0, 1, 2]) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("index", "index_select")
+
+
+def test_gradients_alone_may_be_those_of_a_scaled_loss() -> None:
+    golden = record(lambda x: (x @ WEIGHT).tanh(), INPUT)
+    graphs = [record(lambda x: (x * 2.0 @ WEIGHT).tanh(), rows.clone()) for rows in INPUT.chunk(2)]
+    scaled = [Graph(each.nodes, each.ends, 2.0) for each in graphs]
+    (step,) = tell(golden, scaled) or ()
+    assert (step.way, step.wrong and step.wrong.options) == ("added", ("2",))

@@ -65,4 +65,28 @@ STEPS = [
         ),
         cause=Cause.BACKWARD,
     ),
+    say(
+        "the output of mlp is made as on one device, but with the result of arange(8) at mine.py:2 in place of "
+        "the input `positions` of the model, and with a further mul(the output of mlp.gate_proj, 1.5) at mine.py:3 "
+        "on rank 1 alone, and with other rows taken in index_select at mine.py:5",
+        OtherStep(
+            way="other",
+            right=Term(module="", end="input", slot="positions"),
+            wrong=Term(operator="arange", options=("8",), line="mine.py:2"),
+        ),
+        OtherStep(
+            way="added",
+            wrong=Term(operator="mul", options=("1.5",), line="mine.py:3", args=(GATE,)),
+            ranks=(1,),
+        ),
+        OtherStep(
+            way="index",
+            wrong=Term(operator="index_select", line="mine.py:5", args=(GATE,)),
+        ),
+    ),
+    say(
+        "the output of mlp is made as on one device, but without cat(the output of mlp.gate_proj, and 8 more) at "
+        "mine.py:4",
+        OtherStep(way="left-out", right=Term(operator="cat", line="mine.py:4", args=(GATE,) * 9)),
+    ),
 ]
