@@ -50,7 +50,8 @@ class Rounding:
         # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
         # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
         own = OWN * (recomputed.rounded + result.abs())
-        inner = self.unit / (1.0 - 16.0 * self.unit) * recomputed.rounded
+        unit = self.unit / (1.0 - 16.0 * self.unit)
+        inner = unit * recomputed.rounded + unit * unit * recomputed.squared
         inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * recomputed.options
         inner = inner + own + recomputed.smallest * self.smallest
         least, most = self._shrink(recomputed, start)

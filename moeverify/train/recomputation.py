@@ -56,7 +56,8 @@ class Recomputed:
     float32 registers round less. `options` (N,) are the same of errors by options that a kernel rounds to the dtype
     that it computes in: float32 where the tensors are of 16 bits, else their own. `smallest` is the largest error by
     results that are too small for the dtype, in units of its smallest normal number. `shrunk_by` is what the weight
-    is multiplied by first: the factor and the product may each be rounded, or neither.
+    is multiplied by first: the factor and the product may each be rounded, or neither. `squared` (N,) are the sizes
+    of products of two numbers that are rounded before, and may be small beside what is rounded, since they are sums.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Recomputed:
     options: Tensor | float = 0.0
     smallest: float = 4.0
     shrunk_by: float | None = None
+    squared: Tensor | float = 0.0
 
     @property
     def expected(self) -> Tensor:

@@ -81,7 +81,10 @@ class AdamKind(OptimizerKind):
             # Rounded: the option and the decayed moment; the option, the square and their product.
             added = rest2 * gradient.abs() * (3.0 * gradient.abs() + 2.0 * size)
             options = beta2 * (square.abs() + gradient * gradient)
-            found.append(Recomputed("exp_avg_sq", terms, 2.0 * beta2 * square.abs() + added, options))
+            # Where gradient and decay cancel, their sum is of the size of its own rounding, and so is its square's.
+            squared = rest2 * size * size if decay else 0.0
+            rounded = 2.0 * beta2 * square.abs() + added
+            found.append(Recomputed("exp_avg_sq", terms, rounded, options, squared=squared))
         if set(self.moments) <= set(step.after):
             found.append(self._recompute_weight(spec, step))
         return found
