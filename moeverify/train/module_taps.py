@@ -9,6 +9,7 @@ reads any other (rows, n) too, such as copies of tokens sorted by expert; not in
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,8 @@ class Tap:
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
     `note` is called with the end of a module and each tensor there, as it is in memory; whole numbers and masks that
-    go in have the name of their argument as slot.
+    go in have the name of their argument as slot. `note_total` is called with the gradient of each parameter, as this
+    rank has it of a micro-batch.
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
@@ -80,8 +82,10 @@ class Tap:
         reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
         note: Callable[[End, Tensor], None] | None = None,
+        note_total: Callable[[End, Tensor], None] | None = None,
     ) -> None:
-        self._note = note
+        self._note, self._note_total = note, note_total
+        self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
@@ -130,7 +134,7 @@ class Tap:
             yield
         finally:
             self._is_open = False
-            for handle in handles:
+            for handle in (*handles, *(each for _, each in self._watched.values())):
                 handle.remove()
             for block, dispatcher in dispatchers.items():
                 block.dispatcher = dispatcher
@@ -164,8 +168,25 @@ class Tap:
             if self._note is not None:
                 for slot, tensor in _list_whole_numbers(module, inputs, named):
                     self._note((FORWARD, name, "input", slot, micro_batch), tensor)
+            if self._note_total is not None:
+                self._watch_parameters(name, module, self._note_total)
 
         return hook
+
+    def _watch_parameters(
+        self, name: str, module: nn.Module, note_total: Callable[[End, Tensor], None]
+    ) -> None:
+        """Note the gradients of a module's own parameters, as these are while it computes: gathered, maybe."""
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                where = logical_name(f"{name}.{own}" if name else own)
+                times = itertools.count()
+
+                def note(gradient: Tensor, where: str = where, times: Iterator[int] = times) -> None:
+                    note_total((BACKWARD, where, "gradient", "0", next(times)), gradient)
+
+                handle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
+                self._watched[id(parameter)] = (parameter, handle)
 
     def _make_hook(self, name: str, root: nn.Module) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:

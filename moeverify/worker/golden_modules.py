@@ -41,11 +41,19 @@ def _read(
 ) -> tuple[list[Reading], Graph | None]:
     program = assemble_single(recipe, device, compute="float64")
     mode = make_graph_mode(recipe, program, lambda: tap.inside is not None) if records else None
-    batch, note = recipe.data, None if mode is None else mode.note_end
+    batch = recipe.data
+    note, note_total = (None, None) if mode is None else (mode.note_end, mode.note_total)
     tap = Tap(
-        program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True, note=note
+        program.model,
+        batch.batch,
+        batch.seq_len,
+        scale=1.0,
+        limit=1 << 62,
+        reads_loose=True,
+        note=note,
+        note_total=note_total,
     )
-    observer = StepTap(Capture(()), tap, step)
+    observer = StepTap(Capture(()), tap, step, note_total=note_total)
     with mode or nullcontext():
         train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()

@@ -178,6 +178,7 @@ def _rerun(
         return trace.num_collectives
 
     mode = make_graph_mode(case.recipe, program, lambda: tap.inside is not None)
+    note, note_total = (None, None) if mode is None else (mode.note_end, mode.note_total)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -186,10 +187,11 @@ def _rerun(
         limit=LIMIT,
         reads_loose=True,
         count=count,
-        note=None if mode is None else mode.note_end,
+        note=note,
+        note_total=note_total,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
-    observer = StepTap(capture, tap, step, count, bringing)
+    observer = StepTap(capture, tap, step, count, bringing, note_total)
 
     def keep(number: int, tensor: Tensor) -> None:
         tap.keep_operand(number, tensor)

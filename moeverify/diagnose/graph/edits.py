@@ -51,6 +51,7 @@ _OF_NUMBERS = frozenset(
 PARTS = frozenset({"split", "split_with_sizes", "slice", "select", "expand", "unbind", "chunk", "narrow"})
 """Operators that give out a part of a tensor, or repeat it."""
 
+_ADD = "add"
 _COMMUTES = frozenset({"add", "mul", "add_", "mul_", "maximum", "minimum"})
 
 
@@ -100,11 +101,12 @@ class Comparison:
     """Walks back from a tensor that is wrong, on ranks and on one device at once, to what is right.
 
     Two steps are the same where their operators and numbers are, and what they take is. The walk ends without an
-    answer where more than `most` pairs of tensors are compared.
+    answer where more than `most` pairs of tensors are compared. Where it is one `of_sums` over tokens, parts of them
+    that are made as the whole is are right, though their values say nothing.
     """
 
-    def __init__(self, values: Values, most: int = _MOST_PAIRS) -> None:
-        self._most = most
+    def __init__(self, values: Values, most: int = _MOST_PAIRS, *, of_sums: bool = False) -> None:
+        self._most, self._of_sums = most, of_sums
         self.values, self.one, self.ranks = values, values.one, values.ranks
         self._known: dict[tuple[Joint, Joint, int, Way | None], Edits | None] = {}
         self._num_compared = 0
@@ -133,8 +135,10 @@ class Comparison:
         key = (joint, right, left.skips, left.last)
         if key in self._known:
             return self._known[key]
-        if left.depth > _MOST_DEEP or self._is_partial(joint, right):
+        if left.depth > _MOST_DEEP:
             return None
+        if self._is_partial(joint, right):
+            return frozenset() if self._of_sums else None
         found = [each for each in self._list_ways(joint, right, left) if each is not None]
         kept = [each for each in found if len(each) <= _MOST_EDITS]
         self._known[key] = min(kept, key=self._price, default=None)
@@ -168,6 +172,9 @@ class Comparison:
             # What is put together, of experts or chunks, is put together of more or fewer parts in a layout.
             if one is not None and other is not None and (one, other) != (joint, right):
                 yield self._compare(one, other, left.go_on())
+        added = self._list_added(joint) if wanted.operator != _ADD else joint
+        if added != joint:
+            yield self._compare(added, right, left.go_on())
         if len(right) > 1 and wanted.operator in PARTS:
             # Of experts' weights each rank takes those that have rows there.
             yield self._compare(self._whole(self.ranks, joint), self._whole(self.one, right), left.go_on())
@@ -186,8 +193,14 @@ class Comparison:
             pairs = [(each, given[place]) for place, each in zip(order, taken, strict=True)]
             found = self._compare_args(pairs, own, left.go_on())
             if found is not None:
-                way: Way = "index" if any(map(self._is_of_indices, given)) else "order"
-                yield found or frozenset({Edit(way, right, joint)})
+                yield found or self._find_order(joint, right, pairs)
+
+    def _find_order(self, joint: Joint, right: Joint, pairs: Sequence[tuple[Joint, Joint]]) -> Edits:
+        """Return that other elements are brought together, where all that a step takes is right."""
+        if self._of_sums and not all(self.values.match(*pair) for pair in pairs):
+            return frozenset()  # of parts of sums, which are right as such
+        way: Way = "index" if any(self._is_of_indices(arg) for _, arg in pairs) else "order"
+        return frozenset({Edit(way, right, joint)})
 
     def _compare_args(self, pairs: Sequence[tuple[Joint, Joint]], own: Edits, left: _Left) -> Edits | None:
         """Return what is otherwise in what a step takes, and `own`, of the step itself.
@@ -270,6 +283,12 @@ class Comparison:
         nodes = zip(joint, side.nodes(joint), strict=True)
         return as_joint(side.taken(each)[0] if node.operator in PARTS else each for each, node in nodes)
 
+    def _list_added(self, joint: Joint) -> Joint:
+        """Return what ranks add up, as micro-batches are, in the place of a sum over tokens."""
+        wrong = self.ranks.same(joint)
+        is_sum = self._of_sums and wrong is not None and wrong.operator.rstrip("_") == _ADD
+        return as_joint(each for arg in self.ranks.args(joint) for each in arg) if is_sum else joint
+
     def _is_made(self, right: Joint) -> bool:
         return all(each.operator for each in self.one.nodes(right))
 
@@ -288,8 +307,6 @@ class Comparison:
         if (wrong.operator, len(wrong.args)) != (wanted.operator, len(wanted.args)):
             return False
         pairs = list(zip(self.ranks.args(joint), self.one.args(right), strict=True))
-        if any(self._is_of_indices(arg) for _, arg in pairs):
-            return False
         if not all(self.values.match(each, arg) for each, arg in pairs):
             return False
         taken = [self.ranks.moments(each).count / self.one.moments(arg).count for each, arg in pairs]

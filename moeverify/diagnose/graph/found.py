@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.graph.edits import PARTS, Comparison, Edit, Edits, numbers_of
 from moeverify.diagnose.graph.first_step import find_first_step
-from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Recorded, Values
+from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Recorded, Values, Where
 from moeverify.diagnose.graph.record import Graph, Node
 from moeverify.results.other_steps import OtherStep, OtherSteps, Term
-from moeverify.train.module_taps import FORWARD
+from moeverify.train.module_taps import FORWARD, End
 
 _DEEP, _DEEPER = 1, 2
 """Operators inside of operators that are named, each with what it takes."""
@@ -25,17 +25,28 @@ class Graphs:
     def explain(self, origin: Origin) -> OtherSteps | None:
         """Return the steps that are otherwise where an origin was made; None where these are many."""
         where = (origin.direction, origin.module, origin.end, origin.slot)
-        number = next((node for end, node in self._one.graph.ends.items() if end[:4] == where), None)
-        having = [
-            rank for rank, graph in enumerate(self._by_rank) if any(end[:4] == where for end in graph.ends)
-        ]
+        return self._explain(where, [graph.ends for graph in self._by_rank], self._one.graph.ends, origin)
+
+    def explain_total(self, where: Where) -> OtherSteps | None:
+        """Return the steps that are otherwise where a loss or the gradient of a parameter was made."""
+        return self._explain(where, [graph.totals for graph in self._by_rank], self._one.graph.totals, None)
+
+    def _explain(
+        self,
+        where: Where,
+        noted: Sequence[Mapping[End, int]],
+        golden: Mapping[End, int],
+        origin: Origin | None,
+    ) -> OtherSteps | None:
+        number = next((node for end, node in golden.items() if end[:4] == where), None)
+        having = [rank for rank, ends in enumerate(noted) if any(end[:4] == where for end in ends)]
         if number is None or not having:
             return None
         ranks = Ranks(having, self._by_rank)
-        joint = ranks.ends(where)
+        joint = ranks.find_all([noted[rank] for rank in having], where)
         values = Values(self._one, ranks, self._bound)
-        edits = Comparison(values).compare(joint, (number,))
-        if edits is None:
+        edits = Comparison(values, of_sums=origin is None).compare(joint, (number,))
+        if edits is None and origin is not None:
             begin = self._find_begin(origin)
             edits = find_first_step(values, number, begin, len(joint) // len(having) or 1)
         if edits is None or not all(_have_one_number(ranks, edit) for edit in edits):

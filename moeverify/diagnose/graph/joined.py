@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from operator import add
 
 from moeverify.diagnose.graph.record import Graph, Moments, Node, is_alike
+from moeverify.train.module_taps import End
+
+Where = tuple[str, str, str, str]
+"""An end of a module, as of `End`, in all micro-batches."""
 
 Joint = tuple[int, ...]
 """The numbers of the nodes that are one tensor together, in order, each once.
@@ -188,12 +192,12 @@ class Ranks(Recorded):
         super().__init__(by_rank[rank] for rank in chosen)
         self.chosen = chosen
 
-    def ends(self, where: tuple[str, ...]) -> Joint:
-        """Return the nodes of every rank and micro-batch at the end of a module."""
+    def find_all(self, noted: Sequence[Mapping[End, int]], where: Where) -> Joint:
+        """Return the nodes of every rank and micro-batch that are `noted` for an end."""
         return as_joint(
             begin + number
-            for begin, graph in zip(self.begins[:-1], self.graphs, strict=True)
-            for end, number in graph.ends.items()
+            for begin, ends in zip(self.begins[:-1], noted, strict=True)
+            for end, number in ends.items()
             if end[:4] == where
         )
 

@@ -146,10 +146,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """The nodes of a step, and those at the ends of modules. Gradients are those of `scale` times the loss."""
+    """The nodes of a step, and those at the ends of modules. Gradients are those of `scale` times the loss.
+
+    `totals` are sums over all tokens, of which a rank or micro-batch may have a part: losses, and gradients of
+    parameters.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     ends: dict[End, int] = field(default_factory=dict)
+    totals: dict[End, int] = field(default_factory=dict)
     scale: float = 1.0
 
 
@@ -182,6 +187,13 @@ class GraphMode(OperatorWatch):
             local = local_part(tensor)
             if not is_partial(tensor) and self._can_go_on() and local.numel():
                 self.graph.ends.setdefault(end, self._find(local))
+
+    def note_total(self, end: End, tensor: Tensor) -> None:
+        """Keep which node a sum over tokens is, or a rank's part of it."""
+        with _disable_current_modes():
+            local = local_part(tensor)
+            if self._can_go_on() and local.numel():
+                self.graph.totals.setdefault(end, self._find(local))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -226,6 +238,7 @@ class GraphMode(OperatorWatch):
         if self._room < 0 or len(self.graph.nodes) > _MOST_NODES:
             self.graph.nodes.clear()
             self.graph.ends.clear()
+            self.graph.totals.clear()
             self._room = -1
             return False
         return True

@@ -17,7 +17,8 @@ _BEFORE = "a tensor from before the step"
 def describe_other_steps(operation: OtherSteps, explanation: Explanation) -> str:
     """Return which steps ranks make otherwise; all others are those of one device."""
     steps = ", and ".join(f"{_WORDS[step.way](step)}{_on(step.ranks)}" for step in operation.steps)
-    return f"{name_subject(explanation.subject)} is made as on one device, but {steps}"
+    subject = name_subject(explanation.subject)
+    return f"{subject} {'are' if subject.is_plural else 'is'} made as on one device, but {steps}"
 
 
 def _describe_number(step: OtherStep) -> str:

@@ -43,7 +43,9 @@ def find(right: Compute, wrong: Compute) -> tuple[OtherStep, ...] | None:
 def tell(golden: Graph, graphs: list[Graph]) -> tuple[OtherStep, ...] | None:
     one, ranks = OneDevice(golden), Ranks(range(len(graphs)), graphs)
     values = Values(one, ranks, BOUND)
-    edits = Comparison(values).compare(ranks.ends(END[:4]), (golden.ends[END],))
+    edits = Comparison(values).compare(
+        ranks.find_all([graph.ends for graph in graphs], END[:4]), (golden.ends[END],)
+    )
     return None if edits is None else Graphs(golden, graphs, BOUND).tell(values, edits)
 
 
@@ -343,3 +345,53 @@ def test_gradients_alone_may_be_those_of_a_scaled_loss() -> None:
     scaled = [Graph(each.nodes, each.ends, 2.0) for each in graphs]
     (step,) = tell(golden, scaled) or ()
     assert (step.way, step.wrong and step.wrong.options) == ("added", ("2",))
+
+
+TOTAL = ("forward", "lm", "loss", "0", 0)
+
+
+def record_total(compute: Compute, rows: Tensor, num_micro_batches: int = 1) -> Graph:
+    """Record a sum over the tokens of a rank, which it makes micro-batch by micro-batch and adds up."""
+    mode = GraphMode(NAMES)
+    with mode:
+        parts = [compute(part) for part in rows.chunk(num_micro_batches)]
+        total = sum(parts[1:], parts[0])
+    mode.note_total(TOTAL, total)
+    return mode.graph
+
+
+def tell_total(right: Compute, wrong: Compute, num_micro_batches: int = 1) -> tuple[OtherStep, ...] | None:
+    graphs = [record_total(wrong, rows.clone(), num_micro_batches) for rows in INPUT.chunk(2)]
+    found = Graphs(record_total(right, INPUT), graphs, BOUND).explain_total(TOTAL[:4])
+    return None if found is None else found.steps
+
+
+def mean_loss(x: Tensor) -> Tensor:
+    return (x @ WEIGHT).square().sum() / 48.0
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "way", "operator"),
+    [
+        (lambda x: (x @ WEIGHT).square().tanh().sum() / 48.0, "added", "tanh"),
+        (lambda x: (x @ WEIGHT).square().sum() / 24.0, "number", "div"),
+        (lambda x: (x @ WEIGHT).abs().sum() / 48.0, "function", "abs"),
+    ],
+    ids=["step", "divisor", "function"],
+)
+def test_a_loss_of_which_ranks_have_parts_is_compared_by_its_steps(
+    wrong: Compute, way: str, operator: str, num_micro_batches: int
+) -> None:
+    (step,) = tell_total(mean_loss, wrong, num_micro_batches) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == (way, operator)
+    assert tell_total(mean_loss, mean_loss, num_micro_batches) is None
+
+
+def test_gradients_of_weights_are_compared_by_their_steps() -> None:
+    def right(x: Tensor) -> Tensor:
+        return x.T @ (x @ WEIGHT)
+
+    (step,) = tell_total(right, lambda x: x.clamp(min=0.0).T @ (x @ WEIGHT), 2) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("added", "clamp")
+    assert tell_total(right, lambda x: x.T @ (x @ WEIGHT), 2) is None
