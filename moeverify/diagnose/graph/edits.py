@@ -31,6 +31,9 @@ _COST = {
     "index": 4,
     "other": 3,
 }
+_MOST_OF_ONE, _MOST_OF_SEVERAL = 20, 14
+"""What one step, or several together, may cost to be told."""
+
 _OF_NUMBERS = frozenset(
     {
         "add",
@@ -140,7 +143,7 @@ class Comparison:
         if self._is_partial(joint, right):
             return frozenset() if self._of_sums else None
         found = [each for each in self._list_ways(joint, right, left) if each is not None]
-        kept = [each for each in found if len(each) <= _MOST_EDITS]
+        kept = [each for each in found if len(each) <= _MOST_EDITS and self._is_short(each)]
         self._known[key] = min(kept, key=self._price, default=None)
         return self._known[key]
 
@@ -313,6 +316,10 @@ class Comparison:
         made = self.ranks.moments(joint).count / self.one.moments(right).count
         return made != min(taken, default=made)
 
+    def _is_short(self, edits: Edits) -> bool:
+        """Return whether an explanation is short: of a long one, of several steps, ranks may just compute otherwise."""
+        return self._price(edits)[0] <= (_MOST_OF_ONE if len(edits) < 2 else _MOST_OF_SEVERAL)
+
     def _price(self, edits: Edits) -> tuple[int, int]:
         """Return what edits cost: of two that explain, the simpler one is told."""
         own = sum(_COST[each.way] for each in edits)
@@ -342,7 +349,8 @@ class Comparison:
         if wrong is None:
             return None
         if not wrong.operator:
-            return frozenset()
+            # What is neither on one device nor a parameter may be made where no operator is seen.
+            return frozenset() if wrong.name else None
         is_plain = not wrong.args or wrong.operator in PARTS or wrong.operator == WRITE
         made = frozenset() if is_plain else frozenset({joint})
         for each in self.ranks.args(joint):

@@ -37,6 +37,8 @@ _MOVES = (
 _PLACES = frozenset({"sort", "topk", "max", "min", "mode", "kthvalue"})
 """Operators whose second result are places in what they took."""
 
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+
 _COUNTING = "arange"
 
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
@@ -132,11 +134,21 @@ class Recorded:
             return None
         return as_joint(arg for number in joint for arg in self.taken(number))
 
+    def without_zeros(self, joint: Joint) -> Joint:
+        """Return a tensor without what is zero by design, as a bias is on all ranks but one that add up."""
+        nodes = zip(joint, self.nodes(joint), strict=True)
+        return tuple(number for number, node in nodes if not _is_zero(node)) or joint
+
     def moments(self, joint: Joint) -> Moments:
         """Return the moments of what all have together."""
         if joint not in self._moments:
             self._moments[joint] = reduce(add, (each.moments for each in self.nodes(joint)))
         return self._moments[joint]
+
+
+def _is_zero(node: Node) -> bool:
+    is_made_so = node.operator in _ZEROS or (node.operator == "mul" and node.options == (0,))
+    return is_made_so and node.moments.second == 0.0 and not node.moments.hidden
 
 
 def as_joint(numbers: Iterable[int]) -> Joint:
@@ -229,9 +241,12 @@ class Values:
                 other.output,
             )
             return is_same and self.match(self.ranks.args(joint)[0], self.one.args(right)[0])
-        moments = self.one.moments(right)
-        found = self.ranks.moments(joint)
-        return any(is_alike(found, moments, scale, self.bound) for scale in self._list_scales(joint))
+        moments, scales = self.one.moments(right), self._list_scales(joint)
+        return any(
+            is_alike(self.ranks.moments(each), moments, scale, self.bound)
+            for each in (joint, self.ranks.without_zeros(joint))
+            for scale in scales
+        )
 
     def _list_scales(self, joint: Joint) -> Sequence[float]:
         """Return how many times the right values may be: gradients alone are those of a scaled loss."""

@@ -26,6 +26,15 @@ class OtherStepsHypothesis(Hypothesis):
     name = "other_steps"
     quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.LOSS, Quantity.GRADIENT})
 
+    def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
+        """Return whether it is about this tensor: about a loss or a gradient where modules before it are right."""
+        origins = inputs.search.origins if inputs.search is not None else {}
+        is_first = {
+            Quantity.LOSS: FORWARD not in origins,
+            Quantity.GRADIENT: not origins,
+        }
+        return super().applies(tensor, inputs) and is_first.get(tensor.quantity, True)
+
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare the graphs from the culprit's end on, or from a loss or the gradient of a parameter."""
         (tensor,) = tensors
