@@ -291,7 +291,7 @@ def _copy_together(views: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     for places in groups.values():
         some, like = [views[place][0] for place in places], views[places[0]][1]
         together = torch.cat(some).to(like.device, like.dtype)
-        copies |= dict(zip(places, torch.split(together, [len(each) for each in some]), strict=True))
+        copies |= dict(zip(places, torch.split_with_sizes(together, [len(each) for each in some]), strict=True))
     return [copies[place] for place in range(len(views))]
 
 
