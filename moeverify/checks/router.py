@@ -83,10 +83,10 @@ def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     """Return the logits (N, E) of x (N, H) in float64, and the largest error (N, 1) of the router's own."""
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
     logits = torch.empty(len(x), len(weight), dtype=torch.float64, device=x.device)
-    sizes = torch.empty_like(logits)
+    sizes, weight_sizes = torch.empty_like(logits), weight.abs()
     for tokens, wide in split_wide(x):
         torch.mm(wide, weight.T, out=logits[tokens])
-        torch.mm(wide.abs(), weight.abs().T, out=sizes[tokens])
+        torch.mm(wide.abs(), weight_sizes.T, out=sizes[tokens])
     if bias is not None:
         logits, sizes = logits + bias, sizes + bias.abs()
     # A product sums in vectors and blocks, whose roundings add up like a random walk.
