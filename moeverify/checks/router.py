@@ -186,18 +186,18 @@ def count_wrong(
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
     deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
     wide, stored = widen(x.dtype), routing.weights.dtype
-    unlike = [
-        (rounded.to(stored).to(torch.float64) != actual).any(dim=-1).sum()
-        for rounded in list_rounded(spec, scored, used, wide)
-    ]
+    ways = [rounded.to(stored) for rounded in list_rounded(spec, scored, used, wide)]
+    unlike = (
+        (torch.stack(ways).to(torch.float64) != actual).any(dim=-1).sum(dim=-1) if ways else actual[:0, 0]
+    )
 
     miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
     # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
     # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
-    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike]
-    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
+    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
+    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(ways)
     found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
     actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
     scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)
