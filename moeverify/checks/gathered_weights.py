@@ -82,27 +82,56 @@ class GatheredReport:
 
 
 @dataclass
+class _Place:
+    """Where compared elements are in a tensor: their coordinates, a tensor (elements) for every dim.
+
+    `run` are their places in row-major order, where these have equal distances: then they are a view.
+    """
+
+    coordinates: tuple[Tensor, ...]
+    run: range | None
+
+    @classmethod
+    def of(cls, coordinates: tuple[Tensor, ...], shape: Sequence[int]) -> _Place:
+        """Return the place of coordinates on the CPU in a tensor of that shape."""
+        flat = torch.zeros_like(coordinates[0])
+        for size, along in zip(shape, coordinates, strict=True):
+            flat = flat * size + along
+        steps = flat.diff()
+        step = int(steps[0]) if len(steps) else 1
+        is_even = step > 0 and bool((steps == step).all())
+        run = range(int(flat[0]), int(flat[-1]) + 1, step) if is_even else None
+        return cls(coordinates, run)
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Return the elements: a view where there is one, else a copy. Shape: (elements)."""
+        if self.run is not None and tensor.is_contiguous():
+            first = tensor.storage_offset() + self.run.start
+            return tensor.as_strided((len(self.run),), (self.run.step,), first)
+        # Coordinates stay on the device: to send them there makes the host wait for all that the device has to do.
+        self.coordinates = tuple(each.to(tensor.device) for each in self.coordinates)
+        return tensor[self.coordinates]
+
+
+@dataclass
 class _Weight:
     """A sharded parameter: how its stored values are read, and which of them are compared.
 
-    `stored_at` are their coordinates in what is stored, `logical_at` those in the logical tensor: a tensor (elements)
-    for every dim. `now` and `before` are their values when this step and the one before began.
+    `stored_at` says where they are in what is stored, `logical_at` are their coordinates in the logical tensor: a
+    tensor (elements) for every dim. `now` and `before` are their values when this step and the one before began.
     """
 
     name: str
     region: Region
     read: Callable[[], Tensor]
-    stored_at: tuple[Tensor, ...]
+    stored_at: _Place
     logical_at: tuple[Tensor, ...]
     now: Tensor | None = None
     before: Tensor | None = None
 
-    def sample(self) -> Tensor:
-        """Return the compared elements as they are stored now. Shape: (elements)."""
-        stored = self.read().detach()
-        # Coordinates stay on the device: to send them there makes the host wait for all that the device has to do.
-        self.stored_at = tuple(each.to(stored.device) for each in self.stored_at)
-        return stored[self.stored_at]
+    def pick(self) -> Tensor:
+        """Return the compared elements as they are stored now: a view or a copy. Shape: (elements)."""
+        return self.stored_at.pick(self.read().detach())
 
 
 @dataclass(frozen=True)
@@ -140,7 +169,7 @@ class GatheredWatch(Watch[GatheredReport]):
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(unseen(self._look)) for module in self._slots
         ]
-        self._places: dict[tuple[str, str], tuple[Tensor, ...] | None] = {}
+        self._places: dict[object, _Place | None] = {}
         self._looked: dict[str, tuple[Tensor, Tensor]] = {}
         self._unread: deque[_Looked] = deque()
         self._seen: set[str] = set()
@@ -154,8 +183,10 @@ class GatheredWatch(Watch[GatheredReport]):
         while self._unread and self._unread[0].is_known:
             self._judge(self._unread.popleft())
         self._step = step
-        for weight in self._weights.values():
-            weight.before, weight.now = weight.now, weight.sample()
+        stored = [weight.pick() for weight in self._weights.values()]
+        copies = _copy_together([(each, each) for each in stored])
+        for weight, copy in zip(self._weights.values(), copies, strict=True):
+            weight.before, weight.now = weight.now, copy
 
     def close(self) -> None:
         """Judge the last steps, and let go of the model; see `Watch`."""
@@ -175,6 +206,7 @@ class GatheredWatch(Watch[GatheredReport]):
     def _look(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # what is compiled with the module must be as it is when nobody watches
+        names, used_now, stored_now = list[str](), list[Tensor](), list[Tensor]()
         for slot in self._slots.get(module, ()):
             # Not `getattr`: a parametrization gathers when it is asked, and that would be one collective more.
             used = slot.owner._parameters.get(slot.attribute, slot.owner.__dict__.get(slot.attribute))
@@ -184,16 +216,23 @@ class GatheredWatch(Watch[GatheredReport]):
             local = local_part(used)
             place = self._find_place(weight, used) if type(local) in (Tensor, nn.Parameter) else None
             if place is not None:
-                actual = local.detach()[place]
-                self._keep(weight.name, actual, weight.sample().to(actual.device, actual.dtype))
+                names.append(weight.name)
+                used_now.append(place.pick(local.detach()))
+                stored_now.append(weight.pick())
+        # In the dtype in which they are used.
+        wanted = [*((each, each) for each in used_now), *zip(stored_now, used_now, strict=True)]
+        copies = _copy_together(wanted)
+        for name, actual, expected in zip(names, copies, copies[len(names) :], strict=False):
+            self._keep(name, actual, expected)
 
-    def _find_place(self, weight: _Weight, used: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the coordinates of the compared elements in what is used; None where it is no such part of it."""
-        region = region_of(used)
-        key = (weight.name, region.key)
+    def _find_place(self, weight: _Weight, used: Tensor) -> _Place | None:
+        """Return where the compared elements are in what is used; None where it is no such part of it."""
+        layout = (used.device_mesh, used.placements) if isinstance(used, DTensor) else None
+        key = (weight.name, used.shape, layout)
         if key not in self._places:
+            region = region_of(used)
             found = _locate(weight.logical_at, region) if region.shape == weight.region.shape else None
-            self._places[key] = found and tuple(each.to(local_part(used).device) for each in found)
+            self._places[key] = None if found is None else _Place.of(found, region.local_shape)
         return self._places[key]
 
     def _keep(self, name: str, actual: Tensor, expected: Tensor) -> None:
@@ -241,6 +280,24 @@ class GatheredWatch(Watch[GatheredReport]):
                 for name, (_, expected) in looked.values.items()
                 if _is_unmoved(*looked.stored[name], expected.dtype)
             }
+
+
+def _copy_together(views: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return copies (elements) of vectors, each with the dtype and device of the other, in few launches for all."""
+    if len({(each.dtype, each.device) for pair in views for each in pair}) == 1:  # nearly always
+        some = [view for view, _ in views]
+        return list(torch.split_with_sizes(torch.cat(some), [len(each) for each in some]))
+    groups: dict[object, list[int]] = {}
+    for place, (view, like) in enumerate(views):
+        groups.setdefault((view.dtype, view.device, like.dtype, like.device), []).append(place)
+    copies: dict[int, Tensor] = {}
+    for places in groups.values():
+        some, like = [views[place][0] for place in places], views[places[0]][1]
+        together = torch.cat(some).to(like.device, like.dtype)
+        copies |= dict(
+            zip(places, torch.split_with_sizes(together, [len(each) for each in some]), strict=True)
+        )
+    return [copies[place] for place in range(len(views))]
 
 
 def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -304,7 +361,7 @@ def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
             continue
         # An odd distance does not stay in one column of a matrix.
         positions = torch.arange(0, region.numel, -(-region.numel // MOST_ELEMENTS) | 1)
-        stored_at = torch.unravel_index(positions, region.local_shape)
+        stored_at = _Place.of(torch.unravel_index(positions, region.local_shape), region.local_shape)
         yield (
             id(parameter),
             _Weight(logical_name(name), region, read, stored_at, _name_logical(region, positions)),

@@ -193,26 +193,27 @@ class OptimizerWatch(Watch[list[Row]]):
         for sampled in self._sampled.values():
             if sampled.weight is not None and sampled.change is not None:
                 groups.setdefault(_group_key(sampled), []).append(sampled)
-        for members in groups.values():
-            self._recompute(members)
+        self._recompute(
+            [(members, _decay_of(self._recipe.optimizer, members[0].shard)) for members in groups.values()]
+        )
         self._sampled = {}
         self._clip = None
 
-    def _recompute(self, members: Sequence[Sampled]) -> None:
+    def _recompute(self, groups: Sequence[tuple[Sequence[Sampled], float]]) -> None:
         spec = self._recipe.optimizer
         self._batches += recompute(
             self._kind,
             spec,
-            members,
+            groups,
             step=self._step,
             number=self._step + 1,
             lr=spec.lr * find_factor(spec, self._recipe.steps, self._step),
-            weight_decay=_decay_of(spec, members[0].shard),
             clip=self._clip,
         )
-        for each in members:  # the rows need the shards' names and places alone
-            each.weight = each.change = None
-            each.before, each.after = {}, {}
+        for members, _ in groups:
+            for each in members:  # the rows need the shards' names and places alone
+                each.weight = each.change = None
+                each.before, each.after = {}, {}
 
 
 def _stride_of(region: Region) -> int:

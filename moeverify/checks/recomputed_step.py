@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from moeverify.case.schema import Optimizer
 from moeverify.checks.narrower import list_narrower, name_dtype
-from moeverify.checks.step_rounding import OWN, Rounding, Stored
+from moeverify.checks.step_rounding import OWN, Inexact, Rounding
 from moeverify.checks.step_variants import Formulas
 from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
@@ -19,6 +21,9 @@ from moeverify.results.checks import Kind
 from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
+
+_TOGETHER = 1 << 21
+"""So many elements are measured in one, whose vectors take 16 MiB each then; one result that has more is, too."""
 
 _SUMS = 1e-12  # of sums of squares, by which differences of them may be off
 
@@ -110,45 +115,105 @@ def sizes_of(members: Sequence[Sampled]) -> list[int]:
 def recompute(
     kind: OptimizerKind,
     spec: Optimizer,
-    members: Sequence[Sampled],
+    groups: Sequence[tuple[Sequence[Sampled], float]],
     *,
     step: int,
     number: int,
     lr: float,
-    weight_decay: float,
     clip: Tensor | None = None,
 ) -> Iterator[Batch]:
-    """Yield the moments and the update of shards that share options and dtypes, beside what the step should make.
+    """Yield the moments and the update of shards, beside what the step should make.
 
-    `number` counts the optimizer's steps from 1; `clip` is a coefficient that the sampled gradients lack.
+    `groups` are shards that share options and dtypes, with their weight decay; `number` counts the optimizer's steps
+    from 1; `clip` is a coefficient that the sampled gradients lack. What is alike of several groups is measured
+    together, so that more of them cost no more launches.
     """
-    first = members[0]
-    gradient = torch.cat([each.gradient for each in members])
-    values = StepValues(
-        number=number,
-        lr=lr,
-        weight_decay=weight_decay,
-        weight=torch.cat([each.weight for each in members if each.weight is not None]),
-        gradient=gradient if clip is None else gradient * clip.to(gradient.device),
-        before={name: torch.cat([each.before[name] for each in members]) for name in first.before},
-        after={name: torch.cat([each.after[name] for each in members]) for name in first.after},
-        clip=None if clip is None else clip.to(gradient.device),
-    )
+    results: list[_Result] = []
+    for members, weight_decay in groups:
+        gradient = torch.cat([each.gradient for each in members])
+        values = StepValues(
+            number=number,
+            lr=lr,
+            weight_decay=weight_decay,
+            weight=torch.cat([each.weight for each in members if each.weight is not None]),
+            gradient=gradient if clip is None else gradient * clip.to(gradient.device),
+            before={name: torch.cat([each.before[name] for each in members]) for name in members[0].before},
+            after={name: torch.cat([each.after[name] for each in members]) for name in members[0].after},
+            clip=None if clip is None else clip.to(gradient.device),
+        )
+        results += _list_results(kind, spec, values, members)
+        if sum(len(each.actual) for each in results) >= _TOGETHER:
+            yield from _measure_all(results, step, clip)
+            results = []
+    yield from _measure_all(results, step, clip)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a step has made of some shards, and what it should have made. Shape: actual (N,)."""
+
+    members: Sequence[Sampled]
+    recomputed: Recomputed
+    made: Inexact
+    actual: Tensor
+    formulas: Formulas
+
+    @property
+    def alike(self) -> object:
+        """Return what is equal for results that can be measured together."""
+        return frozenset(self.members[0].dtypes), self.actual.device, len(self.recomputed.terms)
+
+
+def _list_results(
+    kind: OptimizerKind, spec: Optimizer, values: StepValues, members: Sequence[Sampled]
+) -> list[_Result]:
+    """Return what a step has made of shards that share options and dtypes."""
     change = torch.cat([each.change for each in members if each.change is not None])
-    sizes = torch.tensor(sizes_of(members))
-    sizes = sizes.to(gradient.device, non_blocking=True)  # made there, it would be waited for
-    rounding = Rounding.of(first.dtypes)
-    for recomputed in kind.recompute(spec, values):
-        is_weight = recomputed.name == WEIGHT
-        actual = change if is_weight else values.after[recomputed.name]
-        start = values.weight if is_weight else torch.zeros_like(actual)
-        allowed, stored = rounding.bound(recomputed, start, actual)
-        narrower = list_narrower(*first.dtypes)
-        others = [_count_others(start, recomputed.expected, actual, allowed, dtype) for dtype in narrower]
-        numbers = _measure(recomputed, actual, allowed, stored, sizes, others)
-        terms = tuple((term.name, term.coefficient) for term in recomputed.terms)
-        formulas = Formulas.sample(kind, spec, values, recomputed, actual, first.dtypes, sizes_of(members))
-        yield Batch(step, clip, members, recomputed.name, terms, numbers, formulas, narrower)
+    zeros = torch.zeros_like(change)
+    dtypes = members[0].dtypes
+    rounding = Rounding.of(dtypes)
+    found = [
+        (each, each.expected, change if each.name == WEIGHT else values.after[each.name])
+        for each in kind.recompute(spec, values)
+    ]
+    formulas = Formulas.sample_all(kind, spec, values, found, dtypes, sizes_of(members))
+    results = []
+    for (recomputed, expected, actual), formula in zip(found, formulas, strict=True):
+        start = values.weight if recomputed.name == WEIGHT else zeros
+        made = rounding.describe(recomputed, expected, start)
+        results.append(_Result(members, recomputed, made, actual, formula))
+    return results
+
+
+def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> Iterator[Batch]:
+    """Yield a batch of each result, in their order."""
+    measured: dict[int, Tensor] = {}
+    for together in _join_alike(results):
+        some = [results[place] for place in together]
+        rows = torch.split(_measure(some), [len(each.members) for each in some])
+        measured |= dict(zip(together, rows, strict=True))
+    for place, each in enumerate(results):
+        terms = tuple((term.name, term.coefficient) for term in each.recomputed.terms)
+        narrower = list_narrower(*each.members[0].dtypes)
+        name, numbers = each.recomputed.name, measured[place]
+        yield Batch(step, clip, each.members, name, terms, numbers, each.formulas, narrower)
+
+
+def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
+    """Yield the places of results that are measured together: alike, and no more elements than `_TOGETHER`."""
+    places: dict[object, list[int]] = {}
+    for place, each in enumerate(results):
+        places.setdefault(each.alike, []).append(place)
+    for alike in places.values():
+        some, num_elements = list[int](), 0
+        for place in alike:
+            size = len(results[place].actual)
+            if some and num_elements + size > _TOGETHER:
+                yield some
+                some, num_elements = [], 0
+            some.append(place)
+            num_elements += size
+        yield some
 
 
 def _count_others(
@@ -164,25 +229,23 @@ def _count_others(
     return (~is_rounded).to(torch.float64)
 
 
-def _measure(
-    recomputed: Recomputed,
-    actual: Tensor,
-    allowed: Tensor,
-    stored: Stored,
-    sizes: Tensor,
-    others: Sequence[Tensor],
-) -> Tensor:
-    """Return (N, 10 + D + (T + 1)**2) for N shards, T terms and D `others`, on the device of the values.
+def _measure(results: Sequence[_Result]) -> Tensor:
+    """Return (N, 10 + D + (T + 1)**2) for N shards of results alike, T terms and D narrower dtypes, on their device.
 
     Columns: place of the worst element in its shard, expected and actual there, its allowed error, its ratio of error
     to allowed error; then the sums of products of terms and actual values with each other, and of the squares of the
     allowed errors, of what was expected, and of the spread of what may be stored and of the nearest of it; then how
     many elements have changed, and how many are not what each narrower dtype gives.
     """
-    expected = recomputed.expected
+    dtypes = results[0].members[0].dtypes
+    made = Inexact.join([each.made for each in results])
+    actual = _cat([each.actual for each in results])
+    allowed, stored = Rounding.of(dtypes).bound_joined(made, actual)
+    expected = made.expected
+    all_sizes = tuple(size for each in results for size in sizes_of(each.members))
+    sizes, starts = _find_places(all_sizes, actual.device)
     ratio = (actual - expected).abs() / allowed
     worst = find_worst(ratio, sizes)
-    starts = sizes.cumsum(0) - sizes
     columns = [
         (worst - starts).to(torch.float64),
         expected[worst],
@@ -190,15 +253,36 @@ def _measure(
         allowed[worst],
         ratio[worst],
     ]
-    values = [term.values for term in recomputed.terms] + [actual]
-    squared = [allowed, expected, stored.spread, stored.nearest]
-    products = [one * other for one in values for other in values] + [each * each for each in squared]
-    products += [(actual != 0.0).to(actual.dtype), *others]
+    of_term = zip(*(each.recomputed.terms for each in results), strict=True)
+    values = [*(_cat([term.values for term in terms]) for terms in of_term), actual]
+    # A product of two is that of the two the other way round, to the bit.
+    pairs = [(one, other) for one in range(len(values)) for other in range(one, len(values))]
+    products = [values[one] * values[other] for one, other in pairs]
+    products += [each * each for each in (allowed, expected, stored.spread, stored.nearest)]
+    products.append((actual != 0.0).to(actual.dtype))
+    products += [
+        _count_others(made.start, expected, actual, allowed, dtype) for dtype in list_narrower(*dtypes)
+    ]
     # One long vector: of a matrix, torch reduces each segment of a column in one thread of a GPU.
     lengths = sizes.repeat(len(products))
     sums = torch.segment_reduce(torch.cat(products), "sum", lengths=lengths, unsafe=True)
-    sums = sums.view(len(products), -1)
-    return torch.cat([torch.stack(columns, dim=1), sums.T], dim=1)
+    rows = sums.view(len(products), -1).unbind()
+    of_pair = dict(zip(pairs, rows, strict=False))
+    grid = [(min(pair), max(pair)) for pair in product(range(len(values)), repeat=2)]
+    return torch.stack([*columns, *(of_pair[pair] for pair in grid), *rows[len(pairs) :]], dim=1)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+@lru_cache(maxsize=64)  # each step has shards of the same sizes
+def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return how many elements each shard has and which is its first one, on the device, without a wait for it."""
+    lengths = torch.tensor(sizes)
+    starts = lengths.cumsum(0) - lengths
+    both = torch.stack([lengths, starts]).to(device, non_blocking=True)
+    return both[0], both[1]
 
 
 def read_batch(batch: Batch) -> Iterator[Row]:

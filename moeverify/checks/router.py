@@ -83,10 +83,10 @@ def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     """Return the logits (N, E) of x (N, H) in float64, and the largest error (N, 1) of the router's own."""
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
     logits = torch.empty(len(x), len(weight), dtype=torch.float64, device=x.device)
-    sizes = torch.empty_like(logits)
+    sizes, weight_sizes = torch.empty_like(logits), weight.abs()
     for tokens, wide in split_wide(x):
         torch.mm(wide, weight.T, out=logits[tokens])
-        torch.mm(wide.abs(), weight.abs().T, out=sizes[tokens])
+        torch.mm(wide.abs(), weight_sizes.T, out=sizes[tokens])
     if bias is not None:
         logits, sizes = logits + bias, sizes + bias.abs()
     # A product sums in vectors and blocks, whose roundings add up like a random walk.
@@ -186,18 +186,18 @@ def count_wrong(
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
     deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
     wide, stored = widen(x.dtype), routing.weights.dtype
-    unlike = [
-        (rounded.to(stored).to(torch.float64) != actual).any(dim=-1).sum()
-        for rounded in list_rounded(spec, scored, used, wide)
-    ]
+    ways = [rounded.to(stored) for rounded in list_rounded(spec, scored, used, wide)]
+    unlike = (
+        (torch.stack(ways).to(torch.float64) != actual).any(dim=-1).sum(dim=-1) if ways else actual[:0, 0]
+    )
 
     miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
     # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
     # nothing is wrong: what makes them so came before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
-    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike]
-    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(unlike)
+    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
+    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(ways)
     found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
     actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
     scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)

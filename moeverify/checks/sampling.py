@@ -23,7 +23,7 @@ def sample_all(shards: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         return []
     # The common dtype of floating-point numbers holds each of them exactly.
     together = torch.cat(views).to(torch.float64)
-    return list(torch.split(together, [len(view) for view in views]))
+    return list(torch.split_with_sizes(together, [len(view) for view in views]))
 
 
 def _skip(local: Tensor, stride: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,50 @@ from torch import Tensor
 from moeverify.train.recomputation import Recomputed
 
 OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
+
+
+@dataclass(frozen=True)
+class Inexact:
+    """A result before it is stored, and what was rounded on the way to it.
+
+    Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `expected` (N,) what
+    is added to it, and `rounded` and `options` (N,) as `Recomputed` has them; from `least` to `most` (N,) is what
+    rounding adds to what is multiplied before the step is taken. `smallest` is the largest error by results that are
+    too small for the dtype, (N,) or one for all.
+    """
+
+    start: Tensor
+    expected: Tensor
+    rounded: Tensor
+    options: Tensor | float
+    smallest: Tensor | float
+    least: Tensor
+    most: Tensor
+
+    @classmethod
+    def join(cls, results: Sequence[Inexact]) -> Inexact:
+        """Return several as one, behind each other."""
+        if len(results) == 1:
+            return results[0]
+        return cls(
+            torch.cat([each.start for each in results]),
+            torch.cat([each.expected for each in results]),
+            torch.cat([each.rounded for each in results]),
+            _join_numbers([(each.options, each.start) for each in results]),
+            _join_numbers([(each.smallest, each.start) for each in results]),
+            torch.cat([each.least for each in results]),
+            torch.cat([each.most for each in results]),
+        )
+
+
+def _join_numbers(values: Sequence[tuple[Tensor | float, Tensor]]) -> Tensor | float:
+    """Return numbers of as many elements as what stands beside each, behind each other; one that is that of all."""
+    first = values[0][0]
+    if isinstance(first, float) and all(isinstance(each, float) and each == first for each, _ in values):
+        return first
+    return torch.cat(
+        [torch.full_like(like, each) if isinstance(each, float) else each for each, like in values]
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +84,18 @@ class Rounding:
 
         Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `actual` (N,).
         """
-        result, wanted = start + actual, start + recomputed.expected
+        return self.bound_joined(self.describe(recomputed, recomputed.expected, start), actual)
+
+    def describe(self, recomputed: Recomputed, expected: Tensor, start: Tensor) -> Inexact:
+        """Return what the errors of a result come from; `expected` (N,) is what it has computed as that."""
+        least, most = self._shrink(recomputed, start)
+        # Rounded twice: a product of two numbers that have lost their size.
+        rounded = recomputed.rounded + self.unit / (1.0 - 16.0 * self.unit) * recomputed.squared
+        return Inexact(start, expected, rounded, recomputed.options, recomputed.smallest, least, most)
+
+    def bound_joined(self, made: Inexact, actual: Tensor) -> tuple[Tensor, Stored]:
+        """Return what `bound` returns, of one result or of several that were joined."""
+        result, wanted = made.start + actual, made.start + made.expected
         # Half the distance of two numbers beside the result: frexp has mantissas in [0.5, 1).
         mantissa, exponent = torch.frexp(result)
         last = self.unit * torch.where(result == 0.0, 0.0, torch.ldexp(torch.ones_like(result), exponent - 1))
@@ -49,14 +104,12 @@ class Rounding:
         last = torch.where(is_from_below, 0.5 * last, last)
         # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
         # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
-        own = OWN * (recomputed.rounded + result.abs())
-        unit = self.unit / (1.0 - 16.0 * self.unit)
-        inner = unit * recomputed.rounded + unit * unit * recomputed.squared
-        inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * recomputed.options
-        inner = inner + own + recomputed.smallest * self.smallest
-        least, most = self._shrink(recomputed, start)
-        shrunk = torch.where(result > wanted, most, -least)
-        return last + inner + shrunk, self._store(start, wanted, least - inner, most + inner)
+        own = OWN * (made.rounded + result.abs())
+        inner = self.unit / (1.0 - 16.0 * self.unit) * made.rounded
+        inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * made.options
+        inner = inner + own + made.smallest * self.smallest
+        shrunk = torch.where(result > wanted, made.most, -made.least)
+        return last + inner + shrunk, self._store(made.start, wanted, made.least - inner, made.most + inner)
 
     def _shrink(self, recomputed: Recomputed, start: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the most (N,) that rounding adds to what is multiplied before the step is taken."""

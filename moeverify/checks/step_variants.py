@@ -42,6 +42,9 @@ _PLAIN = ("corrections", "decay")
 _ALLOWED = 4.0
 """How many times the squares that rounding may leave of a shard another formula may."""
 
+_ROOM = 1 << 22
+"""So many numbers are put side by side to take some of them in one launch."""
+
 _SAME = 1e-3
 """Relative: a number that differs by less from the usual one is that."""
 
@@ -73,30 +76,59 @@ class Formulas:
     sizes: Sequence[int]
 
     @classmethod
-    def sample(
+    def sample_all(
         cls,
         kind: OptimizerKind,
         spec: Optimizer,
         values: StepValues,
-        recomputed: Recomputed,
-        actual: Tensor,
+        results: Sequence[tuple[Recomputed, Tensor, Tensor]],
         dtypes: Collection[torch.dtype],
         sizes: Sequence[int],
-    ) -> Formulas:
-        """Return a smaller sample of shards of these `sizes`, without a wait for the device."""
-        chosen, few = _choose(tuple(sizes), actual.device)
-        start = values.weight if recomputed.name == WEIGHT else torch.zeros_like(actual)
-        whole = cls(kind, spec, values, recomputed, actual, start, dtypes, sizes)
-        return whole.take(chosen, few)
+    ) -> list[Formulas]:
+        """Return a smaller sample of shards of these `sizes`, of each result, without a wait for the device.
+
+        `results` are what should come of `values`, each with the sum of its terms and what has come, (N,).
+        """
+        places, few = _choose(tuple(sizes), values.weight.device)
+        sampled = take_few(values, places)
+        wanted = [
+            each
+            for right, expected, actual in results
+            for each in (
+                expected,
+                right.rounded,
+                right.options,
+                right.squared,
+                actual if right.name == WEIGHT else None,
+            )
+            if isinstance(each, Tensor)
+        ]
+        taken = iter(_take(wanted, places))
+        zeros = torch.zeros_like(sampled.weight)  # what a moment is added to
+        found = []
+        for right, _, _ in results:
+            made = replace(
+                right,
+                terms=(Term(_MADE, 1.0, next(taken)),),
+                rounded=next(taken),
+                options=next(taken) if isinstance(right.options, Tensor) else right.options,
+                squared=next(taken) if isinstance(right.squared, Tensor) else right.squared,
+            )
+            is_weight = right.name == WEIGHT
+            actual = next(taken) if is_weight else sampled.after[right.name]
+            start = sampled.weight if is_weight else zeros
+            found.append(cls(kind, spec, sampled, made, actual, start, dtypes, few))
+        return found
 
     def take(self, places: Tensor, sizes: Sequence[int]) -> Formulas:
         """Return the same of some elements."""
-        options = self.right.options
+        options, squared = self.right.options, self.right.squared
         right = replace(
             self.right,
             terms=(Term(_MADE, 1.0, self.right.expected[places]),),
             rounded=self.right.rounded[places],
             options=options if isinstance(options, float) else options[places],
+            squared=squared if isinstance(squared, float) else squared[places],
         )
         values = take_few(self.values, places)
         return replace(
@@ -248,10 +280,22 @@ def _is_other(number: float | None, usual: float | None) -> bool:
 
 def take_few(values: StepValues, places: Tensor) -> StepValues:
     """Return what a step works on at some of its elements."""
+    moments = [*values.before.values(), *values.after.values()]
+    weight, gradient, *rest = _take([values.weight, values.gradient, *moments], places)
     return replace(
         values,
-        weight=values.weight[places],
-        gradient=values.gradient[places],
-        before={name: moment[places] for name, moment in values.before.items()},
-        after={name: moment[places] for name, moment in values.after.items()},
+        weight=weight,
+        gradient=gradient,
+        before=dict(zip(values.before, rest, strict=False)),
+        after=dict(zip(values.after, rest[len(values.before) :], strict=True)),
     )
+
+
+def _take(vectors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
+    """Return some elements of vectors (N,) of one dtype, in a launch for as many of these as `_ROOM` has room for."""
+    together = max(_ROOM // max(len(vectors[0]), 1), 1)
+    found: list[Tensor] = []
+    for start in range(0, len(vectors), together):
+        some = vectors[start : start + together]
+        found += torch.stack(list(some)).index_select(1, places) if len(some) > 1 else [some[0][places]]
+    return found

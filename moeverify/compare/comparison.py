@@ -137,23 +137,41 @@ _TOGETHER = 64  # shards whose expected values are read before they are compared
 
 
 class _AtOnce:
-    """Compares each shard when it is added."""
+    """Compares each shard when it is added; single numbers, such as the counters of an optimizer, at the end.
+
+    Beside a training on a GPU those are all that is on the CPU, and to read what is expected of each takes longer
+    there than to keep them.
+    """
 
     def __init__(self, hash_bits: bool) -> None:
         self._differences = Differences()
         self._bits = Fingerprints() if hash_bits else None
         self._known: list[bool] = []
+        self._numbers: list[tuple[Read, Tensor]] = []
 
     def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
+        if len({(actual.dtype, actual.shape) for _, actual in shards}) == 1 and shards[0][1].ndim == 0:
+            copies = torch.stack([actual for _, actual in shards]).unbind()
+            self._numbers += [(read, copy) for (read, _), copy in zip(shards, copies, strict=True)]
+            return
+        self._compare_numbers()
+        self._compare(shards)
+
+    def results(self) -> Iterator[Measured]:
+        self._compare_numbers()
+        rows = self._differences.rows().tolist()
+        bits = [0] * len(rows) if self._bits is None else self._bits.values().tolist()
+        for row, hashed, known in zip(rows, bits, self._known, strict=True):
+            yield Measured(row, hashed, known)
+
+    def _compare_numbers(self) -> None:
+        numbers, self._numbers = self._numbers, []
+        self._compare(numbers)
+
+    def _compare(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
         for start in range(0, len(shards), _TOGETHER):
             pairs = [(read(), actual) for read, actual in shards[start : start + _TOGETHER]]
             self._known += [expected is not None for expected, _ in pairs]
             self._differences.add_all(pairs)
             if self._bits is not None:
                 self._bits.add_all([actual for _, actual in pairs])
-
-    def results(self) -> Iterator[Measured]:
-        rows = self._differences.rows().tolist()
-        bits = [0] * len(rows) if self._bits is None else self._bits.values().tolist()
-        for row, hashed, known in zip(rows, bits, self._known, strict=True):
-            yield Measured(row, hashed, known)

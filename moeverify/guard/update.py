@@ -77,11 +77,10 @@ class UpdateWatch:
                 batches = recompute(
                     kind,
                     _make_spec(group),
-                    together,
+                    [(together, float(group.get("weight_decay", 0.0)))],
                     step=step,
                     number=key[0],
                     lr=float(group["lr"]),
-                    weight_decay=float(group.get("weight_decay", 0.0)),
                 )
                 rows = [row for batch in batches for row in read_batch(batch)]
                 findings += [_make_finding(row, rank) for row in rows if _is_wrong(row)]

@@ -52,14 +52,15 @@ class Region:
         """Return the region of elements [start, stop) of the flattened tensor."""
         return cls(tuple(shape), (), range(start, stop))
 
-    @property
+    # Cached: a step asks for them several times of each shard, on the host that a GPU waits for.
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of the local tensor of this region."""
         if self.flat is not None:
             return (len(self.flat),)
         return tuple(len(indices) for indices in self.dims)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the number of elements."""
         return math.prod(self.local_shape)

@@ -110,17 +110,12 @@ class Batch:
 
     def _tabulate_values(self) -> Integers:
         """Return the spans of the elements: (N, 5), the number of the shard before what `Tables` says."""
-        tables = []
-        for part, place in zip(self._parts, self._places, strict=True):
-            offset = np.arange(0, part.size, SPAN)
-            table = np.empty((len(offset), 5), dtype=np.int64)
-            table[:, 0] = part.shard.number
-            table[:, 1] = part.shard.copy.data_ptr() + (part.first + offset) * self.dtype.itemsize
-            table[:, 2] = place + offset if place >= 0 else -1
-            table[:, 3] = np.minimum(part.size - offset, SPAN)
-            table[:, 4] = part.first + offset
-            tables.append(table)
-        return np.concatenate(tables)
+        number, start, first, size, _, place = self._describe_parts()
+        part, offset = _divide_evenly(size, SPAN)
+        behind = np.where(place[part] >= 0, place[part] + offset, -1)
+        address = start[part] + (first[part] + offset) * self.dtype.itemsize
+        length = np.minimum(size[part] - offset, SPAN)
+        return np.stack([number[part], address, behind, length, first[part] + offset], axis=1)
 
     def _tabulate_words(self) -> Integers:
         """Return the spans of the words of eight bytes, those that end in the parts: (M, 6), likewise.
@@ -128,25 +123,46 @@ class Batch:
         Where a shard is cut between two batches, the word across the cut belongs to the later one. What is left of a
         shard behind its last whole word goes into the last of its rows.
         """
-        tables = [np.empty((0, 6), dtype=np.int64)]
+        number, start, first, size, numel, _ = self._describe_parts()
         per_word = max(8 // self.dtype.itemsize, 1)
-        for part in self._parts:
-            stop = part.first + part.size
-            first, last = part.first // per_word, stop // per_word
-            rest = stop - last * per_word if stop == part.shard.copy.numel() else 0
-            if first == last and rest == 0:
-                continue
-            start = part.shard.copy.data_ptr()
-            offset = np.arange(first, max(last, first + 1), WORDS)
-            table = np.zeros((len(offset), 6), dtype=np.int64)
-            table[:, 0] = part.shard.number
-            table[:, 1] = start + offset * 8
-            table[:, 2] = np.minimum(last - offset, WORDS)
-            table[:, 3] = offset
-            table[-1, 4] = start + last * 8
-            table[-1, 5] = rest
-            tables.append(table)
-        return np.concatenate(tables)
+        stop = first + size
+        first, last = first // per_word, stop // per_word
+        rest = np.where(stop == numel, stop - last * per_word, 0)
+        # What has a rest alone has a row too.
+        part, offset = _divide_evenly(np.maximum(last - first, rest > 0), WORDS)
+        offset = offset + first[part]
+        is_last = np.append(part[1:] != part[:-1], True)[: len(part)]
+        rest_at = np.where(is_last, start[part] + last[part] * 8, 0)
+        num_words = np.minimum(last[part] - offset, WORDS)
+        columns = (number[part], start[part] + offset * 8, num_words, offset, rest_at, is_last * rest[part])
+        return np.stack(columns, axis=1)
+
+    def _describe_parts(self) -> Integers:
+        """Return of each part, (6, parts): its shard's number, address and size, and its own first, size and place.
+
+        In one array: a call of NumPy for each part would take the interpreter's lock from the training.
+        """
+        parts = zip(self._parts, self._places, strict=True)
+        rows = [
+            (
+                each.shard.number,
+                each.shard.copy.data_ptr(),
+                each.first,
+                each.size,
+                each.shard.copy.numel(),
+                place,
+            )
+            for each, place in parts
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 6).T
+
+
+def _divide_evenly(sizes: Integers, most: int) -> tuple[Integers, Integers]:
+    """Return of each span of `most` elements its part and its offset in that, for parts of these sizes: (N), (N)."""
+    counts = -(-sizes // most)
+    part = np.repeat(np.arange(len(sizes)), counts)
+    before = counts.cumsum() - counts
+    return part, (np.arange(len(part)) - before[part]) * most
 
 
 class Packing:

@@ -317,7 +317,7 @@ class Comparison:
         return made != min(taken, default=made)
 
     def _is_short(self, edits: Edits) -> bool:
-        """Return whether an explanation is short: of a long one, of several steps, ranks may just compute otherwise."""
+        """Return whether an explanation is short: where it is long, ranks may just compute in another way."""
         return self._price(edits)[0] <= (_MOST_OF_ONE if len(edits) < 2 else _MOST_OF_SEVERAL)
 
     def _price(self, edits: Edits) -> tuple[int, int]:

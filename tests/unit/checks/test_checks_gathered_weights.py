@@ -172,8 +172,8 @@ def test_elements_are_found_in_rows_that_a_rank_has_out_of_order() -> None:
 def test_a_large_shard_is_sampled(mesh: DeviceMesh) -> None:
     model = shard(mesh)
     weights = {each.name: each for each in GatheredWatch(model)._weights.values()}
-    assert 0 < len(weights["embed.weight"].stored_at[0]) <= MOST_ELEMENTS
-    assert len(set(weights["embed.weight"].stored_at[1].tolist())) > 1
+    assert 0 < len(weights["embed.weight"].stored_at.coordinates[0]) <= MOST_ELEMENTS
+    assert len(set(weights["embed.weight"].stored_at.coordinates[1].tolist())) > 1
 
 
 Judge = Callable[[Sequence[GatheredReport]], tuple[Finding, ...]]
