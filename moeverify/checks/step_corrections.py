@@ -108,6 +108,8 @@ def _is_contradicted(
         return False
     if any(_speaks_against(changes, finding, other, steps) for other in others.values()):
         return True
+    if any(other.step != finding.step and _is_tried(changes, other) for other in others.values()):
+        return False  # two numbers are no chance, and a counter may be wrong from some step on
     for step in set(steps.factors).difference(others):
         wanted, limit = steps.find_factor(changes, step), steps.limits.get((step, finding.tensor))
         if wanted is not None and limit is not None and abs(wanted - 1.0) > _SEEN * limit:

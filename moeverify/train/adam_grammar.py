@@ -223,22 +223,26 @@ class AdamStep:
         return pick(known, ways, decayed)
 
 
-def list_added(step: StepValues, limit: float | None) -> Mapping[StepChange, Tensor]:
-    """Return what a moment may take in the place of the gradient, by the way."""
+def list_added(step: StepValues, limit: float | None, *, decays: bool) -> Mapping[StepChange, Tensor]:
+    """Return what a moment may take in the place of the gradient, by the way.
+
+    A clip is made before the optimizer: where it `decays` by the gradient, the decay is added to what it clips.
+    """
     gradient, zeros = step.gradient, step.gradient * 0.0
+    decay = step.weight_decay * step.weight
     ways: dict[StepChange, Tensor] = {
-        "decay-in-gradient": gradient + step.weight_decay * step.weight,
-        "decay-against-gradient": gradient - step.weight_decay * step.weight,
+        "decay-in-gradient": gradient + decay,
+        "decay-against-gradient": gradient - decay,
         "sign-of-gradient": gradient.sign(),
         "gradient-times-rate": step.lr * gradient,
     }
     if not step.weight_decay:
         del ways["decay-in-gradient"], ways["decay-against-gradient"]
     if limit is not None and step.clip is not None:
-        raw = gradient / step.clip
-        ways["not-clipped"] = raw
-        ways["clipped-by-value"] = raw.clamp(-limit, limit)
-        ways["clipped-again"] = gradient * step.clip
+        raw, added = gradient / step.clip, decay if decays else zeros
+        ways["not-clipped"] = raw + added
+        ways["clipped-by-value"] = raw.clamp(-limit, limit) + added
+        ways["clipped-again"] = gradient * step.clip + added
     return {name: way + zeros for name, way in ways.items()}
 
 
@@ -256,7 +260,7 @@ class AdamMoment:
         self.old = step.before.get(name, step.gradient * 0.0)
         right = step.gradient + (step.weight_decay if decays else 0.0) * step.weight
         self.right = right * right if self.is_square else right
-        added = list_added(step, spec.clip_norm)
+        added = list_added(step, spec.clip_norm, decays=decays)
         if decays and step.weight_decay:
             added = {**added, "no-decay-in-gradient": step.gradient}
             added.pop("decay-in-gradient", None)
