@@ -175,6 +175,26 @@ def test_a_cause_comes_before_the_module_from_which_on_more_gradients_are_wrong(
     assert [finding.code for finding in told if not finding.follows] == [Cause.DETACHED, Cause.BACKWARD]
 
 
+def test_a_module_that_is_cut_comes_before_its_own_parameters_that_get_no_gradient() -> None:
+    block = "layers.1.moe"
+    _, inputs = make_origin(
+        draw(2, 3, 4), *2 * [0 * draw(2, 3, 4)], module=f"{block}.dispatcher", direction="backward"
+    )
+    absent = [make_tensor(draw(8), None, None, name=f"{block}.experts.w{n}") for n in range(3)]
+    other = make_tensor(draw(8), *2 * [draw(8, seed=5)], name="layers.0.w")
+    tensors = {tensor.key: tensor for tensor in (*absent, other)}
+    findings = [find("gradient", tensor.name) for tensor in tensors.values()]
+    leads = {}
+    for cuts in (frozenset(), frozenset({f"{block}.experts"})):
+        assert inputs.search is not None
+        search = replace(inputs.search, cuts=cuts)
+        told = diagnose(findings, replace(inputs, tensors=tensors, search=search))
+        leads[cuts] = [
+            each.explanation.subject.module for each in told if each.explanation and not each.follows
+        ]
+    assert list(leads.values()) == [["", f"{block}.dispatcher"], [f"{block}.experts", ""]]
+
+
 def test_gradients_that_a_sum_explains_do_not_need_the_module() -> None:
     _, inputs = make_origin(draw(2, 3, 4), *2 * [draw(2, 3, 4, seed=1)], direction="backward")
     gradient = double()
