@@ -45,7 +45,7 @@ class Detached(Hypothesis):
 
 
 def _name_cut(explanation: Explanation, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
-    """Return the explanation of what a dispatcher passes back, of the module inside of it that is cut if it is known."""
+    """Return the explanation of what a dispatcher passes back, of the module inside of it that is cut, if known."""
     origin = inputs.origin_of(tensor)
     cut = inputs.search.find_cut(origin) if inputs.search is not None and origin is not None else ""
     if not cut:
