@@ -11,6 +11,7 @@ from moeverify.checks.base import Role
 from moeverify.checks.narrower import name_dtype
 from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.affected import name_parts
+from moeverify.diagnose.causes_first import put_cuts_first, put_modules_first
 from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.families import family_of, split_moment
@@ -252,7 +253,8 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
     if Quantity.GRADIENT in failed:
         # What no sum explains stays last: a module from which on gradients are wrong says less than a cause.
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
-        return _put_cuts_first([_find_divergence(cause, inputs) for cause in causes], inputs)
+        causes = put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
+        return put_cuts_first(causes, inputs)
     if Quantity.LOSS in failed:
         # The total is made of the terms: where one of these is wrong, it is the cause.
         losses = inputs.of_quantity(Quantity.LOSS)
@@ -262,26 +264,6 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
         # The clip coefficient is made of the norm: of the two, the norm is the cause.
         return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
     return _explain_optimizer_step(inputs)
-
-
-def _put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes, a module that cuts the graph before its own parameters, which get no gradient for that."""
-    cuts = inputs.search.cuts if inputs.search is not None else frozenset()
-    zeroed = [
-        (cause, cause.explanation.subject)
-        for cause in causes
-        if cause.explanation is not None and isinstance(cause.explanation.operation, Zeroed)
-    ]
-    first = [id(cause) for cause, subject in zeroed if subject.module in cuts]
-    inner = tuple(f"{cut}." for cut in cuts)
-    absent = [
-        id(cause)
-        for cause, subject in zeroed
-        if subject.tensors and all(name.startswith(inner) for name in subject.tensors)
-    ]
-    if not first or not absent:
-        return list(causes)
-    return sorted(causes, key=lambda cause: (id(cause) not in first, id(cause) not in absent))
 
 
 def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
