@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.diagnose.engine import DiagnosedCause
+from moeverify.diagnose.families import module_of
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Scaled, Zeroed
@@ -21,7 +22,7 @@ def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs)
         return list(causes)
     names = list(inputs.regions)
     # In which order modules that one calls are computed is not known.
-    around = first.explanation.subject.module.rpartition(".")[0]
+    around = module_of(first.explanation.subject.module)
     own = [at for at, name in enumerate(names) if around and name.startswith(f"{around}.")]
     behind = set(names[: max(own) + 1]) if own else set()
     made = {
