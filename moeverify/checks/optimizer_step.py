@@ -20,6 +20,7 @@ from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate,
 from moeverify.checks.sampling import sample_all
 from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
+from moeverify.checks.step_corrections import CorrectedSteps
 from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
@@ -283,7 +284,16 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if _is_known(worst)
         else None,
     )
-    return Outcome(result, tuple(keep_agreeing(findings)), limits)
+    return Outcome(result, tuple(keep_agreeing(findings, _list_steps(shown, limits))), limits)
+
+
+def _list_steps(shown: Shown, limits: Mapping[Key, float]) -> CorrectedSteps:
+    """Return what other bias corrections would make of each step, and which errors of updates are surely seen."""
+    spec = shown.case.recipe.optimizer
+    kind = OPTIMIZER.find(spec.name)
+    factors = {step: kind.list_correction_factors(spec, step + 1) for step in {step for step, _, _ in limits}}
+    seen = {(step, name): limit for (step, of, name), limit in limits.items() if of == Kind.UPDATE}
+    return CorrectedSteps(factors, seen)
 
 
 def _rate(row: Row) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from moeverify.checks.step_corrections import NO_STEPS, CorrectedSteps, keep_common_corrections
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
@@ -15,87 +16,14 @@ _AGREE = 1e-3
 _NOISE = 4.0
 """Standard errors by which two coefficients of one option may be apart besides."""
 
-_ALIKE = 0.25
-"""How far, relatively, the factors of two steps may be apart that are one rate: what 16 bits leave of an update."""
 
-_STEP = "step"
-"""The term of an update that is no decay."""
-
-
-def keep_agreeing(findings: Sequence[Finding]) -> list[Finding]:
+def keep_agreeing(findings: Sequence[Finding], steps: CorrectedSteps = NO_STEPS) -> list[Finding]:
     """Return the findings without formulas whose number is another one in each tensor: these fit by chance.
 
-    So does a coefficient of a moment's value before the step, which is a beta, where it is another one in each.
+    So does a coefficient of a moment's value before the step, which is a beta, where it is another one in each. And
+    so do bias corrections that not most tensors of a step have, or that other `steps` speak against.
     """
-    return _keep_agreeing_betas(_keep_common_corrections(_keep_agreeing_formulas(findings)))
-
-
-def _keep_common_corrections(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings without corrections of moments, where those of two tensors have none in common.
-
-    A correction multiplies all of a step by one number. In 16 bits one of a dozen is near to many a number, so that a
-    rate of its own in each layer looks like another correction in each. Corrections depend on the step, too: one that
-    does not give a later step, which is off by about the same number, is that number by chance.
-    """
-    by_step: dict[int, list[Finding]] = {}
-    by_tensor: dict[str, list[Finding]] = {}
-    for finding in findings:
-        if finding.kind == Kind.UPDATE:
-            by_tensor.setdefault(finding.tensor, []).append(finding)
-        if _list_corrections(finding):
-            by_step.setdefault(finding.step, []).append(finding)
-    kept = {step: _list_kept(of_step, by_tensor) for step, of_step in by_step.items()}
-    return [
-        _keep_forms(finding, kept[finding.step]) if _list_corrections(finding) else finding
-        for finding in findings
-    ]
-
-
-def _list_kept(findings: Sequence[Finding], by_tensor: Mapping[str, Sequence[Finding]]) -> set[Changes]:
-    """Return the corrections of a step's updates that other tensors, and other steps, do not speak against."""
-    tried = [_list_corrections(finding) for finding in findings]
-    kept = set()
-    for changes in set.union(*tried) if set.intersection(*tried) else ():
-        having = [finding for finding, forms in zip(findings, tried, strict=True) if changes in forms]
-        against = [each for each in having if _is_contradicted(changes, each, by_tensor[each.tensor])]
-        if 2 * len(against) <= len(having):
-            kept.add(changes)
-    return kept
-
-
-def _keep_forms(finding: Finding, kept: set[Changes]) -> Finding:
-    facts = finding.facts
-    assert isinstance(facts, RecomputedFacts)
-    variants = tuple(form for form in facts.variants if form.changes in kept)
-    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
-
-
-def _is_contradicted(changes: Changes, finding: Finding, others: Sequence[Finding]) -> bool:
-    """Return whether another step is off by about the same number, or by other corrections, and not by this one."""
-    found = _find_step(finding)
-    for other in others:
-        if not isinstance(other.facts, RecomputedFacts) or changes in other.facts.tried:
-            continue
-        number = _find_step(other)
-        is_same = found is not None and number is not None and abs(found - number) <= _ALIKE * abs(found)
-        if is_same or _list_corrections(other):
-            return True
-    return False
-
-
-def _find_step(finding: Finding) -> float | None:
-    """Return by which factor the step of an update is there, where it is a wrong one."""
-    terms = finding.facts.wrong_terms if isinstance(finding.facts, RecomputedFacts) else ()
-    return next((term.factor for term in terms if term.name == _STEP), None)
-
-
-def _list_corrections(finding: Finding) -> set[Changes]:
-    """Return the formulas of an update, where all that is otherwise in each are corrections."""
-    facts = finding.facts
-    if not isinstance(facts, RecomputedFacts) or finding.kind != Kind.UPDATE:
-        return set()
-    changes = set(facts.tried)
-    return changes if all(len(each) == 1 and "correct" in each[0] for each in changes) else set()
+    return _keep_agreeing_betas(keep_common_corrections(_keep_agreeing_formulas(findings), steps))
 
 
 def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeverify.case.schema import Optimizer
 from moeverify.checks.step_rounding import Rounding
-from moeverify.results.step_facts import OTHER_STEP, RIGHT, Changes
+from moeverify.results.step_facts import OTHER_STEP, RIGHT, Changes, StepChange
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 from moeverify.train.step_grammar import Grammar
@@ -38,6 +38,9 @@ _EXACT = 2.0**-24
 
 _PLAIN = ("corrections", "decay")
 """The parts that are told from others in 16 bits, where an element has few values, which many formulas give."""
+
+_PLAIN_WAYS = ("not-clipped", "clipped-by-value")
+"""The ways of other parts that are, too: a gradient that is many times as large has other values."""
 
 _ALLOWED = 4.0
 """How many times the squares that rounding may leave of a shard another formula may."""
@@ -155,7 +158,7 @@ class Formulas:
         if grammar is None:
             return found
         if Rounding.of(self.dtypes).unit > _EXACT:
-            grammar = replace(grammar, parts={name: grammar.parts.get(name, ()) for name in _PLAIN})
+            grammar = replace(grammar, parts=_list_plain(grammar.parts))
         for changes in grammar.list_changes(1):
             self._try(found, grammar, changes)
         for each, fits in zip(found, self._fit_other_steps(), strict=True):
@@ -269,6 +272,14 @@ def _choose(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple
     bounds = zip([0, *ends], ends, sizes, strict=False)
     places = [torch.arange(start, end, -(-size // MOST_OF_VARIANTS)) for start, end, size in bounds]
     return torch.cat(places).to(device, non_blocking=True), tuple(len(each) for each in places)
+
+
+def _list_plain(parts: Mapping[str, Sequence[StepChange]]) -> Mapping[str, Sequence[StepChange]]:
+    """Return the parts of a formula with the ways that are told from others in 16 bits."""
+    return {
+        name: ways if name in _PLAIN else [way for way in ways if way in _PLAIN_WAYS]
+        for name, ways in parts.items()
+    }
 
 
 def _is_other(number: float | None, usual: float | None) -> bool:

@@ -55,7 +55,8 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
     same = findings if explanation is not None else [each for each in findings if each.check == finding.check]
     wrong = set(_list_wrong(same, finding.step, kinds)) - set(_list_otherwise(finding, same, kinds))
     unaffected = [name for name in known if name not in wrong and name not in affected]
-    return find_part(affected, unaffected, inputs.regions, inputs.axes.groups)
+    doubtful = set(_list_doubtful(finding, findings, kinds)) - affected
+    return find_part(affected, unaffected, inputs.regions, inputs.axes.groups, doubtful)
 
 
 def _list_wrong(findings: Iterable[Finding], step: int, kinds: Sequence[str]) -> Iterable[str]:
@@ -77,17 +78,39 @@ def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequen
             yield from (_name_parameter(name, kinds) for name in names)
 
 
+def _list_doubtful(finding: Finding, findings: Sequence[Finding], kinds: Sequence[str]) -> Iterable[str]:
+    """Yield the parameters that are wrong in the same step in a way that nobody knows: it may be that of these."""
+    heads = {
+        each.tensor
+        for each in findings
+        if not each.follows and _is_of_step(each, finding) and not _is_told(each)
+    }
+    for each in findings:
+        if _is_of_step(each, finding) and (each.follows or each.tensor) in heads:
+            names = [each.tensor, *each.unexplained]
+            names += each.facts.others if isinstance(each.facts, RecomputedFacts) else ()
+            yield from (_name_parameter(name, kinds) for name in names)
+
+
 def _is_told_beside(each: Finding, finding: Finding) -> bool:
     """Return whether a finding has another cause than one of the same check and step, and a known one."""
     if each.follows or each.tensor == finding.tensor:
         return False
-    if (each.check, each.step, each.kind) != (finding.check, finding.step, finding.kind):
-        return False
-    facts = each.facts
+    return _is_of_step(each, finding) and _is_told(each)
+
+
+def _is_of_step(each: Finding, finding: Finding) -> bool:
+    """Return whether two findings are of the same check and step, and about the same of parameters."""
+    return (each.check, each.step, each.kind) == (finding.check, finding.step, finding.kind)
+
+
+def _is_told(finding: Finding) -> bool:
+    """Return whether it is known how something came to be wrong."""
+    facts = finding.facts
     is_made = isinstance(facts, RecomputedFacts) and bool(
         facts.wrong_terms or facts.forms or facts.is_of_rate
     )
-    return is_made or each.explanation is not None
+    return is_made or finding.explanation is not None
 
 
 def _name_parameter(name: str, kinds: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from moeverify.checks.base import Role
 from moeverify.checks.narrower import name_dtype
 from moeverify.checks.registry import CHECKS
 from moeverify.diagnose.affected import name_parts
+from moeverify.diagnose.causes_first import put_cuts_first, put_modules_first
 from moeverify.diagnose.data_first import ORIGINS, follow, put_data_first
 from moeverify.diagnose.engine import DiagnosedCause, Log, complete_log, explain_tensors
 from moeverify.diagnose.families import family_of, split_moment
@@ -252,7 +253,8 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
     if Quantity.GRADIENT in failed:
         # What no sum explains stays last: a module from which on gradients are wrong says less than a cause.
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
-        return [_find_divergence(cause, inputs) for cause in causes]
+        causes = put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
+        return put_cuts_first(causes, inputs)
     if Quantity.LOSS in failed:
         # The total is made of the terms: where one of these is wrong, it is the cause.
         losses = inputs.of_quantity(Quantity.LOSS)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.cuts import find_cuts
 from moeverify.diagnose.rank_readings import AllReadings, Coordinates, RankReadings, error_of
 from moeverify.diagnose.slices import scale_rows
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -83,7 +84,7 @@ class Search:
     `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
     module may have a part of a sum by right, which is made in the one that calls it. `beside` has what modules beside
     an origin have read wrong at the same end: of what several take, one may be told more of. `golden` has what one
-    device read.
+    device read. `cuts` are modules that are not read in which the way back ends.
     """
 
     origins: Mapping[str, Origin]
@@ -94,6 +95,14 @@ class Search:
     around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     golden: Sequence[Reading] = ()
+    cuts: frozenset[str] = frozenset()
+
+    def find_cut(self, origin: Origin) -> str:
+        """Return the module through which alone an origin gets a gradient, where that is cut, and else nothing."""
+        block, _, own = origin.module.rpartition(".")
+        is_passed_back = origin.direction == BACKWARD and origin.is_of_culprit and own == _DISPATCHER
+        found = sorted(cut for cut in self.cuts if is_passed_back and cut.startswith(f"{block}."))
+        return found[0] if len(found) == 1 else ""
 
     def observe(self, direction: Direction) -> FirstDivergence:
         """Return where a direction first differs, and what was right before."""
@@ -196,7 +205,8 @@ def find_origins(
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden)
+    cuts = find_cuts(by_rank, known.gradients)
+    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden, cuts)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:

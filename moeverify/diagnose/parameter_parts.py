@@ -49,12 +49,17 @@ class _Choice:
 
 
 def find_part(
-    affected: Collection[str], unaffected: Collection[str], regions: Regions, groups: Groups
+    affected: Collection[str],
+    unaffected: Collection[str],
+    regions: Regions,
+    groups: Groups,
+    doubtful: Collection[str] = (),
 ) -> ParameterPart | None:
     """Return what all affected parameters have in common, and no unaffected one; None where nothing simple is.
 
-    Others, in which it could not be seen, may have it in common too, if they are fewer. `regions` are in the order of
-    registration.
+    Others, in which it could not be seen, may have it in common too, if they are fewer. `doubtful` ones are wrong in
+    a way that nobody knows, which may be this one: where such a one is not in the part, the part may be larger, and
+    is not said. `regions` are in the order of registration.
     """
     inside, outside = frozenset(affected), frozenset(unaffected)
     if len(inside) < 2 or not outside or not inside <= set(regions):
@@ -68,6 +73,8 @@ def find_part(
         return None
     found.sort(key=lambda each: (each.cost, each.bits))
     simplest = found[0]
+    if not simplest.members.issuperset(doubtful):
+        return None
     # Norms are all that has one dim: nobody can say by which of the two they were chosen.
     as_simple = [
         each.traits

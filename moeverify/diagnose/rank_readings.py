@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ Coordinates = Mapping[int, Mapping[str, int]]
 class RankReadings:
     """What one rank's tap read, with the rows and positions of each micro-batch.
 
-    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
+    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient, `reached` the
+    ends of modules that are not read, and whether a gradient came back to them (see `Tap`).
     """
 
     readings: Sequence[Reading]
     shares: Sequence[tuple[Indices, Indices]]
     silent: Collection[tuple[str, str, str, int]] = ()
+    reached: Mapping[tuple[str, str], bool] = field(default_factory=dict)
 
 
 _Read = tuple[int, Reading, tuple[Indices, Indices]]

@@ -29,12 +29,15 @@ def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings, what began it before what follows from it.
 
-    Then by step, the earliest first; in a step those whose cause is known, then by excess.
+    Then by step, the earliest first; in a step those whose cause is known: the one that the diagnosis has put first,
+    since it may be what makes the others, then by excess.
     """
+    lead = next((finding for finding in findings if not finding.follows), None)
 
-    def rank(finding: Finding) -> tuple[bool, int, bool, float]:
+    def rank(finding: Finding) -> tuple[bool, int, bool, bool, float]:
         is_open = not finding.is_explained
-        return bool(finding.follows), finding.step, is_open, -excess(finding.error, finding.bound)
+        error = -excess(finding.error, finding.bound)
+        return bool(finding.follows), finding.step, is_open, finding is not lead, error
 
     return sorted(findings, key=rank)
 

@@ -36,11 +36,29 @@ def round_to_bfloat16(value: float) -> float:
 
 def list_corrections(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[float, float]]:
     """Return what both moments are divided by, by the way, at the step that `number` counts from 1."""
+    right = _correct(spec.betas, number)
+    return {name: way for name, way in _list_ways(spec, number).items() if way != right}
 
-    def correct(betas: tuple[float, float], step: int = number) -> tuple[float, float]:
-        return 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
 
-    first, second = correct(spec.betas)
+def list_correction_factors(spec: Optimizer, number: int) -> Mapping[StepChange, float]:
+    """Return how many times the step is as large, by the way of its corrections, where epsilon is small.
+
+    It is 1 where a way and the right one are the same in that step.
+    """
+    right = _correct(spec.betas, number)
+    return {
+        name: right[0] / first * (second / right[1]) ** 0.5
+        for name, (first, second) in _list_ways(spec, number).items()
+        if first
+    }
+
+
+def _correct(betas: tuple[float, float], number: int) -> tuple[float, float]:
+    return 1.0 - betas[0] ** number, 1.0 - betas[1] ** number
+
+
+def _list_ways(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[float, float]]:
+    first, second = _correct(spec.betas, number)
     rounded = round_to_bfloat16(spec.betas[0]), round_to_bfloat16(spec.betas[1])
     ways: dict[StepChange, tuple[float, float]] = {
         "no-correction": (1.0, 1.0),
@@ -49,17 +67,21 @@ def list_corrections(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[
         "multiplied-by-corrections": (1.0 / first, 1.0 / second),
         "root-of-first-correction": (first**0.5, second),
         "second-correction-without-root": (first, second * second),
-        "corrected-for-next-step": correct(spec.betas, number + 1),
-        "corrected-with-bfloat16-betas": correct(rounded),
-        "corrected-with-swapped-betas": correct(spec.betas[::-1]),
+        "corrected-for-next-step": _correct(spec.betas, number + 1),
+        "corrected-for-first-step": _correct(spec.betas, 1),
+        "first-corrected-for-first-step": (_correct(spec.betas, 1)[0], second),
+        "second-corrected-for-first-step": (first, _correct(spec.betas, 1)[1]),
+        "corrected-with-bfloat16-betas": _correct(rounded, number),
+        "corrected-with-swapped-betas": _correct(spec.betas[::-1], number),
         "corrected-with-first-beta": (first, first),
         "corrected-with-second-beta": (second, second),
     }
     if number > 1:
-        ways["corrected-for-step-before"] = correct(spec.betas, number - 1)
-        ways["first-corrected-for-step-before"] = (correct(spec.betas, number - 1)[0], second)
-        ways["second-corrected-for-step-before"] = (first, correct(spec.betas, number - 1)[1])
-    return {name: way for name, way in ways.items() if way != (first, second)}
+        before = _correct(spec.betas, number - 1)
+        ways["corrected-for-step-before"] = before
+        ways["first-corrected-for-step-before"] = (before[0], second)
+        ways["second-corrected-for-step-before"] = (first, before[1])
+    return ways
 
 
 class AdamStep:
@@ -201,22 +223,26 @@ class AdamStep:
         return pick(known, ways, decayed)
 
 
-def list_added(step: StepValues, limit: float | None) -> Mapping[StepChange, Tensor]:
-    """Return what a moment may take in the place of the gradient, by the way."""
+def list_added(step: StepValues, limit: float | None, *, decays: bool) -> Mapping[StepChange, Tensor]:
+    """Return what a moment may take in the place of the gradient, by the way.
+
+    A clip is made before the optimizer: where it `decays` by the gradient, the decay is added to what it clips.
+    """
     gradient, zeros = step.gradient, step.gradient * 0.0
+    decay = step.weight_decay * step.weight
     ways: dict[StepChange, Tensor] = {
-        "decay-in-gradient": gradient + step.weight_decay * step.weight,
-        "decay-against-gradient": gradient - step.weight_decay * step.weight,
+        "decay-in-gradient": gradient + decay,
+        "decay-against-gradient": gradient - decay,
         "sign-of-gradient": gradient.sign(),
         "gradient-times-rate": step.lr * gradient,
     }
     if not step.weight_decay:
         del ways["decay-in-gradient"], ways["decay-against-gradient"]
     if limit is not None and step.clip is not None:
-        raw = gradient / step.clip
-        ways["not-clipped"] = raw
-        ways["clipped-by-value"] = raw.clamp(-limit, limit)
-        ways["clipped-again"] = gradient * step.clip
+        raw, added = gradient / step.clip, decay if decays else zeros
+        ways["not-clipped"] = raw + added
+        ways["clipped-by-value"] = raw.clamp(-limit, limit) + added
+        ways["clipped-again"] = gradient * step.clip + added
     return {name: way + zeros for name, way in ways.items()}
 
 
@@ -234,7 +260,7 @@ class AdamMoment:
         self.old = step.before.get(name, step.gradient * 0.0)
         right = step.gradient + (step.weight_decay if decays else 0.0) * step.weight
         self.right = right * right if self.is_square else right
-        added = list_added(step, spec.clip_norm)
+        added = list_added(step, spec.clip_norm, decays=decays)
         if decays and step.weight_decay:
             added = {**added, "no-decay-in-gradient": step.gradient}
             added.pop("decay-in-gradient", None)

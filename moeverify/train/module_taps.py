@@ -59,6 +59,8 @@ class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
+    `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
+    other than zero came back to one that has a graph.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
     `note` is called with the end of a module and each tensor there, as it is in memory; whole numbers and masks that
     go in have the name of their argument as slot. `note_total` is called with the gradient of each parameter, as this
@@ -100,7 +102,9 @@ class Tap:
         blocks = tuple(
             f"{logical_name(name)}." for name, module in model.named_modules() if isinstance(module, MoE)
         )
+        self._blocks = blocks
         self._not_loose = blocks if reads_loose else ("",)
+        self.reached: dict[tuple[str, str], bool] = {}
         self._micro_batches: dict[nn.Module, int] = {}
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
@@ -201,8 +205,11 @@ class Tap:
             if is_first and end == "input" and tensor.ndim > 2:
                 self._shapes[name] = tensor.shape[:2]
             key = (name, end, slot, micro_batch)
-            if key in self._seen or not self._is_read(name, tensor):
+            if key in self._seen:
                 continue  # a second visit is a recomputation
+            if not self._is_read(name, tensor):
+                self._watch(name, end, tensor)
+                continue
             self._seen.add(key)
             if self._note is not None:
                 self._note((FORWARD, *key), tensor)
@@ -210,6 +217,23 @@ class Tap:
             if tensor.requires_grad:
                 self.silent.add(key)
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
+
+    def _watch(self, name: str, end: str, tensor: Tensor) -> None:
+        """Note whether a gradient comes back to rows that are not read."""
+        key = (name, end)
+        if (
+            not tensor.requires_grad
+            or not tensor.numel()
+            or not self._blocks
+            or not name.startswith(self._blocks)
+        ):
+            return
+        self.reached.setdefault(key, False)
+
+        def on_gradient(gradient: Tensor) -> None:
+            self.reached[key] = self.reached[key] or bool(gradient.detach().any())
+
+        tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _make_gradient_hook(
         self, key: tuple[str, str, str, int], *, is_first: bool

@@ -65,7 +65,8 @@ class SgdMomentum:
         self.momentum = spec.momentum
         self.old = step.before.get(MOMENTUM, step.gradient * 0.0)
         self.right = step.gradient + step.weight_decay * step.weight
-        self.added = {**list_added(step, spec.clip_norm), "no-decay-in-gradient": step.gradient}
+        added = list_added(step, spec.clip_norm, decays=True)
+        self.added = {**added, "no-decay-in-gradient": step.gradient}
         self.added.pop("decay-in-gradient", None)
         if not step.weight_decay:
             del self.added["no-decay-in-gradient"]

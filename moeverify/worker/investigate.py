@@ -207,7 +207,7 @@ def _rerun(
         trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
     shares = [(share.rows, share.positions) for share in micro_batches]
-    readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
+    readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
     operands = _list_operands(tap, trace, program.scale)

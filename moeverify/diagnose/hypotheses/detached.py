@@ -8,7 +8,7 @@ from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
-from moeverify.results.explanation import Quantity
+from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.observation import LargestValue
 from moeverify.results.operation import Zeroed
 from moeverify.results.trial import Reason
@@ -37,11 +37,21 @@ class Detached(Hypothesis):
         if actual != 0.0 or is_single_number:
             return self.refuse(seen)
         operation = Zeroed(absent=bool(tensor.shards) and len(absent) == len(tensor.shards))
-        explanation = explain_by(Cause.DETACHED, operation, tensors, inputs)
+        explanation = _name_cut(explain_by(Cause.DETACHED, operation, tensors, inputs), tensor, inputs)
         if tensor.quantity is Quantity.GRADIENT and inputs.search is None:
             # What a module leaves out has no gradient either. Where modules are not compared, wider runs are asked.
             explanation = explanation.model_copy(update={"is_estimate": True})
         return self.accept(explanation, seen)
+
+
+def _name_cut(explanation: Explanation, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
+    """Return the explanation of what a dispatcher passes back, of the module inside of it that is cut, if known."""
+    origin = inputs.origin_of(tensor)
+    cut = inputs.search.find_cut(origin) if inputs.search is not None and origin is not None else ""
+    if not cut:
+        return explanation
+    subject = explanation.subject.model_copy(update={"module": cut})
+    return explanation.model_copy(update={"subject": subject})
 
 
 HYPOTHESIS = Detached()

@@ -1,8 +1,9 @@
 """Hypothesis: the values are right up to the rounding of a narrower dtype than the recipe's.
 
 A norm alone shows no rounding: a bug that touches few elements, or adds a term of low rank, can have any. So nearly
-all elements must be off, and where rounding began, at a module, the errors of its tokens must have no direction of
-their own: singular values of one size.
+all elements must be off by a share of what they are off on average, and no tensor, nor all together, may be a number
+of times the right one, beyond the standard error that rounding leaves of such a factor. Where it began, at a module,
+the error must have that size too, and those of its tokens no direction of their own: singular values of one size.
 
 A number rounded to a dtype with p bits of significand is off by up to 2^-p of itself: 2^-24 for float32, 2^-8 for
 bfloat16. A tensor made of such numbers is off by about that much in the Frobenius norm: less where errors of many
@@ -11,7 +12,9 @@ terms average out, more where terms cancel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from torch import Tensor
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.noisy_fit import fit_noisy
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -34,12 +38,14 @@ _LEAST_DIRECTIONS = 8  # fewer tokens or elements show no spectrum
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
 _SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
 _DENSE = 0.9  # of the elements that are not zero must be off: rounding spares few numbers
+_OFF = 0.05  # of what elements are off on average, each by its own size: one in thirty is off by less
 _WHITE = 0.05  # median over largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
 _LEAST_SIGNS, _BALANCE = (
     256,
     0.1,
 )  # numbers, and the least share of them that rounding makes larger, or smaller
 _ALONG = 0.99  # cosine of an error with the values themselves
+_LEAST_ANGLE = 8  # numbers, of which the angle to others says something
 _LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
 
 
@@ -81,6 +87,7 @@ class Rounding(Hypothesis):
             if is_narrow or (
                 _have_size_of(unit, errors)
                 and all(_is_dense(tensor) for tensor, _ in errors)
+                and _has_no_factor([tensor for tensor, _ in errors], unit)
                 and _began_as_noise(tensors, inputs, unit)
             ):
                 operation = Rounded(dtype=name_dtype(dtype), is_representable=is_narrow)
@@ -114,18 +121,53 @@ def is_representable(tensor: WrongTensor, dtype: torch.dtype) -> bool:
 
 
 def _have_size_of(unit: float, errors: Sequence[tuple[WrongTensor, float]]) -> bool:
-    """Return whether nearly all errors have the size of a unit of rounding, and point nowhere."""
-    inside = [_WINDOW[0] * unit < error < _WINDOW[1] * unit for _, error in errors]
-    loose = [_is_unstructured(tensor, error) for tensor, error in errors]
-    return min(sum(inside), sum(loose)) >= _SHARE * len(errors)
+    """Return whether nearly all errors have the size of a unit of rounding, in all elements, and point nowhere."""
+    inside = [_is_of_size(error, unit) for _, error in errors]
+    loose = [_is_unstructured(tensor, error, unit) for tensor, error in errors]
+    spread = [_is_spread(tensor, error) for tensor, error in errors]
+    return min(sum(inside), sum(loose), sum(spread)) >= _SHARE * len(errors)
+
+
+def _is_of_size(error: float, unit: float) -> bool:
+    return _WINDOW[0] * unit < error < _WINDOW[1] * unit
 
 
 def _is_dense(tensor: WrongTensor) -> bool:
     """Return whether nearly all elements are off, of those that are not zero in the golden."""
+    return float((_list_off(tensor) > 0.0).double().mean()) >= _DENSE
+
+
+def _is_spread(tensor: WrongTensor, error: float) -> bool:
+    """Return whether nearly all elements are off by a share of the error, and not by what other sums leave."""
+    is_off = _list_off(tensor) > _OFF * error
+    # Of few elements chance leaves fewer: three standard deviations.
+    least = _DENSE - 3.0 * math.sqrt(_DENSE * (1.0 - _DENSE) / max(len(is_off), 1))
+    return float(is_off.double().mean()) >= least
+
+
+def _list_off(tensor: WrongTensor) -> Tensor:
+    """Return by which share of itself each element is off (n), of those that are not zero in the golden."""
     expected = tensor.expected.reshape(-1)
-    error = (tensor.whole.reshape(-1) - expected).abs()
+    off = (tensor.whole.reshape(-1) - expected).abs()
     held = expected != 0.0
-    return float((error[held] > 0.0).double().mean()) >= _DENSE
+    return off[held] / expected[held].abs()
+
+
+def _has_no_factor(tensors: Sequence[WrongTensor], unit: float) -> bool:
+    """Return whether all tensors together are once the right ones, within the standard error that rounding leaves.
+
+    All count alike: of few numbers a standard error is an estimate itself, and the least one would count most.
+    """
+    factors = [fit_noisy(tensor.whole, tensor.expected, unit) for tensor in tensors]
+    known = [factor for factor in factors if factor is not None]
+    if not known:
+        return True
+    mean = sum(factor.value for factor in known) / len(known)
+    spread = math.sqrt(sum(factor.spread**2 for factor in known)) / len(known)
+    # Rounding that moves all tensors alike does not average out.
+    return replace(known[0], value=mean, spread=max(spread, min(each.spread for each in known) / 2.0)).agrees(
+        1.0
+    )
 
 
 def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, unit: float) -> bool:
@@ -137,6 +179,10 @@ def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, uni
     found = origins[0] or inputs.origins.get(BACKWARD)
     if tensors[0].quantity not in _OF_MODULES or found is None:
         return True
+    # What follows from a module may be off by less than it, and rounding is as large everywhere.
+    began = measure_error(found.tensor)
+    if began and not (_is_of_size(began, unit) and _is_spread(found.tensor, began)):
+        return False
     error = (found.tensor.whole - found.tensor.expected).flatten(0, -2)
     # Rounding makes as many numbers larger as smaller.
     moved = (error * found.tensor.expected.flatten(0, -2)).flatten()
@@ -161,17 +207,20 @@ def _are_multiples(errors: Tensor, expected: Tensor) -> bool:
     return float((along / (errors.norm(dim=1) * expected.norm(dim=1)).clamp(min=1e-300)).median()) > _ALONG
 
 
-def _is_unstructured(tensor: WrongTensor, error: float) -> bool:
+def _is_unstructured(tensor: WrongTensor, error: float, unit: float) -> bool:
     """Return whether the error is nearly orthogonal to the golden, as rounding up and down leaves it.
 
-    A wrong factor lies along the golden: |<error, golden>| / |golden|^2 is then all of the relative error. Of fewer
-    than 8 numbers the angle says nothing.
+    A wrong factor lies along the golden: |<error, golden>| / |golden|^2 is then all of the relative error. It may be
+    as large as its standard error allows. Of fewer than 8 numbers the angle says nothing.
     """
     expected = tensor.expected.reshape(-1)
     difference = tensor.whole.reshape(-1) - expected
     norm = float(expected.norm())
     along = abs(float(torch.dot(difference, expected))) / max(norm * norm, 1e-300)
-    return along < 0.5 * error or len(expected) < 8
+    if len(expected) < _LEAST_ANGLE:
+        return True
+    factor = fit_noisy(tensor.whole, tensor.expected, unit)
+    return along < 0.5 * error and (factor is None or factor.agrees(1.0))
 
 
 HYPOTHESIS = Rounding()

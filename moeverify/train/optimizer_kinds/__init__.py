@@ -10,6 +10,7 @@ from moeverify.case.choice import Implementation, Modules, Row, Table, list_opti
 from moeverify.case.rule import Rule, blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
+from moeverify.results.step_facts import StepChange
 from moeverify.train.recomputation import Recomputed, StepValues
 from moeverify.train.step_grammar import Grammar, Solve
 
@@ -56,6 +57,10 @@ class OptimizerKind(Implementation):
     def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
         """Return the change (N,) of the weight by the bias corrections of the steps `number`, None without any."""
         return None
+
+    def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
+        """Return how many times as large a step is by other bias corrections; `number` counts it from 1."""
+        return {}
 
 
 OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
-from moeverify.train.adam_grammar import AdamMoment, AdamStep
+from moeverify.results.step_facts import StepChange
+from moeverify.train.adam_grammar import AdamMoment, AdamStep, list_correction_factors
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 from moeverify.train.step_grammar import Grammar, Solve
@@ -130,6 +131,10 @@ class AdamKind(OptimizerKind):
         first, second = (1.0 - beta ** number.to(mean.dtype) for beta in spec.betas)
         moved = -step.lr * (mean / first) / ((square / second).sqrt() + spec.eps)
         return moved - step.lr * step.weight_decay * step.weight if self.decays_weight else moved
+
+    def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
+        """Return those of Adam's formula; see `OptimizerKind`."""
+        return list_correction_factors(spec, number)
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

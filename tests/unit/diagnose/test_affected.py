@@ -56,10 +56,13 @@ def test_a_rate_of_its_own_in_each_layer_is_said_of_that_layer() -> None:
     ]
 
 
-def test_what_no_cause_is_known_of_may_be_affected_too() -> None:
+def test_no_part_is_said_where_others_may_be_affected_that_are_not_in_it() -> None:
     unknown = [each.model_copy(update={"facts": RecomputedFacts(terms=())}) for each in list_layer(1, 0.9)]
-    (said, _) = describe([*list_layer(0, 0.81), *unknown])
-    assert "of 14" in said
+    assert describe([*list_layer(0, 0.81), *unknown])[0] == ""
+    # One is enough, whether it stands alone or follows from another one that nobody knows.
+    assert describe([*list_layer(0, 0.81), unknown[0]])[0] == ""
+    later = [each.model_copy(update={"step": 1}) for each in unknown]
+    assert "all 6 parameters in layer 0" in describe([*list_layer(0, 0.81), *later])[0]
 
 
 def hide(findings: list[Finding], count: int) -> list[Finding]:

@@ -12,6 +12,7 @@ from wrong_tensors import AXES, combine, draw, make_components, make_inputs, mak
 from moeverify.diagnose.diagnosis import diagnose
 from moeverify.diagnose.failure import describe_failure, keep_verdict
 from moeverify.diagnose.inputs import DiagnosisInputs, Issued
+from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.collective import IssuedCollective
@@ -173,6 +174,59 @@ def test_a_cause_comes_before_the_module_from_which_on_more_gradients_are_wrong(
     findings = [find("gradient", tensor.name) for tensor in tensors.values()]
     told = diagnose(findings, replace(inputs, tensors=tensors))
     assert [finding.code for finding in told if not finding.follows] == [Cause.DETACHED, Cause.BACKWARD]
+
+
+def test_a_module_that_is_cut_comes_before_its_own_parameters_that_get_no_gradient() -> None:
+    block = "layers.1.moe"
+    _, inputs = make_origin(
+        draw(2, 3, 4), *2 * [0 * draw(2, 3, 4)], module=f"{block}.dispatcher", direction="backward"
+    )
+    absent = [make_tensor(draw(8), None, None, name=f"{block}.experts.w{n}") for n in range(3)]
+    other = make_tensor(draw(8), *2 * [draw(8, seed=5)], name="layers.0.w")
+    tensors = {tensor.key: tensor for tensor in (*absent, other)}
+    findings = [find("gradient", tensor.name) for tensor in tensors.values()]
+    leads = {}
+    for cuts in (frozenset(), frozenset({f"{block}.experts"})):
+        assert inputs.search is not None
+        search = replace(inputs.search, cuts=cuts)
+        told = diagnose(findings, replace(inputs, tensors=tensors, search=search))
+        leads[cuts] = [
+            each.explanation.subject.module for each in told if each.explanation and not each.follows
+        ]
+    assert list(leads.values()) == [["", f"{block}.dispatcher"], [f"{block}.experts", ""]]
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (["layers.1.attention.q_proj.weight", "layers.1.attention_norm.weight"], ["module", "scale"]),
+        (["layers.1.attention.o_proj.weight"], ["module", "scale"]),
+        # What is behind the module forward got its gradient before it.
+        (["layers.1.attention.q_proj.weight", "layers.2.mlp.weight"], ["scale", "module"]),
+    ],
+)
+@pytest.mark.parametrize("factor", [1.06, 2.0])
+def test_a_module_that_is_known_comes_before_a_factor_that_nothing_names(
+    names: list[str], order: list[str], factor: float
+) -> None:
+    right = draw(2, 3, 4)
+    module = "layers.1.attention.o_proj"
+    # Everything that it passes back is zero, which is known of it.
+    _, inputs = make_origin(right, 0 * right, 0 * right, module=module, direction="backward")
+    shown = [make_tensor(draw(8), *2 * [factor * draw(8)], name=name) for name in names]
+    shown.append(make_tensor(draw(8), *2 * [draw(8, seed=5)], name="layers.0.w"))
+    known = ["layers.0.w", "layers.1.attention_norm.weight"]
+    known += [f"layers.1.attention.{name}_proj.weight" for name in "qo"] + ["layers.2.mlp.weight"]
+    regions = {name: {0: Region.whole((8,))} for name in known}
+    tensors = {tensor.key: tensor for tensor in shown}
+    told = diagnose(
+        [find("gradient", tensor.name) for tensor in shown],
+        replace(inputs, tensors=tensors, regions=regions),
+    )
+    explanations = [each.explanation for each in told if each.explanation and not each.follows]
+    found = ["module" if each.subject.module else each.cause.value for each in explanations]
+    # Twice is the size of an axis: the sum over it may be wrong.
+    assert found == (order if factor == 1.06 else ["scale", "module"])
 
 
 def test_gradients_that_a_sum_explains_do_not_need_the_module() -> None:

@@ -257,6 +257,13 @@ def test_first_finding_of_a_step_has_a_cause(make_finding: Any) -> None:
     assert [finding.tensor for finding in order_findings([far, later, named])] == ["named", "far", "later"]
 
 
+def test_what_the_diagnosis_has_put_first_leads_its_step(make_finding: Any) -> None:
+    lead = make_finding(step=1, tensor="lead", error=1e-9, cause="cut from the graph")
+    far = make_finding(step=1, tensor="far", error=1.0, cause="absent")
+    early = make_finding(step=0, tensor="early", error=1e-9, cause="not reduced over tp")
+    assert [finding.tensor for finding in order_findings([lead, far, early])] == ["early", "lead", "far"]
+
+
 def test_goldens_that_were_made_are_named_the_longest_first_and_many_are_summed(
     make_run: Any, show: Any
 ) -> None:

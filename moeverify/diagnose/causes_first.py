@@ -1,0 +1,72 @@
+"""Which cause of wrong gradients comes first, where one is made by what another one says of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.diagnose.engine import DiagnosedCause
+from moeverify.diagnose.families import module_of
+from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.results.explanation import Quantity
+from moeverify.results.operation import Scaled, Zeroed
+from moeverify.results.part import WHOLE
+
+
+def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
+    """Return the causes, a module that is known to pass back something else before factors that nothing names.
+
+    Parameters get such factors of what it passes back, if they are of the module that calls it or stand before that.
+    """
+    first = next((cause for cause in causes if _tells_module(cause)), None)
+    if first is None or first.explanation is None:
+        return list(causes)
+    names = list(inputs.regions)
+    # In which order modules that one calls are computed is not known.
+    around = module_of(first.explanation.subject.module)
+    own = [at for at, name in enumerate(names) if around and name.startswith(f"{around}.")]
+    behind = set(names[: max(own) + 1]) if own else set()
+    made = {
+        id(cause)
+        for cause in causes
+        if _is_unnamed_factor(cause) and all(tensor.name in behind for tensor in cause.tensors)
+    }
+    kept = [cause for cause in causes if cause is not first]
+    at = next((at for at, cause in enumerate(kept) if id(cause) in made), None)
+    return list(causes) if at is None else [*kept[:at], first, *kept[at:]]
+
+
+def _tells_module(cause: DiagnosedCause) -> bool:
+    """Return whether a cause says what a module does, on right inputs, in the backward pass."""
+    explanation = cause.explanation
+    if explanation is None or explanation.subject.quantity is not Quantity.MODULE_GRADIENT:
+        return False
+    return bool(explanation.subject.module) and explanation.names_operation
+
+
+def _is_unnamed_factor(cause: DiagnosedCause) -> bool:
+    """Return whether gradients are so many times as large, by a number that is none of the run."""
+    explanation = cause.explanation
+    if explanation is None or not isinstance(explanation.operation, Scaled) or explanation.subject.module:
+        return False
+    parts = explanation.operation.contributions
+    return [each.part for each in parts] == [WHOLE] and not parts[0].factor.equals
+
+
+def put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
+    """Return the causes, a module that cuts the graph before its own parameters, which get no gradient for that."""
+    cuts = inputs.search.cuts if inputs.search is not None else frozenset()
+    zeroed = [
+        (cause, cause.explanation.subject)
+        for cause in causes
+        if cause.explanation is not None and isinstance(cause.explanation.operation, Zeroed)
+    ]
+    first = [id(cause) for cause, subject in zeroed if subject.module in cuts]
+    inner = tuple(f"{cut}." for cut in cuts)
+    absent = [
+        id(cause)
+        for cause, subject in zeroed
+        if subject.tensors and all(name.startswith(inner) for name in subject.tensors)
+    ]
+    if not first or not absent:
+        return list(causes)
+    return sorted(causes, key=lambda cause: (id(cause) not in first, id(cause) not in absent))
