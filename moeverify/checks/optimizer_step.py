@@ -21,6 +21,7 @@ from moeverify.checks.sampling import sample_all
 from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
 from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
+from moeverify.checks.step_options import name_coefficients
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.observer import Named
@@ -267,6 +268,9 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if any(_rate(row) > 1.0 for _, row in found):
             norms = of_step.setdefault(key[0], StepNorms(_rows_of(by_key, key[0]), limit))
             findings.append(_make_finding(shown, key, found, rates, norms))
+    recipe = shown.case.recipe
+    agreeing = keep_agreeing(findings)
+    named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
     worst = max((row for found in by_key.values() for _, row in found), key=_rate)
     scale = _scale_of([worst])
     result = CheckResult(
@@ -282,7 +286,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if _is_known(worst)
         else None,
     )
-    return Outcome(result, tuple(keep_agreeing(findings)), limits)
+    return Outcome(result, tuple(named), limits)
 
 
 def _rate(row: Row) -> float:
